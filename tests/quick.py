@@ -17,8 +17,8 @@ from tests.mutants.catalogue import all_mutants
 
 # What README promises, and neither a line nor a mutation of the library shows: pages, commands, installation.
 PROMISES = {
-    "exactness/test_exactness.py::test_training_is_that_of_one_device[plain @ 2x4-vma]": "a model trains",
-    "exactness/test_exactness.py::test_a_difference_names_the_leaf_and_how_to_repeat_it": "a difference is seen",
+    "exactness/test_exactness.py::test_quick_cells_match_a_single_device[plain @ 2x4-vma]": "a model trains",
+    "exactness/test_exactness.py::test_check_error_names_the_leaf_and_the_command_to_repeat": "a difference is seen",
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
     "house/test_readme.py": "README's figures and commands",

@@ -339,9 +339,7 @@ def test_how_to_go_on_after_sigterm_names_the_folders_or_the_lost_steps(folders,
 
 
 @pytest.mark.slow
-def test_two_process_run_has_single_process_losses_and_keeps_a_finished_run(
-    runs, corpus, tmp_path, capsys
-):
+def test_two_process_run_has_single_process_losses_and_keeps_a_finished_run(runs, corpus, tmp_path, capsys):
     one = runs()
     sizes = "--steps 6 --batch-size 8 --context 32 --d-model 16 --layers 2 --heads 2 --min-weight-size 64"
     options = "--mesh fsdp=4 --log-every 1 --eval-every 3 --sample-bytes 4 --generate 2 --generate-gather once"

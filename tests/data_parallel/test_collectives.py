@@ -46,7 +46,7 @@ def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda 
     [({"fsdp": 8}, "fsdp", 1), ({"dp": 2, "fsdp": 4}, "fsdp", 1), ({"dp": 2, "fsdp": 4}, ("dp", "fsdp"), 2)],
     ids=["fsdp8", "dp2xfsdp4", "both axes"],
 )
-def test_one_gather_forward_at_most_one_backward_one_scatter(shape, axis_name, stages, remat, check_vma):
+def test_each_sharded_leaf_has_a_single_gather_and_a_single_reduce_scatter(shape, axis_name, stages, remat, check_vma):
     variables, program = lowered(shape, axis_name, check_vma, remat=remat)
     count = Counter(kind for kind, _ in collectives(program.as_text()))
     boxed = [path for path, leaf in leaves_with_path(variables) if is_box(leaf)]
@@ -60,7 +60,7 @@ def test_one_gather_forward_at_most_one_backward_one_scatter(shape, axis_name, s
 @pytest.mark.one_in(3)
 @BOTH_MODES
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"dp": 2, "fsdp": 4}], ids=["fsdp8", "dp2xfsdp4"])
-def test_no_all_reduce_of_a_sharded_gradient(shape, check_vma):
+def test_all_reduce_runs_only_for_loss_replicated_leaves_and_replicas_of_shards(shape, check_vma):
     variables, program = lowered(shape, "fsdp", check_vma)
     reduced = Counter(dims for kind, dims in collectives(program.as_text()) if kind == "all_reduce")
     leaves = leaves_with_path(variables)
@@ -73,7 +73,7 @@ def test_no_all_reduce_of_a_sharded_gradient(shape, check_vma):
 
 
 @pytest.mark.parametrize("check_vma, around", [(True, lambda model: model), (False, fsdp)], ids=["blocks", "all too"])
-def test_a_scan_gathers_one_layer_at_a_time(check_vma, around):
+def test_nn_scan_gathers_a_single_layer_at_a_time(check_vma, around):
     """Each layer of a scan is gathered separately, also if the full model is wrapped around wrapped modules."""
     variables, program = lowered({"fsdp": 8}, "fsdp", check_vma, scan=True, remat=True, around=around)
     gathered = [dims for kind, dims in collectives(program.as_text()) if kind == "all_gather"]
@@ -86,7 +86,7 @@ def test_a_scan_gathers_one_layer_at_a_time(check_vma, around):
 
 
 @BOTH_MODES
-def test_compiled_as_lowered(check_vma):
+def test_xla_compiles_the_lowered_collectives_and_adds_none(check_vma):
     """XLA compiles the lowered collectives and adds no further collective."""
     _, program = lowered({"dp": 2, "fsdp": 4}, "fsdp", check_vma, remat=True)
     compiled = program.compile().as_text()
@@ -108,7 +108,7 @@ def instructions(compiled_text):
 @pytest.mark.parametrize(  # any two of the three in each of their four ways
     "scan, remat, check_vma", [(False, False, True), (False, True, False), (True, False, False), (True, True, True)]
 )
-def test_on_one_device_it_compiles_to_what_the_plain_model_does(scan, remat, check_vma):
+def test_mesh_of_a_single_device_compiles_to_the_instructions_of_the_plain_model(scan, remat, check_vma):
     variables, program = lowered({"fsdp": 1}, "fsdp", check_vma, scan, remat)
     assert any(is_box(leaf) for _, leaf in leaves_with_path(variables))
     model, bare = Model(scan=scan, remat=remat), unbox(variables)
@@ -118,7 +118,7 @@ def test_on_one_device_it_compiles_to_what_the_plain_model_does(scan, remat, che
     assert got == want and got["fusion"] > 10  # the same instructions, copies among them
 
 
-def test_the_count_sees_a_collective():
+def test_helpers_count_an_all_reduce_in_lowered_and_compiled_text():
     fn = on_mesh(
         lambda x: jax.lax.psum(x, "fsdp"), DeviceMeshManager.create_device_mesh({"fsdp": 8}), True, P("fsdp"), P()
     )

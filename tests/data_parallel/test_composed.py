@@ -95,7 +95,7 @@ INPUTS = X, jnp.array(True)
     "kind, flag, check_vma",
     [("cond", "rows", True), ("switch", "key", True), ("cond", "index", False), ("switch", "rows", False)],
 )
-def test_gathers_in_a_branch_that_devices_take_differently_are_refused(kind, flag, check_vma):
+def test_gather_in_cond_or_switch_raises_for_a_device_dependent_predicate(kind, flag, check_vma):
     model = shard_modules(Branches(kind), nn.Dense, "fsdp", 16)
     with pytest.raises(ValueError, match=r"'first/bias' is gathered in a branch .* along \('fsdp',\) .*pmax"):
         gradients(model, loss_by(flag), WITH_FLAG, INPUTS, check_vma)
@@ -106,7 +106,7 @@ def test_gathers_in_a_branch_that_devices_take_differently_are_refused(kind, fla
     "kind, flag, check_vma",
     [("cond", "scalar", True), ("cond", "scalar", False), ("cond", "reduced", False), ("where", "rows", True)],
 )
-def test_branches_that_all_devices_take_are_right(kind, flag, check_vma):
+def test_gradients_are_exact_for_cond_and_switch_with_an_equal_predicate_on_all_devices(kind, flag, check_vma):
     model, loss = Branches(kind), loss_by(flag)
     got = gradients(shard_modules(model, nn.Dense, "fsdp", 16), loss, WITH_FLAG, INPUTS, check_vma)
     if flag == "rows":
@@ -123,7 +123,7 @@ def loss_of(loss, model, batch):
 
 
 @pytest.mark.parametrize("way, check_vma", [("value_and_grad", True), ("accumulate_gradients", False)])
-def test_a_step_of_ones_own_refuses_them_too(way, check_vma):
+def test_custom_step_raises_for_a_gather_in_a_branch_with_differing_predicate(way, check_vma):
     model = shard_modules(Branches(), nn.Dense, "fsdp", 16)
     params = state_of(model, *INPUTS).params
     specs = partition_specs(params, mesh_of(2, 4))
@@ -176,7 +176,7 @@ MAPPED = {"by hand": ByHand(), "WeightNorm": Normed(nn.WeightNorm), "SpectralNor
 
 
 @pytest.mark.parametrize("model", MAPPED.values(), ids=MAPPED)
-def test_a_module_within_mapped_variables_is_refused_with_the_module_around_it(model):
+def test_shard_modules_raises_for_a_module_inside_nn_map_variables(model):
     with pytest.raises(ValueError, match=r"'half' runs within an nn.map_variables .* where=.* path == ''"):
         state_of(shard_modules(model, nn.Dense, "fsdp", 16), X)
 
@@ -196,7 +196,7 @@ def is_model(path, module):
     ],
     ids=["by hand", "by hand, by size", "WeightNorm", "SpectralNorm"],
 )
-def test_chosen_so_or_by_size_gradients_are_those_of_one_device(name, where, check_vma):
+def test_gradients_match_a_single_device_with_the_module_around_nn_map_variables_sharded(name, where, check_vma):
     model = MAPPED[name]
     loss = with_stats if name == "SpectralNorm" else mean_square
     sharded = shard_modules(model, where, "fsdp", 16)
@@ -210,7 +210,7 @@ def test_chosen_so_or_by_size_gradients_are_those_of_one_device(name, where, che
     assert_same(gradients(sharded, loss, X, (X,), check_vma), want[0] if stats else want)
 
 
-def test_guard_of_shards_the_norm_is_another():
+def test_guard_norm_of_a_shard_differs_from_norm_of_the_full_kernel():
     """Guard: the norm of a shard differs from the norm of the kernel, if a wrapper within ``nn.map_variables`` runs."""
 
     class Inside(nn.Module):
@@ -240,7 +240,7 @@ def sum_loss(params, apply_fn, batch, rng):
 
 
 @pytest.mark.parametrize("spec", [P("dp", "fsdp"), P(None, "fsdp"), P(("dp",), ("fsdp",))], ids=str)
-def test_a_batch_that_is_split_by_another_dim_than_rows_is_refused(spec):
+def test_train_step_raises_for_a_batch_split_along_another_dim_than_rows(spec):
     state, step = state_of(fsdp(nn.Dense)(4), X), make_train_step(sum_loss, mesh_of(2, 4), AXES)
     placed = jax.device_put(X, NamedSharding(mesh_of(2, 4), spec))
     refused = r"batch of shape \(16, 16\) is placed as .* over \('fsdp',\).*shard_batch"
@@ -251,6 +251,6 @@ def test_a_batch_that_is_split_by_another_dim_than_rows_is_refused(spec):
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp"), P("fsdp"), P(AXES), P(("fsdp", "dp"), None)], ids=str)
-def test_rows_may_lie_anywhere(spec):
+def test_train_step_accepts_batch_rows_in_any_placement_on_the_mesh(spec):
     state, step = state_of(fsdp(nn.Dense)(4), X), make_train_step(sum_loss, mesh_of(2, 4), AXES)
     step(state, jax.device_put(X, NamedSharding(mesh_of(2, 4), spec)), jax.random.key(0))

@@ -50,7 +50,7 @@ def state_of(copies, mesh):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_step_averages_over_copies_of_another_kind(scale):
+def test_train_step_averages_gradients_with_a_custom_replicas_kind(scale):
     mesh = mesh_of(2, 4)
     state = state_of(Rotating("dp", scale), mesh)
     kinds = {leaf_of(leaf).communication.replicas for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes}
@@ -69,7 +69,7 @@ def test_a_step_averages_over_copies_of_another_kind(scale):
             assert_same_params(state.params, want)
 
 
-def test_check_step_names_a_wrong_mean_over_copies():
+def test_check_step_fails_for_a_wrong_mean_over_replicas():
     mesh = mesh_of(2, 4)
     step = make_train_step(mean_loss, mesh, AXES, check_vma=False)
     right, wrong = (
@@ -78,12 +78,12 @@ def test_check_step_names_a_wrong_mean_over_copies():
     assert right.ok and not wrong.ok
 
 
-def test_copies_are_none_along_an_axis_that_splits():
+def test_copies_without_removes_axes_and_returns_none_if_no_axis_is_left():
     assert Rotating(("dp", "tp"), 2.0).without(("tp",)) == Rotating(("dp",), 2.0)
     assert Rotating("dp").without(("dp",)) is None
 
 
-def test_the_plain_kind_averages_in_the_dtype_of_the_gradient():
+def test_copies_mean_averages_in_the_dtype_of_the_gradient():
     def mean(x):
         return Copies("dp").mean(x, ("dp",))
 

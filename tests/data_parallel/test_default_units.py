@@ -120,7 +120,7 @@ USUAL = {
 
 
 @pytest.mark.parametrize("model, inputs", USUAL.values(), ids=USUAL)
-def test_at_least_95_percent_of_the_bytes_of_usual_models_are_split(model, inputs):
+def test_default_units_shard_at_least_95_percent_of_the_bytes_of_common_models(model, inputs):
     plan = plan_sharding(shard_modules(model), MESH, inputs)
     assert plan.replicated_fraction < 0.05
     assert plan.parameters.per_device < 0.05 * plan.parameters.total + plan.parameters.total / 8
@@ -137,7 +137,7 @@ UNITS = {
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_a_plan_says_why_each_unit_was_chosen(name):
+def test_plan_lists_each_default_unit_with_the_reason_for_the_choice(name):
     model, inputs = USUAL[name]
     plan = plan_sharding(shard_modules(model), MESH, inputs)
     reasons = {unit.path: unit.reason for unit in plan.units}
@@ -150,17 +150,17 @@ def test_a_plan_says_why_each_unit_was_chosen(name):
     assert ShardingPlan.from_json(plan.to_json()).units == plan.units
 
 
-def test_a_layer_of_a_scan_is_gathered_alone_and_not_with_its_stack():
+def test_default_units_gather_a_scanned_layer_alone_and_not_the_stack():
     plan = plan_sharding(shard_modules(Gpt(scan=True)), MESH, TOKENS)
     row = plan.row("h/Dense_0/kernel")
     assert (row.gathered_with, row.uses, row.use_shape) == ("h", 2, (3072, 768))
 
 
-def test_units_that_are_chosen_by_hand_have_no_reason_of_the_rule():
+def test_plan_lists_no_default_units_for_modules_chosen_by_hand():
     assert not plan_sharding(shard_modules(Model(plain), nn.Dense, "fsdp"), MESH, jnp.ones((8, 8))).units
 
 
-def test_modules_inside_a_unit_of_the_model_stay_with_the_unit():
+def test_default_units_skip_modules_inside_a_module_wrapped_by_the_model():
     """The rule takes nothing of a module that the model has wrapped, and splits the rest."""
 
     class Half(nn.Module):
@@ -205,5 +205,5 @@ OUTER, LEAF = SeenModule(nn.Module, owns=False), SeenModule(nn.Dense, owns=True)
     # the model owns a table, and only that
     ({"": SeenModule(nn.Module, True), "d": LEAF}, {"", "d"}),
 ], ids=["no number", "one", "layers", "classes", "stages", "cell", "embedding", "top"])  # fmt: skip
-def test_the_rule(modules, units):
+def test_default_units_returns_the_expected_module_paths(modules, units):
     assert set(default_units(modules)) == units

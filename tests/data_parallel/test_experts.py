@@ -113,7 +113,7 @@ READY = {
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("case, check_vma", [("split", False), *zip(READY, [True, True, False] * 3, strict=True)])
-def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh, params):
+def test_make_train_step_gradients_of_experts_match_a_single_device(case, check_vma, mesh, params):
     model, options = READY[case]
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True, **options)
     state, metrics = step(state_of(model, mesh), X, jax.random.key(2))
@@ -123,7 +123,7 @@ def test_the_ready_steps_gradients_are_those_of_one_device(case, check_vma, mesh
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_with_weights_and_clipped_a_step_is_that_of_one_device(check_vma, mesh, params):
+def test_weighted_and_clipped_step_with_experts_matches_a_single_device(check_vma, mesh, params):
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     step = make_train_step(weighted_loss, mesh, AXES, weighted=True, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(wrapped(), mesh, tx), (X, WEIGHTS), jax.random.key(2))
@@ -157,7 +157,7 @@ OWN = [("by hand", True), ("by hand", False), ("ready", True), ("several", False
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("way, check_vma", OWN)
 @pytest.mark.parametrize("model", [wrapped(), MoE()], ids=["wrapped", "plain"])
-def test_a_step_of_ones_own_has_them_too(model, way, check_vma, mesh, params):
+def test_custom_step_gradients_of_experts_match_a_single_device(model, way, check_vma, mesh, params):
     state = state_of(model, mesh)
     specs = partition_specs(state.params, mesh)
     loss = lambda params, x: loss_fn(params, model.apply, x, None)  # noqa: E731
@@ -175,13 +175,13 @@ def gathered_by_hand(params, apply_fn, x, rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_where_the_loss_gathers_them_after_all_gradients_are_means_of_that_gather(check_vma, mesh, params):
+def test_gradients_of_experts_gathered_by_the_loss_match_a_single_device(check_vma, mesh, params):
     step = make_train_step(gathered_by_hand, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(MoE(), mesh), X, jax.random.key(2))
     close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
 
 
-def test_a_gather_that_sync_gradients_would_not_know_of_is_refused(mesh):
+def test_sync_gradients_raises_for_experts_gathered_by_hand_in_the_loss(mesh):
     state = state_of(MoE(), mesh)
     specs = partition_specs(state.params, mesh)
     loss = lambda params, x: gathered_by_hand(params, None, x, None)  # noqa: E731
@@ -190,7 +190,7 @@ def test_a_gather_that_sync_gradients_would_not_know_of_is_refused(mesh):
         jax.jit(step)(state.params, X)
 
 
-def test_what_the_wrapper_gathers_is_no_leaf_of_the_models_own(mesh, params):
+def test_leaf_named_with_the_wrapper_axis_by_the_model_is_not_treated_as_expert(mesh, params):
     """A wrapper over "fsdp" accepts a model that names "fsdp" itself, as models written for jit do."""
     model = shard_module_params(partial(Gathered, names=(None, "fsdp", None)), "fsdp", min_weight_size=8)()
     state = state_of(model, mesh)
@@ -237,7 +237,7 @@ class NNXMoE(nnx.Module):
 
 @pytest.mark.filterwarnings("ignore:'sharding_names' is deprecated")
 @pytest.mark.parametrize("threshold", [8, 10**9], ids=["split", "whole"])
-def test_experts_of_nnx_are_told_apart_too(threshold, mesh):
+def test_gradients_of_nnx_experts_match_a_single_device(threshold, mesh):
     plain = nnx_model(partial(NNXMoE, names=()))
     model = shard_modules(nnx_model(NNXMoE), lambda path, module: path == "", "fsdp", threshold)
     step = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)
@@ -245,7 +245,7 @@ def test_experts_of_nnx_are_told_apart_too(threshold, mesh):
     close(unbox(state.opt_state), jax.grad(loss_fn)(plain.init(jax.random.key(0), X)["params"], plain.apply, X, None))
 
 
-def test_guard_without_the_division_experts_have_gradients_of_twice_the_size(mesh, params, monkeypatch):
+def test_guard_expert_gradients_are_doubled_without_model_axes(mesh, params, monkeypatch):
     from xlstm_jax.distributed.data_parallel import gather
 
     state = state_of(wrapped(), mesh)

@@ -74,14 +74,14 @@ class MadeInSetup(nn.Module):
 
 
 @pytest.mark.parametrize("net", [MadeInACompactMethod, MadeInSetup])
-def test_a_function_that_makes_modules_makes_wrapped_ones_of_the_same_names(net):
+def test_wrapped_module_factory_makes_sharded_modules_with_equal_parameter_names(net):
     variables = initialised(net(fsdp(make_layer)))
     assert_same_params(variables, net(make_layer).init(jax.random.key(0), X))
     split = [path for path, leaf in leaves_with_path(variables) if any(leaf_of(leaf).names)]
     assert len(split) >= len(variables["params"])  # the kernel of each layer, at least
 
 
-def test_what_a_function_makes_outside_of_a_module_is_a_wrapped_module():
+def test_wrapped_module_factory_called_outside_a_module_returns_a_sharded_module():
     make = fsdp(functools.partial(make_layer, name="named"))
     assert make({"features": 32}) == make(config={"features": 32})
     assert initialised(make({"features": 32}))["params"]["kernel"].names == (None, "fsdp")
@@ -119,7 +119,7 @@ class Configured(nn.Module):
     [lambda: fsdp(Configured)(features=16), lambda: fsdp(Configured(features=16), reshard_after_forward=True)],
     ids=["class", "instance"],
 )
-def test_what_a_decorator_put_around_init_is_kept(make):
+def test_wrapper_keeps_a_decorated_init_of_the_class(make):
     variables = initialised(make())
     assert_same_params(variables, Configured(features=16).init(jax.random.key(0), X))
     assert any(leaf_of(variables["params"]["dense"]["kernel"]).names)
@@ -151,7 +151,7 @@ def outcome(layer, by_keyword):
 
 @pytest.mark.parametrize("static", [1, 2])
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_remat_with_static_arguments_takes_a_wrapped_class_as_it_takes_the_plain_one(by_keyword, static):
+def test_nn_remat_with_static_argnums_treats_wrapped_and_plain_classes_alike(by_keyword, static):
     want = outcome(nn.remat(Flagged, static_argnums=static), by_keyword)
     assert (want not in (ValueError, jax.errors.TracerBoolConversionError)) == (static == 2 and not by_keyword)
     assert outcome(nn.remat(fsdp(Flagged), static_argnums=static), by_keyword) == want
@@ -169,7 +169,7 @@ class Reparametrised(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [nn.WeightNorm, nn.SpectralNorm])
-def test_a_norm_of_parameters_around_a_wrapped_layer_is_refused_at_init_and_right_inside(kind):
+def test_weight_norm_around_a_wrapped_layer_raises_and_inside_a_wrapped_module_works(kind):
     around = Reparametrised(kind, fsdp)
     with pytest.raises(ValueError, match=rf"'Dense_0' is wrapped .*, and nn.{kind.__name__} stands around it"):
         initialised(around)
@@ -198,7 +198,7 @@ def state_of(params, tx):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_parameters_that_a_loss_closes_over_are_refused_by_name(check_vma):
+def test_loss_closing_over_sharded_parameters_raises_with_the_leaf_path(check_vma):
     params = initialised(Adapted(fsdp))["params"]
 
     def loss_fn(head, apply_fn, batch, rng):
@@ -224,7 +224,7 @@ def test_parameters_that_a_loss_closes_over_are_refused_by_name(check_vma):
         jax.eval_shape(on_mesh(lambda x: jnp.sum(kernel.T) + x, MESH, check_vma, P(), P()), X)
 
 
-def test_frozen_parameters_train_the_rest_as_one_device_does():
+def test_multi_transform_with_stop_gradient_trains_the_head_as_a_single_device():
     params = initialised(Adapted(fsdp))["params"]
     want, start = unbox(params), unbox(params)
     labels = {"base": "frozen", "head": "trained"}
@@ -279,7 +279,7 @@ def clipped_for_each_example(params, x, y):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_gradient_of_parameters_inside_a_loss_is_refused_by_name(check_vma):
+def test_parameter_gradient_inside_a_loss_raises_with_the_leaf_path(check_vma):
     params = initialised(Adapted(fsdp))["params"]
 
     def penalised(params, x, y):
@@ -295,7 +295,7 @@ def test_a_gradient_of_parameters_inside_a_loss_is_refused_by_name(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma):
+def test_per_example_gradients_of_gathered_parameters_inside_a_loss_are_exact(check_vma):
     params = initialised(Adapted(fsdp))["params"]
 
     def private(params, x, y):
@@ -310,7 +310,7 @@ def test_gradients_inside_a_loss_of_what_was_gathered_before_are_exact(check_vma
     assert not np.allclose(unclipped["head"]["kernel"], want["head"]["kernel"], rtol=0.1)  # guard: the clip acts
 
 
-def test_gradients_of_inputs_inside_a_loss_are_exact():
+def test_input_gradient_penalty_inside_a_loss_has_exact_gradients():
     """A gradient penalty through rematerialised blocks in a scan has exact gradients."""
     params = initialised(Model(fsdp, remat=True))["params"]
 
@@ -339,7 +339,7 @@ class Ensemble(nn.Module):
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_vmapped_layers_are_not_taken_for_gradients_of_examples(shared):
+def test_vmapped_layers_are_not_mistaken_for_per_example_gradients(shared):
     model, of_one = Ensemble(fsdp, shared), Ensemble(plain, shared)
     params = initialised(model)["params"]
 
@@ -372,7 +372,7 @@ def has_typed_erf():
     return True
 
 
-def test_an_exact_gelu_trains_and_where_jax_has_no_gradient_the_error_has_the_cures():
+def test_exact_gelu_trains_or_raises_with_remedies_if_jax_lacks_typed_erf():
     state = create_train_state(ExactGelu(fsdp), optax.sgd(0.1), MESH, jax.random.key(0), X, batch_axes=AXES)
     want = unbox(state.params)
     typed = make_train_step(mean_loss, MESH, AXES)

@@ -159,7 +159,7 @@ RUNS = [(name, True) for name in CASES] + [("tied head", False), ("recurrent", F
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
-def test_three_steps_are_those_of_one_device(name, check_vma):
+def test_shard_modules_three_training_steps_match_a_single_device(name, check_vma):
     model, where, options, chosen = CASES[name]
     sharded, mesh = shard_modules(model, where, **{**SMALL, **options}), mesh_of(2, 2)
     start, want = three_steps_on_one_device(model)
@@ -175,7 +175,7 @@ def test_three_steps_are_those_of_one_device(name, check_vma):
     assert not np.allclose(jax.tree.leaves(start)[-1], jax.tree.leaves(want)[-1], rtol=0.01)  # guard: parameters move
 
 
-def test_it_gathers_as_the_same_modules_wrapped_in_the_source_do():
+def test_shard_modules_and_shard_module_params_compile_to_equal_collectives_and_plans():
     class Source(nn.Module):
         wrap: Any
 
@@ -201,7 +201,7 @@ def test_it_gathers_as_the_same_modules_wrapped_in_the_source_do():
     assert plans[0].diff(plans[1]) == []
 
 
-def test_a_plan_names_the_module_that_gathers_each_leaf_and_keeps_it():
+def test_plan_rows_name_the_gathering_module_and_keep_the_name_in_json():
     def chosen(path, module):
         return path in ("", "h/0")
 
@@ -230,11 +230,11 @@ WHERE = {
 
 
 @pytest.mark.parametrize("where, want", WHERE.values(), ids=WHERE)
-def test_where_chooses(where, want):
+def test_shard_modules_where_selects_the_expected_units(where, want):
     assert units(shard_modules(Tied(), where, **SMALL), TOKENS) == want
 
 
-def test_a_module_without_parameters_is_harmless():
+def test_shard_modules_accepts_a_matched_module_without_parameters():
     model = nn.Sequential([nn.Dense(16), nn.Dropout(0.5, deterministic=True), nn.Dense(8)])
     assert units(shard_modules(model, (nn.Dropout, nn.Dense), **SMALL), jnp.ones((8, 16))) == {"layers_0", "layers_2"}
     with pytest.warns(UserWarning, match="no parameter is split.*no wrapped module owns it"):
@@ -243,7 +243,7 @@ def test_a_module_without_parameters_is_harmless():
         )
 
 
-def test_options_of_their_own_for_each_choice():
+def test_nested_shard_modules_calls_keep_separate_options():
     model = shard_modules(Tied(), Layer, "fsdp", 64, "bfloat16")
     model = shard_modules(model, nn.Embed, "dp", 64)
     rows = plan_sharding(model, {"dp": 2, "fsdp": 4}, TOKENS)
@@ -285,7 +285,7 @@ USES = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("use", USES)
-def test_it_is_used_as_the_plain_model(use):
+def test_sharded_model_gives_plain_results_for_each_linen_use(use):
     variables = three_steps_on_one_device(Tied())[0]
     got = jax.tree.leaves(whole_in_shard_map(USED, USES[use]))
     if use == "dropout":  # each device draws for its local batch
@@ -295,7 +295,7 @@ def test_it_is_used_as_the_plain_model(use):
         assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-def test_outside_of_a_mesh_it_is_the_plain_model_bit_for_bit():
+def test_shard_modules_outside_shard_map_equals_the_plain_model_bit_for_bit():
     model = shard_modules(Tied(), Layer, "fsdp")
     assert (type(model).__name__, type(model).__module__, model.vocab) == ("Tied", Tied.__module__, 24)
     assert isinstance(model, Tied) and model.clone(vocab=5).vocab == 5
@@ -306,7 +306,7 @@ def test_outside_of_a_mesh_it_is_the_plain_model_bit_for_bit():
     assert nn.tabulate(model, KEY)(TOKENS) == nn.tabulate(Tied(), KEY)(TOKENS)
 
 
-def test_classes_partials_and_models_within_models():
+def test_shard_modules_accepts_partials_classes_and_nested_models():
     class Outer(nn.Module):
         wrap: Any
 
@@ -344,7 +344,7 @@ class Body(nn.Module):
         return nn.Dense(16)(x), None
 
 
-def test_statistics_beside_parameters_and_two_methods_at_init():
+def test_init_sharded_shards_params_only_beside_batch_stats_and_in_two_methods():
     class TwoWays(nn.Module):
         def setup(self):
             self.norm = nn.BatchNorm(use_running_average=False)
@@ -366,7 +366,7 @@ def test_statistics_beside_parameters_and_two_methods_at_init():
     }
 
 
-def test_a_recurrent_module_that_its_source_wraps():
+def test_shard_module_params_on_nn_rnn_matches_the_plain_model():
     class Wrapped(nn.Module):
         wrap: Any
 
@@ -380,7 +380,7 @@ def test_a_recurrent_module_that_its_source_wraps():
     assert_allclose(got, jax.jit(Wrapped(plain).apply)(variables, TOKENS), rtol=1e-4, atol=1e-5)
 
 
-def test_a_decorated_init_is_kept():
+def test_shard_modules_keeps_a_decorated_init_of_the_model():
     class Configured(nn.Module):
         features: int = 16
 
@@ -400,7 +400,7 @@ def test_a_decorated_init_is_kept():
     assert units(shard_modules(Configured(32), nn.Dense, **SMALL), jnp.ones((8, 16))) == {"Dense_0"}
 
 
-def test_a_scan_within_a_sharded_module_is_told_and_one_over_sharded_modules_is_not():
+def test_shard_modules_warns_of_a_scan_within_a_unit_but_not_of_a_scan_over_units():
     def create(where):
         model = shard_modules(Scanned(), where, **SMALL)
         create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, TOKENS, batch_axes=AXES)

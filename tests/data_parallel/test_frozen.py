@@ -146,7 +146,7 @@ CASES = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
-def test_the_rest_is_trained_as_one_device_trains_it(case):
+def test_training_beside_frozen_leaves_matches_a_single_device_in_all_cases(case):
     make_model, options = CASES[case]
     # 3 divides neither 8 nor 16, so the case with uneven="pad" does pad.
     mesh, batch = (mesh_of(2, 3), data(24)) if "padded" in case else (MESH, BATCH)
@@ -167,7 +167,7 @@ def test_the_rest_is_trained_as_one_device_trains_it(case):
 
 
 @pytest.mark.slow
-def test_muon_beside_frozen_leaves_is_that_of_one_device_wherever_its_momenta_lie():
+def test_muon_beside_frozen_leaves_matches_a_single_device_with_and_without_offload():
     def state_of(offload):
         return create_train_state(
             Model(fsdp()), muon(0.02), MESH, KEY, X, batch_axes=AXES, offload=Offload(offload), **FROZEN
@@ -254,7 +254,7 @@ def merged(params):
 
 
 @pytest.mark.slow
-def test_lora_on_a_transformer_is_that_of_one_device_and_its_merged_weights_are_the_plain_models(tmp_path):
+def test_lora_training_matches_a_single_device_and_merged_weights_load_in_the_plain_model(tmp_path):
     model = Transformer(LoRADense, fsdp())
     state = create_train_state(model, SGD, MESH, KEY, TOKENS[:, :-1], batch_axes=AXES, **LORA)
     start = on_host(state.params)
@@ -291,7 +291,7 @@ def abstract_step(model, loss_fn=mean_loss, tx=ADAM, **freezing):
 
 
 @pytest.mark.parametrize("remat", [True, False])
-def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
+def test_frozen_leaves_are_gathered_but_cause_no_reduce_scatter_and_no_gradient_flops(remat):
     model = Model(fsdp(), scan=False, remat=remat)
     counts, flops = [], []
     for freezing in ({}, FROZEN):
@@ -312,14 +312,14 @@ def test_frozen_leaves_are_gathered_as_before_and_nothing_else_travels(remat):
     assert flops[0] - flops[1] == dense_0 + 3 * up + 2 * up
 
 
-def test_a_frozen_leaf_has_no_gradient_wherever_it_is_read():
+def test_frozen_leaf_has_zero_gradient_in_plain_array_operations():
     ones = np.ones(3, np.float32)
     params = freeze_params({"base": ones, "lora": ones}, lambda path: path == "lora")
     grads = jax.grad(lambda params: jnp.dot(params["base"], 3 * ones) + jnp.dot(params["lora"], 3 * ones))(params)
     assert grads["base"].value.tolist() == [0, 0, 0] and grads["lora"].tolist() == [3, 3, 3]
 
 
-def test_a_gradient_by_hand_is_zero_and_costs_nothing():
+def test_custom_step_gradients_of_frozen_leaves_are_zero_without_reduce_scatter():
     model = Model(fsdp())
     params = init_sharded(model, MESH, KEY, X, batch_axes=AXES, trainable=is_trained)["params"]
     specs = partition_specs(params, MESH)
@@ -341,7 +341,7 @@ def test_a_gradient_by_hand_is_zero_and_costs_nothing():
             assert leaf_of(leaf).trainable == is_trained(path)
 
 
-def test_an_optimizer_inside_shard_map_sees_and_decays_what_is_trained():
+def test_optimizer_inside_shard_map_has_moments_and_decay_for_trainable_leaves_only():
     params, moments = (
         freeze_params({"base": jnp.ones((8, 4)), "lora": jnp.ones((8, 4))}, lambda path: path == "lora"),
         [],
@@ -358,7 +358,7 @@ def test_an_optimizer_inside_shard_map_sees_and_decays_what_is_trained():
     assert np.array_equal(after["base"].value, params["base"].value) and np.all(after["lora"] < 0.95)
 
 
-def test_wrappers_freeze_their_modules_and_all_within_them():
+def test_wrappers_with_trainable_false_freeze_all_leaves_of_the_wrapped_module():
     """``shard_module_params`` and ``shard_modules`` freeze replicated leaves too, with and without a mesh."""
 
     class Adapted(nn.Module):
@@ -389,7 +389,7 @@ def test_wrappers_freeze_their_modules_and_all_within_them():
     assert_same_params(on_host(state.params), want)
 
 
-def test_initial_values_are_those_of_the_plain_model_cast_on_the_device_that_has_them():
+def test_initial_values_of_frozen_leaves_are_plain_values_cast_to_frozen_dtype_per_shard():
     state = create_train_state(Model(fsdp()), ADAM, MESH, KEY, X, batch_axes=AXES, **FROZEN)
     want = jax.jit(Model().init)(KEY, X)["params"]
     want = trees.map_leaves_with_path(lambda path, x: x if is_trained(path) else x.astype("bfloat16"), want)
@@ -401,7 +401,7 @@ def test_initial_values_are_those_of_the_plain_model_cast_on_the_device_that_has
     assert frozen_paths(abstract) == frozen_paths(state)
 
 
-def test_two_trees_are_merged_in_the_loss():
+def test_frozen_base_and_trainable_delta_merged_in_the_loss_match_a_single_device():
     base = init_sharded(Model(fsdp()), MESH, KEY, X, batch_axes=AXES)["params"]
     delta = {"Dense_1": jax.tree.map(jnp.zeros_like, unbox(base["Dense_1"]))}
     of_delta = lambda path: path.startswith("delta/")  # noqa: E731
@@ -422,7 +422,7 @@ def test_two_trees_are_merged_in_the_loss():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_loss_that_closes_over_frozen_parameters_is_refused_with_the_way(check_vma):
+def test_loss_closing_over_frozen_parameters_raises_with_a_hint_at_freeze_params(check_vma):
     frozen = init_sharded(Model(fsdp()), MESH, KEY, X, batch_axes=AXES, trainable=is_trained)["params"]
 
     def closed_over_error(head, apply_fn, batch, rng):
@@ -435,7 +435,7 @@ def test_a_loss_that_closes_over_frozen_parameters_is_refused_with_the_way(check
         )
 
 
-def test_checkpoints_have_all_parameters_and_another_choice_of_what_is_frozen_is_refused_by_name(tmp_path):
+def test_restore_returns_frozen_parameters_and_raises_for_a_different_trainable_or_dtype(tmp_path):
     create = partial(create_train_state, fsdp(nn.Dense)(16), ADAM, MESH, KEY, X, batch_axes=AXES)
     target = partial(abstract_train_state, fsdp(nn.Dense)(16), ADAM, MESH, KEY, X, batch_axes=AXES)
     freezing = {"trainable": lambda path: path == "bias", "frozen_dtype": "bfloat16"}
@@ -451,7 +451,7 @@ def test_checkpoints_have_all_parameters_and_another_choice_of_what_is_frozen_is
             checkpointer.restore(target(trainable=freezing["trainable"]))
 
 
-def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it():
+def test_plan_marks_frozen_leaves_and_counts_no_gradient_or_optimizer_bytes():
     tx = optax.chain(optax.adam(1e-3))
     plans = [plan_sharding(Model(fsdp()), dict(MESH.shape), X, tx=tx, **freezing) for freezing in ({}, FROZEN)]
     everything, plan = plans
@@ -475,7 +475,7 @@ def test_a_plan_says_what_is_frozen_and_counts_no_gradient_and_no_moments_of_it(
     assert not assumed.row("kernel").trainable and assumed.row("kernel").parts == 8 and assumed.row("bias").trainable
 
 
-def test_a_workload_is_forecast_without_the_moments_of_frozen_leaves():
+def test_workload_forecast_has_no_argument_bytes_for_moments_of_frozen_leaves():
     loss_fn = lambda params, apply_fn, batch, rng: jnp.mean(apply_fn({"params": params}, batch) ** 2)  # noqa: E731
     training = Workload(
         fsdp(nn.Dense)(16), optax.adam(1e-3), X, loss_fn, **FROZEN | {"trainable": lambda p: p == "bias"}
@@ -485,7 +485,7 @@ def test_a_workload_is_forecast_without_the_moments_of_frozen_leaves():
     assert found.memory.argument_bytes == 8 * 16 * 2 // 4 + 3 * 16 * 4 + 2 * 8 * 4 + 2 * 4
 
 
-def test_what_looks_at_all_parameters_looks_at_those_that_are_trained():
+def test_muon_check_step_and_skip_nonfinite_use_trainable_leaves_only():
     """Muon, ``check_step``, ``skip_nonfinite`` and a line search see trained parameters only."""
     muon_plan = plan_sharding(Model(fsdp()), dict(MESH.shape), X, tx=muon(1e-3), **FROZEN)
     step, abstract = abstract_step(Model(fsdp()), tx=muon(1e-3), **FROZEN)
@@ -503,7 +503,7 @@ def test_what_looks_at_all_parameters_looks_at_those_that_are_trained():
     )
 
 
-def test_an_nnx_model_is_trained_as_one_device_trains_it():
+def test_frozen_nnx_model_trains_as_on_a_single_device_and_bind_raises():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.Dense_0, self.Dense_1 = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
@@ -530,7 +530,7 @@ def test_an_nnx_model_is_trained_as_one_device_trains_it():
             model.bind({"params": state.params})
 
 
-def test_nothing_to_train_is_refused_and_a_predicate_where_none_belongs():
+def test_train_step_raises_for_all_leaves_frozen_and_wrapper_for_a_trainable_predicate():
     step, state = abstract_step(fsdp(nn.Dense)(4), trainable=lambda path: path.startswith("params/"))
     with pytest.raises(ValueError, match=r"all 2 parameters are frozen, 'bias' among them.*such a path"):
         step.lower(state, BATCH, KEY)

@@ -57,7 +57,7 @@ def reductions(found, axis="dp"):
     return [(v.aval.shape, str(v.aval.dtype), within) for within, e in sums for v in e.invars if v.aval.shape]
 
 
-def test_the_copies_are_reduced_within_the_layers_backward_and_in_the_chosen_dtype():
+def test_gradients_over_replicas_are_reduced_inside_the_scan_in_reduce_dtype():
     found = reductions(programme(wrapped(reduce_dtype=jnp.bfloat16)))
     blocks = [(shape, dtype) for shape, dtype, within in found if "scan" in within]
     # A quarter of each leaf of one block; never an unsharded or a stacked leaf.
@@ -67,7 +67,7 @@ def test_the_copies_are_reduced_within_the_layers_backward_and_in_the_chosen_dty
     assert {dtype for _, dtype, _ in without} == {"float32"}
 
 
-def test_nothing_that_was_reduced_there_is_reduced_again():
+def test_each_gradient_value_is_reduced_over_replicas_exactly_once():
     values = sum(
         np.prod(shape) * (3 if "scan" in within else 1) for shape, _, within in reductions(programme(wrapped()))
     )
@@ -77,7 +77,7 @@ def test_nothing_that_was_reduced_there_is_reduced_again():
 
 @pytest.mark.parametrize("names", [("x", "y"), (("x", "tp", "y"), None)], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, names):
+def test_gradient_has_a_single_mean_over_replicas_for_leaves_gathered_over_two_axes(check_vma, names):
     """A gradient has one reduction over copies; a second mean would keep the values and double the traffic."""
     axes = ("dp", "x", "tp", "y")
     sizes = dict.fromkeys(axes, 2) if "tp" in str(names) else {"dp": 2, "x": 2, "y": 2}
@@ -94,7 +94,7 @@ def test_copies_are_averaged_once_however_their_dims_are_gathered(check_vma, nam
     assert len(reductions(found)) == 1
 
 
-def test_an_average_over_copies_is_known_again():
+def test_repeated_sync_gradients_does_not_divide_twice_by_the_number_of_replicas():
     """``sync_gradients`` divides a sum over copies once under types, however often a loss calls it."""
     w, x = jnp.ones((8, 2)), jnp.arange(8.0)
 
@@ -107,7 +107,7 @@ def test_an_average_over_copies_is_known_again():
         np.testing.assert_allclose(found, np.full((8, 2), x.mean()))
 
 
-def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
+def test_shard_optimizer_state_divides_the_moments_by_the_number_of_replicas():
     plain, zero1 = (state_of(wrapped(shard_optimizer_state=on), mesh_of(4, 2)) for on in (False, True))
     whole = sum(leaf_of(leaf).value.nbytes for _, leaf in leaves_with_path(plain.params) if not leaf_of(leaf).axes)
     moments = 2 * (bytes_per_device(plain.params) - whole)
@@ -115,14 +115,14 @@ def test_optimizer_state_over_the_copies_is_a_fraction_of_it():
     assert bytes_per_device(plain.params) == bytes_per_device(zero1.params)
 
 
-def test_a_second_wrapper_leaves_the_copies_of_the_first():
+def test_second_wrapper_keeps_the_replicas_of_the_first_wrapper():
     box = Sharded(jnp.ones((8, 8)), ("x", None), communication=Communication.of(None, None, Replicas(("dp", "y"))))
     kept = LeafToSplit(box.value, box.names, 1, AS_IT_IS)
     assert split_along(box, kept, ("fsdp",), DEFAULT_COMMUNICATION).communication == box.communication
     assert split_along(box, kept, ("y",), DEFAULT_COMMUNICATION).communication.copied_axes == ("dp",)
 
 
-def test_an_axis_splits_or_copies_and_must_be_there():
+def test_replicas_raise_for_an_axis_in_axis_name_or_missing_from_the_mesh():
     with pytest.raises(ValueError, match="'dp' is in axis_name"):
         shard_module_params(Model, AXES, replicas=Replicas("dp"))
     with pytest.raises(TypeError, match=r"pass Replicas\('dp'\)"):
@@ -170,7 +170,7 @@ def gradient_norm(shape, check_vma, accumulation, penalty, replicas=True):
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation):
+def test_penalty_computed_from_shards_is_counted_once_in_the_gradient(check_vma, accumulation):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_values)
     assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: the penalty counts
     for replicas in (True, False)[: 1 if accumulation == "reduce_replicas_once" else 2]:
@@ -181,7 +181,7 @@ def test_a_penalty_on_the_shards_themselves_counts_once(check_vma, accumulation)
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape, replicas", [((1, 8), False), ((2, 4), True)])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_penalty_on_the_global_norm_counts_once(check_vma, shape, replicas):
+def test_penalty_on_the_global_norm_is_counted_once_in_the_gradient(check_vma, shape, replicas):
     want = gradient_norm((1, 1), True, "reduce_each", penalty_by_norm)
     assert gradient_norm((1, 1), True, "reduce_each", no_penalty) < 0.9 * want  # guard: the penalty counts
     assert gradient_norm(shape, check_vma, "reduce_each", penalty_by_norm, replicas) == pytest.approx(want, rel=1e-5)
@@ -198,7 +198,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_parts_along_the_axis_of_the_copies_are_no_copies(check_vma):
+def test_experts_split_over_the_replica_axis_are_not_averaged_as_replicas(check_vma):
     mesh, kernels = mesh_of(2, 4), []
     for replicas in (None, Replicas("dp", shard_optimizer_state=True)):
         model = fsdp(Experts, replicas=replicas)()

@@ -51,7 +51,7 @@ def units_apart(a, b):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("dp, fsdp_size", [(8, 1), (4, 2), (2, 4), (1, 8), (1, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("name", ["blocks", "initializers"])
-def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
+def test_init_sharded_values_match_the_plain_model_on_a_single_device(name, dp, fsdp_size):
     plain, wrapped = {
         "blocks": (Model(), Model(fsdp())),
         "initializers": (ManyInitializers(), fsdp(ManyInitializers)()),
@@ -75,7 +75,7 @@ def test_values_are_those_of_the_plain_model_on_one_device(name, dp, fsdp_size):
             assert all(units_apart(a, b) <= limit for a, b in parts), path
 
 
-def test_another_key_gives_other_values():
+def test_init_sharded_with_another_key_gives_other_values():
     first, second = (init_sharded(Model(fsdp()), mesh_of(1, 8), jax.random.key(i), X, batch_axes=AXES) for i in (0, 1))
     assert not np.allclose(first["params"]["Dense_0"]["kernel"].value, second["params"]["Dense_0"]["kernel"].value)
 
@@ -86,7 +86,7 @@ def largest_buffer(compiled_text):
     return max(int(np.prod([int(d) for d in shape.split(",")])) for shape in shapes)
 
 
-def test_no_device_ever_holds_a_whole_leaf():
+def test_compiled_init_sharded_allocates_no_buffer_larger_than_a_shard():
     """The largest array of the compiled initialisation is a shard, so each device holds shards only."""
     rows, columns = 256, 512
     model = fsdp(nn.Dense)(columns)
@@ -97,7 +97,7 @@ def test_no_device_ever_holds_a_whole_leaf():
     assert largest_buffer(plain) >= rows * columns  # guard: the measurement sees an unsharded leaf
 
 
-def test_inputs_of_any_size_and_keywords_pass():
+def test_init_sharded_accepts_any_batch_size_and_keyword_arguments():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -109,14 +109,14 @@ def test_inputs_of_any_size_and_keywords_pass():
     chex.assert_trees_all_equal(unbox(one), unbox(many))
 
 
-def test_a_mesh_with_explicit_axes_does_as_well():
+def test_init_sharded_on_explicit_axes_equals_init_on_auto_axes():
     explicit = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     got, want = (init_sharded(Model(fsdp()), mesh, KEY, X, batch_axes=AXES) for mesh in (explicit, mesh_of(2, 4)))
     chex.assert_trees_all_equal(unbox(got), unbox(want))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_mesh_that_is_set_changes_no_value(kind):
+def test_init_sharded_values_are_unchanged_under_jax_set_mesh(kind):
     mesh = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType[kind],) * 2)
     want = init_sharded(Model(fsdp()), mesh_of(2, 4), KEY, X, batch_axes=AXES)
     with jax.set_mesh(mesh):

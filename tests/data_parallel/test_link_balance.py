@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 
-def test_layers_that_share_an_order_out_of_balance_take_turns():
+def test_axis_orders_of_equal_layers_balance_the_bytes_per_mesh_axis():
     # One matrix in each of four layers: with the same order for all, one axis would carry nearly all bytes.
     class Layers(nn.Module):
         @nn.compact
@@ -65,7 +65,7 @@ def trained(model, mesh, axes):
     return before, names, jax.tree.map(np.array, unbox(after.params))
 
 
-def test_plan_and_state_have_the_same_orders_and_a_model_trains_as_on_one_device():
+def test_plan_and_state_agree_on_axis_orders_and_training_matches_a_single_device():
     sizes = {"fsdp_x": 2, "fsdp_y": 4}
     sharded = shard_modules(Perceptron(), nn.Dense, tuple(sizes), min_weight_size=2**8)
     before, names, after = trained(sharded, DeviceMeshManager.create_device_mesh(sizes), tuple(sizes))
@@ -96,7 +96,7 @@ class OfTokens(nn.Module):
 
 @pytest.mark.parametrize("planned", [True, False], ids=["plan", "state"])
 @pytest.mark.parametrize("tied", [False, True], ids=["looked up", "tied"])
-def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
+def test_embedding_looked_up_by_rows_is_ignored_in_the_balance_of_axes(tied, planned):
     sizes, tokens = {"x": 2, "y": 2}, jnp.zeros((8, 4), jnp.int32)
     model = shard_modules(OfTokens(tied), (nn.Dense, nn.Embed), tuple(sizes), min_weight_size=2**8)
     if planned:
@@ -112,7 +112,7 @@ def test_a_table_that_is_looked_up_by_rows_counts_as_nothing(tied, planned):
     assert len(outermost) == (1 if tied else 2)
 
 
-def test_axes_of_the_model_and_slow_axes_stay_where_they_are():
+def test_balanced_over_model_keeps_the_place_of_model_axes_and_inter_host_axes():
     size, names = (64, 64), ("tp", None)
     leaf = link_balance.leaf_of(nn.Partitioned(np.zeros(size), names)).replace(model_axes=("tp",))
     how = Communication(inter_host_axes=("host",))
@@ -122,7 +122,7 @@ def test_axes_of_the_model_and_slow_axes_stay_where_they_are():
     assert {leaf.names[0] for leaf in found.values()} == {("tp", "x", "y", "host"), ("tp", "y", "x", "host")}
 
 
-def test_axes_that_cross_hosts_are_gathered_first_under_any_name():
+def test_inter_host_axes_are_innermost_in_all_names_and_raise_for_an_unknown_axis():
     sizes = {"pod": 2, "x": 2, "y": 2}
 
     def innermost(**options):
@@ -136,14 +136,14 @@ def test_axes_that_cross_hosts_are_gathered_first_under_any_name():
         innermost(inter_host_axes="host")
 
 
-def test_which_axes_cross_hosts_is_kept_where_a_call_does_not_say_it():
+def test_communication_or_else_keeps_inter_host_axes_if_the_call_sets_none():
     how = Communication(gather_dtype="bfloat16", inter_host_axes=("host",))
     assert Communication().or_else(how) == how
     assert how.or_else(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)
 
 
 @pytest.mark.parametrize("count, orders", [(1, 0), (3, 6), (6, 720), (8, 336)])
-def test_of_many_axes_few_orders_are_tried_and_links_are_in_balance(monkeypatch, count, orders):
+def test_balanced_orders_tries_few_orders_of_many_axes_and_balances_the_traffic(monkeypatch, count, orders):
     """``balanced_orders`` tries few orders of many axes: all 40,320 orders of eight axes took seconds per leaf."""
     axis_sizes = {f"axis_{i}": 2 for i in range(count)}
     tried, traffic = [], link_balance._traffic

@@ -85,7 +85,7 @@ def test_a_model_with_logical_names_trains_as_on_one_device(wrap, check_vma):
         make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)(state, X, jax.random.key(0))
 
 
-def test_a_plan_reads_them_too_and_without_rules_they_are_refused():
+def test_plan_resolves_logical_names_and_init_sharded_raises_without_axis_rules():
     with nn.logical_axis_rules(RULES):
         plan = plan_sharding(Model(fsdp), {"dp": 2, "fsdp": 4}, X)
     rows = {row.path: row.names for row in plan.rows}
@@ -107,7 +107,7 @@ class WithMean(nn.Module):
         return y - mean.value
 
 
-def test_a_collection_beside_the_parameters_is_whole():
+def test_collection_beside_params_stays_replicated_despite_logical_names():
     def loss(params, apply_fn, x, rng, collections):
         del rng
         y, updated = apply_fn({"params": params, **collections}, x, mutable=list(collections))
@@ -163,7 +163,7 @@ def test_attention_of_flax_with_logical_names_trains_as_on_one_device(wrap, chec
     assert_same_params(state.opt_state, want)
 
 
-def test_a_layer_that_makes_a_flat_matrix_in_a_box_is_initialised_in_a_mesh():
+def test_dense_general_with_boxed_kernel_initialises_on_a_mesh():
     """``nn.DenseGeneral`` with a box of three names around a matrix initialises in a mesh, where Flax alone raises."""
     init = nn.with_partitioning(nn.initializers.lecun_normal(), ("fsdp", None, None))
     layer = nn.DenseGeneral((2, 4), kernel_init=init, use_bias=False)
@@ -176,7 +176,7 @@ def test_a_layer_that_makes_a_flat_matrix_in_a_box_is_initialised_in_a_mesh():
         jax.eval_shape(layer.init, jax.random.key(0), X)
 
 
-def test_names_whose_axes_do_not_divide_a_dim_are_refused():
+def test_init_sharded_raises_for_logical_names_with_axes_not_dividing_a_dim():
     with nn.logical_axis_rules((("heads", ("dp", "fsdp")),)):
         match = r"key/bias' of shape \(4, 2\) is boxed as .*: 8 shards do not divide dim 0 of size 4"
         with pytest.raises(ValueError, match=match):
@@ -209,7 +209,7 @@ class ScanInTheStyleOfT5X(nn.Module):
 
 
 @pytest.mark.parametrize("where", [None, InTheStyleOfT5X], ids=["plain", "sharded"])
-def test_names_in_a_collection_split_parameters_by_the_rules(where):
+def test_logical_names_in_a_params_axes_collection_shard_the_parameters(where):
     model, mesh = ScanInTheStyleOfT5X(), mesh_of(2, 4)
     made = model if where is None else shard_modules(model, where, "fsdp", min_weight_size=8)
     with nn.logical_axis_rules(RULES):
@@ -221,7 +221,7 @@ def test_names_in_a_collection_split_parameters_by_the_rules(where):
     assert_same_params(state.opt_state, want)
 
 
-def test_names_of_nnx_variables_are_read_by_the_rules():
+def test_logical_names_of_nnx_variables_are_mapped_by_the_axis_rules():
     class Heads(nnx.Module):
         def __init__(self, rngs):
             init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads", "kv"))
@@ -244,7 +244,7 @@ def test_names_of_nnx_variables_are_read_by_the_rules():
         assert_same_params(state.opt_state, want)
 
 
-def test_specs_read_logical_names_as_axes_of_the_mesh_that_they_get():
+def test_partition_specs_maps_logical_names_to_axes_of_the_given_mesh():
     """``partition_specs`` maps logical names to axes of its mesh, also for a plain init without a set mesh."""
     with nn.logical_axis_rules((("a", "fsdp"), ("b", "other"))):
         params = nn.Dense(8, kernel_init=named("a", "b")).init(jax.random.key(0), jnp.ones((2, 8)))

@@ -90,7 +90,7 @@ class TwoMethods(nn.Module):
         return self.activation.__name__
 
 
-def test_the_class_keeps_its_name_and_so_do_parameters():
+def test_wrapped_class_keeps_class_name_and_parameter_names():
     wrapped = fsdp(nn.Dense)
     assert (wrapped.__name__, wrapped.__qualname__, wrapped.__module__) == ("Dense", "Dense", nn.Dense.__module__)
     assert issubclass(wrapped, nn.Dense)
@@ -99,13 +99,13 @@ def test_the_class_keeps_its_name_and_so_do_parameters():
         assert jax.tree.structure(jax.eval_shape(Model(fsdp(), scan).init, KEY, X)) == jax.tree.structure(plain)
 
 
-def test_attend_of_a_tied_embedding_gathers():
+def test_attend_of_a_tied_embedding_matches_the_plain_model():
     tokens = jnp.arange(16) % 24
     check_parity(Tied, x=tokens, loss=lambda m, v, t: jnp.mean(nn.log_softmax(m.apply(v, t))[:, 0] ** 2))
 
 
 @pytest.mark.parametrize("method", ["encode", "decode"])
-def test_every_public_method_gathers(method):
+def test_every_public_method_of_a_wrapped_module_gathers_parameters(method):
     class Outer(nn.Module):
         wrap: object
 
@@ -120,14 +120,14 @@ def test_every_public_method_gathers(method):
     check_parity(Outer)
 
 
-def test_helpers_of_a_wrapped_class_work_unbound_as_before():
+def test_methods_without_parameters_work_on_an_unbound_wrapped_module():
     module = fsdp(TwoMethods)()
     assert module.width() == 16 and module.double(4) == 8 and module.name_of_activation == "relu"
     cell = fsdp(nn.LSTMCell)(features=16)
     assert [c.shape for c in cell.initialize_carry(KEY, (2, 16))] == [(2, 16), (2, 16)]
 
 
-def test_methods_by_name_gather_inside_shard_map():
+def test_apply_with_method_gathers_parameters_inside_shard_map():
     wrapped, mesh = fsdp(TwoMethods)(), mesh_of(2, 4)
     plain_variables = TwoMethods().init(KEY, X, method="decode")
     boxed = init_sharded(wrapped, mesh, KEY, X, batch_axes=AXES, method="decode")
@@ -137,7 +137,7 @@ def test_methods_by_name_gather_inside_shard_map():
         assert_allclose(run(boxed, X), TwoMethods().apply(plain_variables, X, method="encode"), rtol=1e-5, atol=1e-6)
 
 
-def test_a_shard_that_no_wrapper_has_gathered_gathers_itself_where_it_is_read():
+def test_shard_not_gathered_by_a_wrapper_is_gathered_on_read():
     """A shard gathers itself on a read in a method of the plain class, or in a module shared into a wrapped module."""
 
     class Shares(nn.Module):
@@ -164,7 +164,7 @@ def test_a_shard_that_no_wrapper_has_gathered_gathers_itself_where_it_is_read():
         assert shards["params"]["dense"]["kernel"].shape != (8, 16, 16)  # guard: a device holds a shard
 
 
-def test_weight_norm_inside_a_wrapped_module():
+def test_weight_norm_inside_a_wrapped_module_matches_the_plain_model():
     class Normed(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -173,7 +173,7 @@ def test_weight_norm_inside_a_wrapped_module():
     check_parity(lambda wrap: wrap(Normed)())
 
 
-def test_methods_by_name_and_top_level_use():
+def test_init_and_apply_with_method_outside_shard_map_equal_the_plain_module():
     wrapped = fsdp(TwoMethods)()
     variables = wrapped.init(KEY, X, method="decode")
     assert_array_equal(
@@ -229,7 +229,7 @@ WITHOUT_TYPES = ("scan(remat(wrap))", "wrap(scan)", "jit(wrap)", "vmap(wrap), ex
 @pytest.mark.parametrize(
     "stack, check_vma", [(stack, True) for stack in STACKS] + [(stack, False) for stack in WITHOUT_TYPES]
 )
-def test_transformations_in_the_orders_people_write(stack, check_vma):
+def test_stacked_linen_transforms_around_wrapped_modules_match_the_plain_model(stack, check_vma):
     class Net(nn.Module):
         wrap: object
 
@@ -240,7 +240,7 @@ def test_transformations_in_the_orders_people_write(stack, check_vma):
     check_parity(Net, check_vma=check_vma)
 
 
-def test_a_wrapped_module_inside_a_wrapped_module():
+def test_nested_wrapped_modules_match_the_plain_model():
     class Inner(nn.Module):
         wrap: object
 
@@ -251,7 +251,7 @@ def test_a_wrapped_module_inside_a_wrapped_module():
     check_parity(lambda wrap: wrap(Inner)(wrap), min_sharded=2)
 
 
-def test_wrappers_over_different_axes_nest():
+def test_nested_wrappers_over_different_axes_split_a_kernel_over_both():
     class Net(nn.Module):
         inner: object
         outer: object
@@ -271,17 +271,17 @@ def test_wrappers_over_different_axes_nest():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("axis_name", [("dp", "fsdp"), ("fsdp", "dp"), ["dp"]], ids=str)
-def test_a_tuple_of_axes_on_a_module(axis_name):
+def test_wrapper_with_a_sequence_of_axes_matches_the_plain_model(axis_name):
     check_parity(lambda wrap: Model(wrap if wrap(nn.Dense) is nn.Dense else fsdp(axis_name=axis_name)))
 
 
-def test_an_instance_keeps_its_fields_and_name():
+def test_wrapped_module_instance_keeps_fields_and_name():
     wrapped = fsdp(nn.Dense(16, use_bias=False, name="mine"))
     assert (wrapped.features, wrapped.use_bias, wrapped.name) == (16, False, "mine")
     check_parity(lambda wrap: wrap(nn.Dense(16)))
 
 
-def test_an_instance_made_in_setup_is_wrapped_there():
+def test_module_instance_wrapped_in_setup_matches_the_plain_model():
     class Net(nn.Module):
         wrap: object
 
@@ -294,7 +294,7 @@ def test_an_instance_made_in_setup_is_wrapped_there():
     check_parity(Net)
 
 
-def test_a_function_of_a_module_is_lifted():
+def test_wrapped_function_of_a_module_matches_the_plain_model():
     class Net(nn.Module):
         wrap: object
 
@@ -326,7 +326,7 @@ class WithStatistics(nn.Module):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_collections_beside_params_pass_through(check_vma):
+def test_batch_stats_and_intermediates_pass_through_a_wrapped_module(check_vma):
     mesh, x = mesh_of(4, 2), X
     plain, wrapped = WithStatistics(), WithStatistics(fsdp())
     want = jax.jit(partial(plain.init, train=False))(KEY, x)
@@ -357,7 +357,7 @@ def test_collections_beside_params_pass_through(check_vma):
     assert_allclose(mean, np.broadcast_to(0.01 * np.mean(hidden, 0), (8, 16)), rtol=1e-4, atol=1e-6)
 
 
-def test_only_params_are_split():
+def test_wrapper_splits_params_but_no_other_collection():
     class Cache(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -371,7 +371,7 @@ def test_only_params_are_split():
 # --------------------------------------------------------------------------------------------------------- contexts
 
 
-def test_outside_shard_map_it_is_the_plain_module_bit_for_bit():
+def test_wrapped_module_outside_shard_map_equals_the_plain_module_bit_for_bit():
     plain, wrapped = Model(), Model(fsdp())
     variables = jax.jit(plain.init)(KEY, X)
     again = jax.jit(wrapped.init)(KEY, X)
@@ -381,7 +381,7 @@ def test_outside_shard_map_it_is_the_plain_module_bit_for_bit():
     assert nn.tabulate(wrapped, KEY)(X).count("blocks") > 0
 
 
-def test_under_a_set_mesh_init_boxes_global_values():
+def test_init_under_jax_set_mesh_returns_boxes_with_global_values():
     mesh = mesh_of(2, 4)
     with jax.set_mesh(mesh):
         variables = jax.jit(Model(fsdp()).init)(KEY, X)
@@ -393,7 +393,7 @@ def test_under_a_set_mesh_init_boxes_global_values():
         )
 
 
-def test_initialising_inside_shard_map_gives_the_same_values():
+def test_init_inside_shard_map_gives_the_values_of_the_plain_model():
     mesh, plain, wrapped = mesh_of(2, 4), Model(), Model(fsdp())
     specs = partition_specs(init_sharded(wrapped, mesh, KEY, X, batch_axes=AXES), mesh)
     got = on_mesh(wrapped.init, mesh, False, (P(), P(AXES)), specs)(KEY, X)
@@ -401,7 +401,7 @@ def test_initialising_inside_shard_map_gives_the_same_values():
 
 
 @pytest.mark.parametrize("init", [True, False], ids=["init", "apply"])
-def test_a_misspelt_axis_on_a_module_lists_the_ones_there_are(init):
+def test_wrapper_raises_for_a_misspelt_axis_and_lists_the_mesh_axes(init):
     wrapped, mesh = Model(fsdp(axis_name="fdsp")), mesh_of(2, 4)
     variables = jax.jit(Model().init)(KEY, X)
     run = (lambda x: wrapped.init(KEY, x)) if init else (lambda x: wrapped.apply(variables, x))
@@ -415,7 +415,7 @@ def test_a_misspelt_axis_on_a_module_lists_the_ones_there_are(init):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("axis", [1, 0, -1])
-def test_the_layer_dim_may_be_any_dim(axis):
+def test_nn_scan_over_wrapped_blocks_accepts_any_layer_dim(axis):
     def make(wrap):
         class Net(nn.Module):
             @nn.compact
@@ -427,14 +427,14 @@ def test_the_layer_dim_may_be_any_dim(axis):
     check_parity(make)
 
 
-def test_options_that_are_none_are_refused_when_wrapping():
+def test_shard_module_params_raises_for_invalid_gather_dtype_or_min_weight_size():
     with pytest.raises(TypeError, match="bf16"):
         fsdp(nn.Dense, gather_dtype="bf16")
     with pytest.raises(TypeError, match=r"min_weight_size=.*bfloat16.* is not a number of values"):
         shard_module_params(nn.Dense, "fsdp", jnp.bfloat16)
 
 
-def test_a_leaf_of_integers_or_keys_beside_weights():
+def test_integer_and_key_leaves_beside_weights_have_float0_gradients():
     class Net(nn.Module):
         wrap: object
 
@@ -467,7 +467,7 @@ def test_a_leaf_of_integers_or_keys_beside_weights():
     )
 
 
-def test_what_watches_modules_is_told_innermost_first():
+def test_watching_returns_linen_interceptors_innermost_first():
     """``watching`` returns Linen's interceptors innermost first; fails if a release changes the private stack."""
 
     class Watcher:
@@ -480,7 +480,7 @@ def test_what_watches_modules_is_told_innermost_first():
         assert watching(Watcher) == [inner, outer]
 
 
-def test_a_leaf_is_named_by_the_way_from_the_top_of_the_model():
+def test_path_in_model_drops_the_collection_and_keeps_the_module_path():
     """``path_in_model`` drops the collection name at the front and keeps equal names within the path."""
     assert path_in_model(("block", "Dense_0"), "params/kernel") == "block/Dense_0/kernel"
     assert path_in_model((), "params/Dense_0/params") == "Dense_0/params"

@@ -76,7 +76,7 @@ def back(names):
     return {new: old for old, new in names.items()}
 
 
-def test_the_initial_values_are_those_of_the_plain_module():
+def test_nnx_init_sharded_values_match_the_plain_nnx_module():
     whole = jax.jit(nnx_model(Model).init)(KEY, BATCH["x"])
     got = init_sharded(sharded(), mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
     own = nnx.to_pure_dict(nnx.state(Model(nnx.Rngs(KEY)), nnx.Param))
@@ -98,7 +98,7 @@ def lowered_step(model, mesh, batch, loss, check_vma=True, inputs=None):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("block, check_vma", [("mlp", False), ("transformer", True), ("recurrent", False)])
-def test_a_twin_has_the_plan_and_the_collectives_of_the_linen_model(block, check_vma):
+def test_nnx_model_has_the_plan_and_collectives_of_the_equal_linen_model(block, check_vma):
     mesh, remat = mesh_of(2, 4), check_vma
     if block == "mlp":
         x, batch, loss, new_names = BATCH["x"], BATCH, mean_loss, NAMES_OF_SCAN
@@ -179,7 +179,7 @@ class Everything(nnx.Module):
 LAYERS = (nnx.Linear, nnx.MultiHeadAttention, nnx.LayerNorm, nnx.RNN, nnx.Embed)
 
 
-def test_layers_of_flax_and_reads_outside_of_them():
+def test_nnx_gradients_match_a_single_device_for_all_layers_and_direct_reads():
     assert assert_gradients_of_one_device(Everything, LAYERS, check_vma=True) >= 15
 
 
@@ -205,11 +205,11 @@ class Closing(nnx.Module):
     (nnx.Linear, True, {"replicas": Replicas("dp")}),
     (lambda path, _: path in ("", "last"), False, {"reshard_after_forward": True}),
 ], ids=["layers", "one within the other"])  # fmt: skip
-def test_layers_in_closures_and_transformations(where, check_vma, options):
+def test_nnx_gradients_match_a_single_device_for_layers_in_closures_and_transforms(where, check_vma, options):
     assert assert_gradients_of_one_device(Closing, where, check_vma, **options) == 5
 
 
-def test_a_leaf_that_does_not_divide_is_padded():
+def test_nnx_leaf_with_indivisible_dims_is_padded_and_bind_raises():
     def make(rngs):
         sizes = ((8, 7), (7, 5), (5, 4))
         return nnx.Sequential(*(nnx.Linear(*size, use_bias=False, rngs=rngs) for size in sizes))
@@ -222,7 +222,7 @@ def test_a_leaf_that_does_not_divide_is_padded():
         model.bind(variables)
 
 
-def test_weights_are_gathered_again_where_that_is_asked_for():
+def test_reshard_after_forward_adds_as_many_gathers_in_nnx_as_in_linen():
     """``reshard_after_forward`` adds the same number of gathers in NNX as in the Linen twin."""
     counts = []
     for option in ({}, {"reshard_after_forward": True}):
@@ -253,7 +253,7 @@ def trained_by_nnx_on_one_device():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("own", [True, False], ids=["nnx.shard_map", "jax.shard_map"])
-def test_a_step_of_nnx_with_its_optimizer(own):
+def test_nnx_jit_step_with_nnx_optimizer_matches_a_single_device(own):
     """``nnx.jit`` and ``nnx.Optimizer`` train a sharded module with the results of the plain module on one device."""
     mesh, model = mesh_of(2, 4), sharded()
     module = model.bind(init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES))
@@ -321,7 +321,7 @@ def noisy_loss(params, apply_fn, batch, rng, collections, method=without_dropout
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_statistics_train_as_on_one_device_with_the_whole_batch(check_vma):
+def test_nnx_batch_norm_statistics_match_a_single_device_on_the_full_batch(check_vma):
     mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)
     state = create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     assert set(state.collections["batch_stats"]["norm"]) == {"mean", "var"}
@@ -340,13 +340,13 @@ def test_statistics_train_as_on_one_device_with_the_whole_batch(check_vma):
     assert np.abs(want["batch_stats"]["norm"]["mean"]).max() > 1e-3  # guard: the mean moves
 
 
-def test_the_norms_over_devices_are_no_obstacle_to_init_on_inputs():
+def test_abstract_train_state_accepts_nnx_batch_norm_with_axis_name():
     model, keys = sharded(Noisy, nnx.Linear), {"default": KEY}
     state = abstract_train_state(model, optax.sgd(0.1), mesh_of(2, 4), keys, BATCH["x"], batch_axes=AXES)
     assert state.params["first"]["kernel"].names == (None, "fsdp") and "batch_stats" in state.collections
 
 
-def test_dropout_in_the_step_differs_from_device_to_device_and_is_that_of_the_key():
+def test_nnx_dropout_in_a_step_differs_by_device_and_is_fixed_by_the_key():
     def make(rngs):
         return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
 
@@ -365,7 +365,7 @@ def test_dropout_in_the_step_differs_from_device_to_device_and_is_that_of_the_ke
     assert one["loss"] == again["loss"] != other["loss"] and one["variance"] > 1e-3
 
 
-def test_dropout_draws_from_the_keys_that_are_given():
+def test_nnx_dropout_draws_from_the_given_rngs_and_raises_without_a_key():
     model, x = nnx_model(lambda rngs: nnx.Dropout(0.5, rngs=rngs)), jnp.ones((4, 64))
 
     def draw(seed):
@@ -388,7 +388,7 @@ def by_view(module, x):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than_the_model(check_vma):
+def test_nnx_view_without_dropout_needs_no_key_and_adds_no_gathers(check_vma):
     mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)
     variables = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES)
     placed = {"mesh": mesh, "in_specs": (partition_specs(variables, mesh), P(AXES)), "out_specs": P(AXES)}
@@ -408,7 +408,7 @@ def test_a_view_without_dropout_evaluates_without_a_key_and_gathers_no_more_than
 # ------------------------------------------------------------------------------------------------ surroundings, bridges
 
 
-def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
+def test_checkpoint_round_trips_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
     mesh, tx = mesh_of(2, 4), optax.sgd(1e-3)
     of_linen = create_train_state(linen.Model(fsdp()), tx, mesh, KEY, BATCH["x"], batch_axes=AXES)
     of_nnx = create_train_state(sharded(), tx, mesh, jax.random.key(7), BATCH["x"], batch_axes=AXES)
@@ -425,7 +425,7 @@ def test_a_checkpoint_goes_from_linen_to_nnx_and_back_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(leaf_of(old).value, leaf_of(new).value, err_msg=path)
 
 
-def test_forecast_and_lint_know_the_leaves():
+def test_forecast_and_lint_name_the_leaves_of_an_nnx_model():
     mesh, model, key = mesh_of(2, 4), sharded(twin(remat=True)), jax.eval_shape(lambda: jax.random.key(0))
     state = abstract_train_state(model, optax.sgd(0.1), mesh, key, BATCH["x"], batch_axes=AXES)
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
@@ -453,7 +453,7 @@ class Bridged(nn.Module):
         return nn.Dense(4, name="outer")(x)
 
 
-def test_nnx_layers_in_wrapped_linen_modules():
+def test_gradients_of_nnx_layers_in_a_wrapped_linen_module_match_a_single_device():
     mesh = mesh_of(2, 4)
 
     def grads_of(model):
@@ -488,7 +488,7 @@ class AroundLinen(nnx.Module):
 
 
 @pytest.mark.parametrize("where", [nnx.Linear, AroundLinen])
-def test_a_wrapped_linen_module_as_an_nnx_module(where):
+def test_wrapped_linen_module_in_to_nnx_gathers_pads_and_matches_a_single_device(where):
     """Wrapped Linen modules gather and pad within ``ToNNX``, also inside of an NNX unit."""
     make = partial(AroundLinen, fsdp(min_weight_size=16, uneven="pad"))
     mesh, model = mesh_of(2, 4), sharded(make, where, min_weight_size=16)
@@ -516,7 +516,7 @@ def test_a_wrapped_linen_module_as_an_nnx_module(where):
 # --------------------------------------------------------------------------------------------------- names and errors
 
 
-def test_axes_that_a_variable_names_are_kept():
+def test_mesh_axes_named_by_an_nnx_variable_are_kept_beside_the_wrapper_axis():
     def make(rngs):
         return nnx.Linear(8, 16, use_bias=False, kernel_metadata={"out_sharding": (None, "tp")}, rngs=rngs)
 
@@ -534,12 +534,12 @@ def test_axes_that_a_variable_names_are_kept():
 
 @pytest.mark.parametrize("key", ["out_sharding", "sharding", "sharding_names"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_axes_are_read_by_the_key_of_each_release(key):
+def test_axes_of_nnx_variables_are_read_from_each_metadata_key_of_flax(key):
     model = nnx_model(lambda rngs: nnx.Linear(8, 16, kernel_metadata={key: ("tp", None)}, rngs=rngs))
     assert model.init(KEY)["params"]["kernel"].names == ("tp", None)
 
 
-def test_variables_that_are_missing_or_written():
+def test_nnx_model_raises_for_missing_variables_and_for_writes_to_split_parameters():
     model = sharded()
     variables = model.init(KEY, BATCH["x"])
     with pytest.raises(ValueError, match="the variables have no 'params/blocks/down/bias', which the model has"):
@@ -561,7 +561,7 @@ def test_variables_that_are_missing_or_written():
         ), BATCH["x"])  # fmt: skip
 
 
-def test_a_plan_names_the_unit_that_gathers_each_leaf():
+def test_nnx_plan_names_the_gathering_module_of_each_leaf():
     def gathered_with(where):
         rows = plan_sharding(sharded(twin(False, False), where), {"fsdp": 4}, BATCH["x"]).rows
         return {row.path: row.gathered_with for row in rows if row.path.endswith("kernel")}
@@ -571,7 +571,7 @@ def test_a_plan_names_the_unit_that_gathers_each_leaf():
     assert set(gathered_with(lambda path, module: not path).values()) == {""}
 
 
-def test_names_of_leaves():
+def test_rename_leaves_maps_paths_and_raises_for_clashes_and_unknown_paths():
     tree = {"a": {"b": 1, "c": 2}, "d": 3}
     assert rename_leaves(tree, {"a": "x/y", "a/c": "z"}) == {"x": {"y": {"b": 1}}, "z": 2, "d": 3}
     with pytest.raises(ValueError, match="'d' would lie at 'a/b', where another leaf lies"):
@@ -580,7 +580,7 @@ def test_names_of_leaves():
         rename_leaves(tree, {"e": "f"})
 
 
-def test_tracing_costs_little_more_than_the_plain_module():
+def test_nnx_step_tracing_takes_less_than_three_times_the_plain_module():
     """Tracing takes 1.1 to 1.35 times as long as with replicated parameters; the bound 3 is for a busy machine."""
 
     def seconds(model):

@@ -113,7 +113,7 @@ def padding_of(tree):
 @pytest.mark.parametrize(
     "devices, check_vma, tx", [(8, True, "adafactor"), (8, True, "adamw"), (8, False, "lamb"), (4, True, "adamw")]
 )
-def test_it_trains_as_one_device_does(devices, check_vma, tx):
+def test_training_with_padded_leaves_matches_a_single_device(devices, check_vma, tx):
     """Padded training equals one device with Adafactor and LAMB, whose means over a leaf must exclude padding."""
     state, metrics = trained(devices, tx, check_vma=check_vma)
     want, want_metrics = trained(1, tx, wrap=plain)
@@ -124,7 +124,7 @@ def test_it_trains_as_one_device_does(devices, check_vma, tx):
     )  # guard: some leaves are padded
 
 
-def test_stored_evenly_with_zeros_that_stay_zero():
+def test_padded_leaves_are_stored_in_even_shards_and_padding_stays_zero():
     state, _ = trained(8)
     shapes = {path: leaf_of(leaf).value.shape for path, leaf in leaves_with_path(state.params)}
     assert shapes["first/kernel"] == (FEATURES, 8) and shapes["layers/dense/kernel"] == (3, WIDTH, 8)
@@ -137,12 +137,12 @@ def test_stored_evenly_with_zeros_that_stay_zero():
     assert leaf_of(mu).value.addressable_shards[0].data.size == 3 * WIDTH
 
 
-def test_initial_values_are_those_of_the_plain_model():
+def test_initial_values_of_padded_leaves_equal_the_plain_model():
     want = jax.jit(Odd().init)(jax.random.key(0), batch()["x"])["params"]
     jax.tree.map(np.testing.assert_array_equal, true_tree(start(8).params), jax.device_get(want))
 
 
-def test_by_default_such_a_leaf_stays_whole_and_the_plan_says_both():
+def test_plan_replicates_an_indivisible_leaf_by_default_and_pads_with_uneven_pad():
     x = batch()["x"]
     whole = plan_sharding(Odd(fsdp(min_weight_size=1)), {"fsdp": 8}, x, tx=TX["adamw"])
     padded = plan_sharding(Odd(PADDED), {"fsdp": 8}, x, tx=TX["adamw"])
@@ -160,7 +160,7 @@ def test_by_default_such_a_leaf_stays_whole_and_the_plan_says_both():
 
 
 @pytest.mark.slow
-def test_checkpoints_hold_the_true_shape_and_fit_any_number_of_devices(tmp_path):
+def test_checkpoints_of_padded_leaves_restore_on_any_number_of_devices(tmp_path):
     state, _ = trained(8)
     want = true_tree((state.params, state.opt_state))
     for index, devices in enumerate((8, 4, 1, 3, 8)):
@@ -181,7 +181,7 @@ def test_checkpoints_hold_the_true_shape_and_fit_any_number_of_devices(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, true_tree(again.params), true_tree(further.params))
 
 
-def test_a_plain_model_reads_what_a_padded_one_exports(tmp_path):
+def test_safetensors_of_padded_leaves_load_in_plain_and_padded_models(tmp_path):
     state, _ = trained(8)
     export_safetensors(state.params, tmp_path)
     plain = jax.eval_shape(Odd().init, jax.random.key(0), batch()["x"])["params"]

@@ -96,14 +96,14 @@ CASES = [
 ]
 
 
-def test_any_two_options_meet_in_each_of_their_four_ways():
+def test_parity_cases_cover_all_four_combinations_of_any_two_options():
     for first, second in itertools.combinations(range(1, 1 + len(OPTIONS)), 2):
         assert len({(case[first], case[second]) for case in CASES}) == 4
 
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("mesh_shape, vma, blocks, backward, gathered", CASES)
-def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks, backward, gathered):
+def test_sharded_training_matches_a_single_device_for_each_parity_case(mesh_shape, vma, blocks, backward, gathered):
     scan, gather_dtype = blocks == "scan", jnp.bfloat16 if gathered == "bf16" else None
     shape = MESHES[mesh_shape]
     devices = int(np.prod(list(shape.values())))
@@ -127,7 +127,7 @@ def test_sharded_training_is_the_training_of_one_device(mesh_shape, vma, blocks,
     )
 
 
-def test_the_table_would_see_a_missing_mean():
+def test_guard_parity_comparison_fails_for_a_missing_mean_or_bfloat16_weights():
     """Guard: the comparison sees gradients of a single share, and gradients of weights in bfloat16."""
     first, _, _ = reference(True, frozenset(), 1)
     model = Model()

@@ -53,11 +53,11 @@ from xlstm_jax.distributed.optimizers.matrices.layout import Owned
         ((0, 8), (None, None), {"fsdp": 4}, 0, None, NoValues((0, 8))),
     ],
 )
-def test_the_dim_is_the_largest_free_one_that_divides(shape, names, sizes, threshold, dim, reason):
+def test_choose_shard_dim_takes_the_largest_free_divisible_dim(shape, names, sizes, threshold, dim, reason):
     assert choose_shard_dim(shape, names, sizes, threshold) == (dim, reason)
 
 
-def test_a_padded_dim_says_both_sizes():
+def test_choose_shard_dim_with_uneven_pad_returns_both_sizes():
     assert choose_shard_dim((3, 5), (None, None), {"fsdp": 4}, 0, uneven="pad") == (1, Padded(1, 5, 8, 4))
 
 
@@ -75,31 +75,31 @@ REASONS = [
 
 
 @pytest.mark.parametrize("reason, words", REASONS, ids=lambda value: type(value).__name__)
-def test_a_reason_says_its_numbers_and_survives_json(reason, words):
+def test_reason_prints_the_numbers_and_round_trips_through_json(reason, words):
     assert str(reason).startswith(words)
     assert reason_from_json(json.loads(json.dumps(reason.to_json()))) == reason
 
 
 @pytest.mark.parametrize("given, want", [("fsdp", ("fsdp",)), (("dp", "fsdp"), ("dp", "fsdp")), (["fs"], ("fs",))])
-def test_a_string_is_one_axis_and_a_sequence_is_its_axes(given, want):
+def test_as_axis_names_accepts_a_string_or_a_sequence(given, want):
     assert as_axis_names(given) == want
 
 
-def test_boxes_are_put_back_around_bare_values():
+def test_box_like_restores_boxes_around_bare_values():
     boxed = {"w": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "b": jnp.ones(3)}
     again = box_like(jax.tree.map(lambda x: 2 * x, unbox(boxed)), boxed)
     assert jax.tree.structure(again) == jax.tree.structure(boxed)
     chex.assert_trees_all_equal(unbox(again), jax.tree.map(lambda x: 2 * x, unbox(boxed)))
 
 
-def test_names_of_any_length_fit_the_dims():
+def test_leaf_of_fits_names_of_any_length_to_the_dims():
     assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), ("fsdp",))).names == ("fsdp", None)
     assert leaf_of(nn.Partitioned(jnp.ones(()), ("fsdp", None))).names == ()
     assert leaf_of(jnp.ones((2, 3))).names == (None, None)
     assert leaf_of(nn.Partitioned(jnp.ones((2, 3)), (("dp", "fsdp"), "tp"))).axes == ("dp", "fsdp", "tp")
 
 
-def test_a_box_prints_what_differs_from_the_default():
+def test_repr_of_a_box_omits_fields_with_default_values():
     box = Sharded(jnp.ones((4, 2), jnp.bfloat16), ("fsdp", None))
     assert repr(box) == "Sharded(bfloat16[4, 2], ('fsdp', None))"
     assert repr(box.replace(trainable=False)) == "Sharded(bfloat16[4, 2], ('fsdp', None), trainable=False)"
@@ -107,7 +107,7 @@ def test_a_box_prints_what_differs_from_the_default():
     assert repr(box.replace(value=None)) == "Sharded(None, ('fsdp', None))"
 
 
-def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
+def test_leaf_of_returns_an_equal_box_for_all_flax_box_types():
     value, names = jnp.ones((4, 2)), ("fsdp", None)
     box = Sharded(value, names)
     for other in (nn.Partitioned(value, names), nn.LogicallyPartitioned(value, names)):
@@ -117,14 +117,14 @@ def test_what_is_known_of_a_leaf_is_the_same_for_all_boxes():
     assert leaf_of(box) is box  # the same object, not a copy
 
 
-def test_paths_read_like_names():
+def test_leaves_with_path_joins_keys_and_indices_with_slashes():
     tree = {"blocks": {"kernel": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "list": [jnp.ones(3)]}}
     assert [path for path, _ in leaves_with_path(tree)] == ["blocks/kernel", "blocks/list/0"]
     assert map_leaves_with_path(lambda path, _: path, tree)["blocks"]["kernel"] == "blocks/kernel"
     assert leaves_with_path(jnp.ones(2))[0][0] == "."
 
 
-def test_specs_name_the_axes_that_split_and_no_others():
+def test_partition_specs_name_only_axes_with_more_than_a_single_device():
     tree = {
         "column": Sharded(jnp.ones((4, 8)), (None, "fsdp")),
         "both": Sharded(jnp.ones((8, 4)), (("dp", "fsdp"), None)),
@@ -135,7 +135,7 @@ def test_specs_name_the_axes_that_split_and_no_others():
     assert partition_specs(tree, mesh_of(8, 1)) == {"column": P(), "both": P("dp"), "whole": P()}
 
 
-def test_what_takes_a_gradient_is_split_off_and_put_back():
+def test_split_differentiable_separates_float_leaves_and_restores_the_tree():
     tree = {"w": Sharded(jnp.ones((4, 2)), ("fsdp", None)), "step": jnp.int32(3), "key": jax.random.key(0)}
     live, put_back = split_differentiable(tree)
     assert [leaf.names for leaf in live] == [("fsdp", None)]
@@ -144,14 +144,14 @@ def test_what_takes_a_gradient_is_split_off_and_put_back():
     assert put_back(live, rest=lambda leaf: None)["key"] is None
 
 
-def test_unbox_leaves_values_and_their_places_alone():
+def test_unbox_returns_the_same_array_with_unchanged_sharding():
     mesh = mesh_of(2, 4)
     value = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, P("fsdp")))
     with jax.set_mesh(mesh):
         assert unbox({"w": Sharded(value, (None, "dp"))})["w"] is value
 
 
-def test_bytes_are_those_that_lie_on_one_device():
+def test_bytes_per_device_counts_only_the_shard_of_a_device():
     mesh = mesh_of(1, 8)
     split = jax.device_put(jnp.ones((8, 4)), jax.sharding.NamedSharding(mesh, P("fsdp")))
     assert bytes_per_device({"w": Sharded(split, ("fsdp", None)), "b": jnp.ones(3, jnp.bfloat16)}) == 4 * 4 + 3 * 2

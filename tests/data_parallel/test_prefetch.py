@@ -97,14 +97,14 @@ def both_steps(case):
 # The first and the last iterations are compiled separately: fusion rounds differently by some float32 units.
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_are_those_of_the_scan(case):
+def test_prefetched_scan_losses_and_gradients_match_the_plain_scan(case):
     (got, got_grads), (want, want_grads) = (step(*args) for step, args in both_steps(case))
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert_same_params(got_grads, want_grads, 2e-6)
     assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(unbox(want_grads)))  # guard: no gradient vanishes
 
 
-def test_each_layer_computes_with_its_own_weights():
+def test_prefetched_scan_pairs_each_layer_with_the_right_weights():
     """``prefetched_scan`` pairs layers with weights; layers double the carry and add a weight, so order matters."""
     weights = np.float32([1, 10, 100, 1000])[:, None] * np.ones((4, 2), np.float32)
     mesh = mesh_of(1, 2)
@@ -127,7 +127,7 @@ def sent_bytes(step, args, mesh):
     return sent
 
 
-def test_nothing_more_is_gathered_or_scattered():
+def test_prefetch_sends_no_more_all_gather_or_reduce_scatter_bytes():
     ahead, without = (sent_bytes(*step, mesh_of(2, 4)) for step in both_steps("2x4, staged, dropout"))
     assert ahead["reduce-scatter"] == without["reduce-scatter"] > 0
     # Backward first gathers the layer that forward gathered last: XLA may notice, and gather the layer once.
@@ -160,7 +160,7 @@ def inner_equations(eqn):
     return [found for p in params if hasattr(p, "eqns") or hasattr(p, "jaxpr") for found in equations(p)]
 
 
-def test_no_product_of_a_layer_waits_for_a_gather_of_its_iteration():
+def test_prefetched_products_do_not_depend_on_gathers_of_the_same_iteration():
     ahead, without = both_steps("2x4, staged, dropout")
     assert products_wait_for_gathers(*ahead) == [False]
     assert True in products_wait_for_gathers(*without)  # guard
@@ -168,7 +168,7 @@ def test_no_product_of_a_layer_waits_for_a_gather_of_its_iteration():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layers", [1, 3])
-def test_fewer_layers_than_are_on_their_way(layers):
+def test_prefetch_matches_the_plain_scan_for_very_few_layers(layers):
     class Few(nn.Module):
         prefetch: bool
 
@@ -188,7 +188,7 @@ class Plain(nn.Module):
         return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(16)(x))), None
 
 
-def test_it_is_the_scan_that_one_would_write():
+def test_scan_layers_equals_nn_scan_over_nn_remat_bit_for_bit():
     wrapped, x = fsdp(Plain), jnp.ones((8, 8))
     again = nn.remat(wrapped, prevent_cse=False)
     scan = nn.scan(again, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
@@ -205,5 +205,5 @@ def test_it_is_the_scan_that_one_would_write():
     assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
 
 
-def test_a_scan_of_gathered_layers_in_a_wrapped_module_is_known_as_a_scan():
+def test_scans_over_params_recognises_the_class_from_scan_layers():
     assert scans_over_params(scan_layers(Plain, 3))

@@ -62,7 +62,7 @@ every_format = pytest.mark.parametrize("format_name", FORMATS)
 both_modes = pytest.mark.parametrize("check_vma", [True, False])
 
 
-def test_forecasts_find_the_packing_of_each_format():
+def test_pack_scopes_appear_in_lowered_text_of_each_block_format():
     assert tuple(FORMATS) == BLOCK_FORMATS
     text = ""
     for name in FORMATS:
@@ -104,7 +104,7 @@ def largest_of_blocks(x):
     exponents=st.integers(-30, 30),
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
 )
-def test_a_round_trip_is_within_the_bound_of_its_format(format_name, size, seed, exponents, dtype):
+def test_pack_and_unpack_round_trip_is_within_the_error_bound_of_the_format(format_name, size, seed, exponents, dtype):
     x = jnp.asarray(values((3, size), seed) ** 3 * 10.0**exponents, dtype)
     exact = np.asarray(x, np.float64)
     bound = FORMATS[format_name].error_bound(exact, largest_of_blocks(exact))
@@ -112,20 +112,20 @@ def test_a_round_trip_is_within_the_bound_of_its_format(format_name, size, seed,
 
 
 @every_format
-def test_the_bound_is_no_wider_than_needed(format_name):
+def test_error_bound_of_each_format_is_tight(format_name):
     x = values((8, 512))
     share = np.abs(round_trip(x, format_name) - x) / FORMATS[format_name].error_bound(x, largest_of_blocks(x))
     assert 0.9 < share.max() <= FLOAT32_STEPS
 
 
 @every_format
-def test_what_is_packed_again_does_not_change(format_name):
+def test_packing_an_unpacked_array_again_changes_nothing(format_name):
     once = round_trip(values((4, 256)), format_name)
     np.testing.assert_array_equal(round_trip(once, format_name), once)
 
 
 @every_format
-def test_zeros_stay_and_what_is_not_finite_is_seen_in_its_whole_block_alone(format_name):
+def test_packing_keeps_zeros_and_spreads_nan_and_inf_only_within_the_block(format_name):
     smallest = FORMATS[format_name].smallest
     x = np.zeros(6 * BLOCK_SIZE, np.float32)
     x[70], x[140], x[200:256], x[256:320], x[330] = np.nan, -np.inf, smallest / 2, 2 * smallest, 1e38
@@ -135,7 +135,7 @@ def test_zeros_stay_and_what_is_not_finite_is_seen_in_its_whole_block_alone(form
 
 
 @every_format
-def test_a_packed_row_takes_the_bytes_that_are_said(format_name):
+def test_packed_row_has_packed_size_bytes_for_each_format(format_name):
     for size in (1, 2, 50, 64, 1000, 4096):
         rows = jax.ShapeDtypeStruct((2, size), jnp.bfloat16)
         packed = jax.eval_shape(partial(pack, format_name=format_name), rows)
@@ -148,7 +148,7 @@ def test_a_packed_row_takes_the_bytes_that_are_said(format_name):
 
 @pytest.mark.parametrize("shape", [(8, 256), (128, 6), (3, 5, 64), (40,)], ids=str)
 @pytest.mark.parametrize("format_name", ["int8", "float8_e4m3fn"])
-def test_shards_are_unpacked_where_they_stood(format_name, shape):
+def test_in_blocks_receive_concatenates_unpacked_shards_along_the_dim(format_name, shape):
     dim = len(shape) - 1 if shape[0] == 3 else 0
     shards = [values(shape, seed) for seed in range(2)]
     packing = InBlocks(format_name, shape, jnp.float32, dim)
@@ -163,7 +163,7 @@ def test_shards_are_unpacked_where_they_stood(format_name, shape):
 
 
 @pytest.mark.parametrize("dim, check_vma", [(0, True), (1, False)])
-def test_several_stages_round_once_and_the_gradient_is_that_of_what_arrives(dim, check_vma):
+def test_staged_int8_gather_rounds_once_and_has_the_gradient_at_the_gathered_weights(dim, check_vma):
     """A gather in several stages rounds once, bit-equal to one stage over one axis, and keeps the dtype bfloat16."""
     w, x = jnp.asarray(values((128, 64)), jnp.bfloat16), jnp.asarray(values((8, 128), 1))
     spec = P(AXES) if dim == 0 else P(None, AXES)
@@ -244,7 +244,7 @@ def as_they_arrive(params, count, format_name):
 @pytest.mark.parametrize(
     "cls, by, check_vma", [(Layers, "wrapper", True), (Layers, "wrapper", False), (Padded, "reading", True)]
 )
-def test_gradients_are_those_of_one_device_at_the_weights_that_arrive(cls, by, check_vma):
+def test_int8_gather_gradients_match_a_single_device_at_the_rounded_weights(cls, by, check_vma):
     batch, mesh = {k: v for k, v in data().items() if k != "weight"}, mesh_of(2, 4)
     wrap = fsdp(gather_dtype="int8", uneven="pad")
     params = init_sharded(cls(wrap), mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
@@ -275,7 +275,7 @@ def programme():
     return [(e.primitive.name, v.aval.shape, str(v.aval.dtype)) for e in found for v in e.invars if v.aval.shape]
 
 
-def test_nothing_but_bytes_is_gathered_and_sent_to_copies():
+def test_int8_gathers_and_replica_means_send_uint8_only():
     gathers = [dtype for name, _, dtype in programme() if name.startswith("all_gather")]
     sums = [shape for name, shape, _ in programme() if name.startswith("psum")]
     exchanged = [dtype for name, _, dtype in programme() if name == "all_to_all"]
@@ -284,7 +284,7 @@ def test_nothing_but_bytes_is_gathered_and_sent_to_copies():
     assert max(map(math.prod, sums)) < 64  # biases and norms, which stay replicated
 
 
-def test_the_plan_says_what_is_sent():
+def test_plan_gathered_bytes_match_the_traced_int8_gathers():
     batch = jax.eval_shape(lambda: data()["x"])
     rows = plan_sharding(Model(fsdp(gather_dtype="int8"), remat=True), {"dp": 2, "fsdp": 4}, batch).rows
     want = [row.gathered_bytes // 4 for row in rows for _ in range(2 if "blocks" in row.path else 1) if row.uses]
@@ -297,7 +297,7 @@ def test_the_plan_says_what_is_sent():
 
 @both_modes
 @pytest.mark.parametrize("shape", [(8, 128), (3, 5)], ids=str)
-def test_the_mean_over_copies_is_the_same_bits_on_all_and_within_the_bound(shape, check_vma):
+def test_int8_mean_over_copies_is_bit_equal_on_all_replicas_and_within_the_bound(shape, check_vma):
     grads = values((4, *shape)) * np.array([1, 2, 3, 10], np.float32)[:, None, None]
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -330,7 +330,7 @@ def trained(step, model, mesh):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("accumulation, check_vma", [("reduce_each", True), ("reduce_replicas_once", False)])
-def test_copies_train_without_drifting_apart(accumulation, check_vma):
+def test_replicas_stay_bit_equal_in_training_with_int8_reduce_dtype(accumulation, check_vma):
     mesh, wrap = mesh_of(4, 2), fsdp(uneven="pad", replicas=Replicas("dp", reduce_dtype="int8"))
     minibatches = {"num_minibatches": 1 if accumulation == "reduce_each" else 2, "accumulation": accumulation}
     step = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma, **minibatches)
@@ -384,7 +384,7 @@ def compiled(topology):
         pytest.param("h100:1x8", marks=pytest.mark.cuda_plugin),
     ],
 )
-def test_compiled_programs_send_the_bytes_that_are_said(topology):
+def test_compiled_program_sends_the_bytes_predicted_by_sent_bytes(topology):
     found, program = defaultdict(float), compiled(topology)
     parsed = parse(program.hlo)
     collectives = [c for c in find_collectives(parsed, SIZES) if "reduce-scatter" not in (c.kind, c.stands_for)]

@@ -33,7 +33,7 @@ def equal(one, other):
 
 
 @BOXES
-def test_a_box_is_the_same_after_each_way_of_making_it_anew(box):
+def test_box_is_equal_after_copy_pickle_replace_and_tree_map(box):
     state = jax.tree.map(lambda x: x + 1, serialization.to_state_dict(box))
     for other in (
         jax.tree.map(lambda x: x, box),
@@ -51,7 +51,7 @@ def test_a_box_is_the_same_after_each_way_of_making_it_anew(box):
 
 
 @BOXES
-def test_structures_differ_where_fields_do(box):
+def test_tree_structures_of_boxes_differ_if_static_fields_differ(box):
     mine = jax.tree.structure(box)
     assert mine == jax.tree.structure(box.replace(value=None, mesh=None).replace(value=1))
     for field in ({"trainable": True}, {"names": (None,)}, {"unit_depth": 2}, {"store": ZeroPadding((3,))}):
@@ -63,7 +63,7 @@ def test_structures_differ_where_fields_do(box):
 
 
 @BOXES
-def test_paths_are_those_of_flax(box):
+def test_tree_paths_of_a_box_equal_the_paths_of_a_flax_box(box):
     theirs = AsFlaxHasIt(VALUE, ("fsdp",))
     ours, plain = (jax.tree_util.tree_leaves_with_path({"kernel": one})[0][0] for one in (box, theirs))
     assert ours == plain
@@ -71,7 +71,7 @@ def test_paths_are_those_of_flax(box):
 
 
 @BOXES
-def test_a_box_is_frozen_and_a_dataclass(box):
+def test_box_is_a_frozen_dataclass_and_converts_to_nnx_metadata(box):
     assert [field.name for field in dataclasses.fields(box)][:2] == ["value", "names"]
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'value'"):
         box.value = VALUE
@@ -80,7 +80,7 @@ def test_a_box_is_frozen_and_a_dataclass(box):
     assert equal(Sharded.from_nnx_metadata(box.to_nnx_metadata()), box)
 
 
-def test_a_box_that_was_replaced_leaves_the_other_as_it_was():
+def test_replace_leaves_the_original_box_unchanged():
     other = REMADE.replace(value=VALUE + 1).replace(names=(None,))
     assert (REMADE.names, other.names) == (("fsdp",), (None,))
     assert equal(REMADE, MADE)
@@ -97,7 +97,7 @@ class FlaxPickler(pickle.Pickler):
         return (copyreg.__newobj__, (Sharded,), self.fields) if isinstance(one, Sharded) else NotImplemented
 
 
-def test_a_pickle_of_version_0_3_0_is_read():
+def test_unpickling_reads_a_box_of_version_0_3_0():
     fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE)}
     assert AsFlaxHasIt(VALUE, ("fsdp",)).__reduce_ex__(4)[2].keys() == {
         "value",
@@ -112,7 +112,7 @@ def test_a_pickle_of_version_0_3_0_is_read():
         assert jax.tree.structure(box) == jax.tree.structure(MADE)
 
 
-def test_a_mark_that_was_a_field_of_version_0_3_0_is_read():
+def test_unpickling_converts_the_looked_up_field_of_version_0_3_0_to_a_mark():
     fields = {field.name: getattr(MADE, field.name) for field in dataclasses.fields(MADE) if field.name != "marks"}
     for was, marks in ((True, frozenset({LOOKED_UP})), (False, frozenset())):
         FlaxPickler(file := io.BytesIO(), {**fields, "looked_up": was}).dump(MADE)
@@ -120,7 +120,7 @@ def test_a_mark_that_was_a_field_of_version_0_3_0_is_read():
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_each_protocol_of_pickle_reads_a_box(protocol):
+def test_box_round_trips_through_each_pickle_protocol(protocol):
     assert equal(pickle.loads(pickle.dumps(REMADE, protocol)), MADE)
 
 
@@ -133,7 +133,7 @@ def test_each_protocol_of_pickle_reads_a_box(protocol):
     ],
     ids=["unknown", "missing", "within"],
 )
-def test_errors_of_state_dicts_are_those_of_flax(value, state):
+def test_from_state_dict_errors_equal_the_errors_of_a_flax_box(value, state):
     said = []
     for box in (Sharded(value, ("fsdp",)), AsFlaxHasIt(value, ("fsdp",))):
         with pytest.raises(ValueError, match=r"field|keys") as error:
@@ -144,7 +144,7 @@ def test_errors_of_state_dicts_are_those_of_flax(value, state):
     assert ("THE BOX" in said[0]) == (value is VALUE)
 
 
-def test_a_class_of_a_user_is_registered_too():
+def test_subclass_of_sharded_is_registered_as_a_pytree():
     class Box(Sharded):
         pass
 
@@ -153,7 +153,7 @@ def test_a_class_of_a_user_is_registered_too():
     assert box.names == ("fsdp",)
 
 
-def test_a_class_of_a_user_stays_registered_under_the_decorator_of_flax():
+def test_struct_dataclass_on_a_subclass_of_sharded_keeps_the_registration():
     class Box(Sharded):
         pass
 
@@ -161,7 +161,7 @@ def test_a_class_of_a_user_stays_registered_under_the_decorator_of_flax():
     assert equal(jax.tree.map(lambda x: x, Box(VALUE, ("fsdp",))), Box(VALUE, ("fsdp",)))
 
 
-def test_a_class_of_a_user_may_have_static_fields_and_properties():
+def test_subclass_of_sharded_may_have_static_fields_and_properties():
     class Box(Sharded):
         scale: float = struct.field(default=1.0, pytree_node=False)
 

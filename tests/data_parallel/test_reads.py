@@ -63,7 +63,7 @@ RUNS = [*((name, True) for name in OPTIONS), ("padded", False), ("copies", False
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name, check_vma", RUNS, ids=lambda value: value if isinstance(value, str) else f"{value}")
-def test_what_is_read_and_its_gradient_are_those_of_the_plain_array(name, check_vma):
+def test_reads_of_a_box_and_gradients_match_the_plain_array(name, check_vma):
     options, features = OPTIONS[name]
     mesh, model = mesh_of(2, 4), fsdp(Weight, **options)(features)
     variables = init_sharded(model, mesh, KEY, X, batch_axes=AXES)
@@ -101,7 +101,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["jit", "a function", "setup has run"])
-def test_modules_whose_setup_has_run(how):
+def test_modules_bound_with_setup_done_match_the_plain_model(how):
     mesh, tokens, model = mesh_of(2, 4), jnp.arange(16), Net(how, fsdp())
     variables = init_sharded(model, mesh, KEY, tokens, batch_axes=AXES)
     specs = partition_specs(variables, mesh)
@@ -110,7 +110,7 @@ def test_modules_whose_setup_has_run(how):
     assert_array_equal(got, plain.apply(jax.jit(plain.init)(KEY, tokens), tokens))
 
 
-def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
+def test_each_read_of_a_box_is_a_gather_in_the_gather_dtype_of_the_wrapper():
     mesh, model = mesh_of(2, 4), fsdp(Weight, gather_dtype="bfloat16")()
     variables = init_sharded(model, mesh, KEY, X, batch_axes=AXES)
     weight = variables["params"]["weight"]
@@ -130,7 +130,7 @@ def test_a_read_costs_a_gather_each_in_the_dtype_of_its_wrapper():
     assert [str(whole.dtype) for whole in found] == ["float16", "bfloat16"]
 
 
-def test_a_split_of_the_model_itself_is_left():
+def test_read_of_a_box_gathers_the_wrapper_axis_but_not_the_model_axis():
     """The wrapper gathers "fsdp" alone: a tensor-parallel module computes with its shard over "dp"."""
 
     class Column(nn.Module):
@@ -155,7 +155,7 @@ def test_a_split_of_the_model_itself_is_left():
     assert_allclose(got, X @ weight.value, rtol=1e-5, atol=1e-5)
 
 
-def test_to_tree_functions_a_box_is_the_node_that_it_was():
+def test_tree_functions_treat_a_box_as_a_pytree_node():
     mesh = mesh_of(2, 4)
     box = init_sharded(fsdp(Weight)(), mesh, KEY, X, batch_axes=AXES)["params"]["weight"]
     assert [leaf.shape for leaf in jax.tree.leaves(box)] == [(12, 8)]

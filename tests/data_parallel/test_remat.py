@@ -196,7 +196,7 @@ def counted(module, policy, name, scan=False):
 @pytest.mark.one_in(3)
 @in_and_out_of_scan
 @every_module
-def test_no_whole_weight_is_kept(module, scan):
+def test_remat_policy_saves_no_gathered_weight(module, scan):
     for base in BASES:
         assert WEIGHT not in kept_sizes(module, remat_policy(base), scan)
     assert WEIGHT not in kept_sizes(module, remat_policy("everything"), scan, check_vma=False)
@@ -204,7 +204,7 @@ def test_no_whole_weight_is_kept(module, scan):
 
 @in_and_out_of_scan
 @every_module
-def test_jaxs_policies_keep_weights(module, scan):
+def test_guard_jax_checkpoint_policies_save_gathered_weights(module, scan):
     """Guard: JAX's policies keep weights, and the size identifies an unsharded weight."""
     for policy in ("none", SAVEABLE.everything_saveable):
         assert WEIGHT in kept_sizes(module, policy, scan)
@@ -212,13 +212,13 @@ def test_jaxs_policies_keep_weights(module, scan):
 
 @in_and_out_of_scan
 @every_module
-def test_frozen_weights_are_not_kept_either(module, scan):
+def test_remat_policy_saves_no_gathered_frozen_weight(module, scan):
     """Frozen weights are dropped: in gradients of the input the gather, with its custom rule, is one operation."""
     assert WEIGHT not in kept_sizes(module, remat_policy(), scan, frozen=True)
     assert WEIGHT in kept_sizes(module, SAVEABLE.everything_saveable, scan, frozen=True)
 
 
-def test_to_refuse_a_name_keeps_the_weight():
+def test_remat_policy_drops_a_weight_saved_by_a_save_anything_except_base():
     """``save_anything_except_these_names`` keeps the output of the gather, in front of the name."""
     refusing = SAVEABLE.save_anything_except_these_names("gathered")
     assert WEIGHT in kept_sizes(MODULES["named"], refusing)
@@ -226,7 +226,7 @@ def test_to_refuse_a_name_keeps_the_weight():
 
 
 @pytest.mark.parametrize("refused", [frozenset(), GATHERS], ids=["nothing", "gathers"])
-def test_to_refuse_the_gather_alone_keeps_what_is_made_of_it(refused):
+def test_guard_policy_rejecting_only_the_gather_saves_the_cast_weight(refused):
     """Guard of the list of operations: a policy that rejects only the gather keeps the cast weight."""
     policy = partial(keep_but, refused)
     assert WEIGHT in kept_sizes(MODULES["cast after the gather"], policy)
@@ -243,13 +243,13 @@ def keep_but(refused, primitive, *_, **__):
 @pytest.mark.one_in(3)
 @in_and_out_of_scan
 @every_module
-def test_everything_computes_no_product_again(module, scan):
+def test_remat_policy_everything_recomputes_no_dot_general(module, scan):
     want = counted(module, "none", "dot_general", scan)
     assert counted(module, remat_policy(), "dot_general", scan) == want
     assert counted(module, remat_policy("nothing"), "dot_general", scan) > want  # guard
 
 
-def test_dots_computes_products_with_batch_dims_again_and_no_others():
+def test_remat_policy_dots_recomputes_only_products_with_batch_dims():
     attention = fsdp(Attention)
     once = counted(attention, "none", "dot_general")
     assert counted(attention, remat_policy("everything"), "dot_general") == once
@@ -259,14 +259,14 @@ def test_dots_computes_products_with_batch_dims_again_and_no_others():
 
 @in_and_out_of_scan
 @pytest.mark.parametrize("base", BASES)
-def test_each_weight_is_gathered_once_in_forward_and_once_in_backward(base, scan):
+def test_remat_policy_gathers_each_weight_once_forward_and_once_backward(base, scan):
     module = MODULES["gathered in the dtype of compute"]
     kernels = 2 * (1 if scan else LAYERS)
     assert counted(module, remat_policy(base), "all_gather", scan) == 2 * kernels
     assert counted(module, "none", "all_gather", scan) == kernels
 
 
-def test_a_policy_of_ones_own_decides_about_the_rest():
+def test_remat_policy_with_a_custom_base_follows_the_base_for_activations():
     named = MODULES["named"]
     activation = ROWS * HIDDEN
     assert activation in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("activation")))
@@ -277,7 +277,7 @@ def test_a_policy_of_ones_own_decides_about_the_rest():
     assert WEIGHT in kept_sizes(named, remat_policy(SAVEABLE.save_only_these_names("gathered")))
 
 
-def test_a_policy_that_offloads_is_heard():
+def test_remat_policy_keeps_the_offload_decision_of_the_base():
     offload = SAVEABLE.offload_dot_with_no_batch_dims("device", "pinned_host")
     policy, kernel = remat_policy(offload), jax.typeof(jnp.ones((2, 2)))
     dot = partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
@@ -291,7 +291,7 @@ def test_a_policy_that_offloads_is_heard():
 
 @pytest.mark.one_in(2)
 @both_modes
-def test_gradients_are_those_without_remat(check_vma):
+def test_gradients_with_remat_policy_match_gradients_without_remat(check_vma):
     mesh, module = mesh_of(1, MESH_SIZE), MODULES["cast to a wider dtype"]
     x = jax.random.normal(jax.random.key(1), X.shape)
     params = init_sharded(Stack(module), mesh, jax.random.key(0), x, batch_axes="fsdp")["params"]
@@ -315,7 +315,7 @@ def test_gradients_are_those_without_remat(check_vma):
 # ------------------------------------------------------------------------------------------------------- the function
 
 
-def test_the_same_base_gives_the_same_object():
+def test_remat_policy_returns_the_same_object_for_the_same_base():
     assert remat_policy() is remat_policy(None) is remat_policy("everything")
     assert remat_policy("dots") is remat_policy("dots") is not remat_policy("nothing")
     assert remat_policy(keep_but) is remat_policy(keep_but)
@@ -328,7 +328,7 @@ OTHER_RELEASE = {
 }
 
 
-def test_the_lists_name_operations_that_there_are():
+def test_gathers_and_recomputed_lists_name_existing_jax_primitives():
     names = {thing.name for thing in gc.get_objects() if isinstance(thing, Primitive)}
     assert {name for name in names if name.startswith("all_gather")} <= GATHERS
     # A release may split some gathers into two operations (_start and _done), and lack others.
@@ -377,7 +377,7 @@ def gathers(found, direction):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_the_bytes_of_gathered_weights_are_free():
+def test_remat_policy_frees_the_bytes_of_gathered_weights_on_tpu():
     """On a TPU ``remat_policy`` frees the bytes of gathered weights; the reference policy differs in gathers only."""
     pytest.importorskip("libtpu")
     keeping, dropping = compiled(partial(keep_but, RECOMPUTED)), compiled(remat_policy("everything"))

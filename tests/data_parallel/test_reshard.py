@@ -48,7 +48,7 @@ def gathers(model, mesh, of="jit"):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("scan", [True, False])
-def test_gradients_are_the_same(scan, check_vma):
+def test_reshard_after_forward_leaves_loss_and_gradients_unchanged(scan, check_vma):
     mesh = mesh_of(2, 4)
     results = []
     for reshard in (False, True):
@@ -59,7 +59,7 @@ def test_gradients_are_the_same(scan, check_vma):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_weights_are_gathered_again_and_no_product_is_computed_again(scan):
+def test_reshard_after_forward_regathers_weights_and_recomputes_no_dot_general(scan):
     mesh = mesh_of(2, 4)
     kept, dropped = (gathers(Model(fsdp(reshard_after_forward=on), scan=scan), mesh) for on in (False, True))
     # Of the first layer, whose input takes no gradient, nothing is read again; biases are not either.
@@ -79,7 +79,7 @@ class Flagged(nn.Module):
         return jnp.linalg.norm(self.variables["params"]["dense"]["kernel"])
 
 
-def test_flags_keywords_dropout_and_other_methods_work_as_they_do_without():
+def test_reshard_after_forward_keeps_static_flags_keywords_dropout_and_methods():
     mesh, x = mesh_of(1, 8), jnp.ones((16, 32))
     outputs = []
     for wrap in (fsdp(), fsdp(reshard_after_forward=True)):
@@ -98,7 +98,7 @@ def test_flags_keywords_dropout_and_other_methods_work_as_they_do_without():
     assert np.ptp(np.asarray(outputs[0][0]), axis=0).max() > 0  # guard: rows differ only by dropout
 
 
-def test_a_module_that_reads_its_parameters_in_setup_works_too():
+def test_reshard_after_forward_supports_parameters_read_in_setup():
     mesh, tokens = mesh_of(1, 8), jnp.arange(16) % 8
     gradients = []
     for wrap in (fsdp(), fsdp(reshard_after_forward=True)):
@@ -118,7 +118,7 @@ def test_a_module_that_reads_its_parameters_in_setup_works_too():
     assert_same_params(*gradients, tolerance=1e-6)
 
 
-def test_on_one_device_and_outside_of_shard_map_there_is_nothing_to_drop():
+def test_reshard_after_forward_is_a_no_op_on_a_single_device_and_outside_shard_map():
     one = mesh_of(1, 1)
     plain, dropping = (loss_and_gradients(Model(fsdp(reshard_after_forward=on)), one) for on in (False, True))
     assert plain[0].lower(*plain[1]).as_text() == dropping[0].lower(*dropping[1]).as_text()
@@ -147,7 +147,7 @@ def _block():
     return Block
 
 
-def test_the_policy_of_an_outer_remat_decides():
+def test_outer_remat_policy_overrides_reshard_after_forward():
     """An outer remat policy overrides ``reshard_after_forward`` in the two cases of the remat page."""
     mesh = mesh_of(2, 4)
 
@@ -167,7 +167,7 @@ class Sized(nn.Module):
         return {"y": nn.Dense(16)(x), "name": "sized", "width": 16}
 
 
-def test_results_that_are_no_arrays_stay_what_they_are():
+def test_reshard_after_forward_keeps_outputs_of_types_other_than_arrays():
     mesh, model = mesh_of(2, 4), fsdp(Sized, reshard_after_forward=True)()
     variables = init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
 
@@ -214,7 +214,7 @@ COMPLEX = {
 
 
 @pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])
-def test_complex_values_train_as_without_the_option(block, check_vma):
+def test_reshard_after_forward_trains_complex_parameters_exactly(block, check_vma):
     """``reshard_after_forward`` trains complex values, for which JAX's policies raise in ``reduce_precision``."""
     fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), check_vma)
     params = unbox(args[0]["params"])

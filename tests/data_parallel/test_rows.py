@@ -60,7 +60,7 @@ LOOKUPS = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", LOOKUPS)
-def test_rows_and_gradient_are_those_of_one_device(case, check_vma, mesh_of):
+def test_look_up_rows_and_table_gradient_match_a_single_device(case, check_vma, mesh_of):
     lookup = LOOKUPS[case]
     axes = (*lookup.outer, *lookup.group)
     mesh = mesh_of["one axis" if axes == ("fsdp",) else "two"]
@@ -86,7 +86,7 @@ def test_rows_and_gradient_are_those_of_one_device(case, check_vma, mesh_of):
     assert np.abs(whole).max() > 0.1  # guard
 
 
-def test_repeated_rows_are_summed_in_float32(mesh_of):
+def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
     how = Communication.of("bfloat16", "bfloat16")
     lookup, tokens = lookup_of(0, (), ("fsdp",), how=how), jnp.zeros((8, 400), int)
 
@@ -97,7 +97,7 @@ def test_repeated_rows_are_summed_in_float32(mesh_of):
     np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
 
 
-def test_the_way_with_fewest_bytes_is_taken():
+def test_by_rows_chooses_the_lookup_with_the_fewest_bytes_or_none():
     choose = partial(by_rows, index_bytes=4, table_bytes=4, row_bytes=4, how=DEFAULT_COMMUNICATION)
     table, axes = (32768, 2048), [("x", 16), ("y", 16)]
     two = choose(table, table, 0, axes, tokens=2048)
@@ -189,7 +189,7 @@ CASES = {
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_trains_as_on_one_device(case, check_vma, mesh_of):
+def test_linen_embedding_looked_up_by_rows_trains_as_on_a_single_device(case, check_vma, mesh_of):
     mesh, axes, options, shape = CASES[case]
     model = shard_modules(Untied(shape=shape), nn.Embed, axes, min_weight_size=64, **options)
     step, state = trained(model, mesh_of[mesh], check_vma)
@@ -215,14 +215,14 @@ class TiedNnx(nnx.Module):
 
 
 @pytest.mark.parametrize("make, sent", [(UntiedNnx, (0, 4)), (TiedNnx, (1, 0))])
-def test_of_nnx_too(make, sent, mesh_of):
+def test_nnx_embedding_looked_up_by_rows_trains_as_on_a_single_device(make, sent, mesh_of):
     model = shard_modules(nnx_model(make), nnx.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
     assert tables_sent(step, state) == sent
     assert_as_on_one_device(step, state, nnx_model(make))
 
 
-def test_a_plan_says_that_rows_are_looked_up():
+def test_plan_lists_row_bytes_for_untied_but_not_for_tied_embeddings():
     tables = {}
     for name, plain in {"untied": Untied(), "tied": Tied()}.items():
         model = shard_modules(plain, nn.Embed, "fsdp", min_weight_size=64)
@@ -232,28 +232,28 @@ def test_a_plan_says_that_rows_are_looked_up():
     assert "rows" not in tables["tied"].sentence(8)
 
 
-def test_a_class_that_is_wrapped_looks_up_rows(mesh_of):
+def test_wrapped_embed_class_looks_up_rows_instead_of_a_table_gather(mesh_of):
     model = Untied(fsdp(nn.Embed))
     step, state = trained(model, mesh_of["one axis"])
     assert tables_sent(step, state) == (0, 4)
     assert_as_on_one_device(step, state, Untied())
 
 
-def test_minibatches_in_a_scan_with_remat(mesh_of):
+def test_row_lookup_in_a_scan_with_remat_and_minibatches_matches_a_single_device(mesh_of):
     model = shard_modules(Scanned(), nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"], num_minibatches=2)
     assert tables_sent(step, state)[0] == 0
     assert_as_on_one_device(step, state, Scanned())
 
 
-def test_the_dtype_of_the_module_is_that_of_the_rows(mesh_of):
+def test_row_lookup_with_a_bfloat16_embed_matches_a_single_device(mesh_of):
     model = shard_modules(Untied(dtype=jnp.bfloat16), nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
     assert tables_sent(step, state) == (0, 4)
     assert_as_on_one_device(step, state, Untied(dtype=jnp.bfloat16), tolerance=0.02)
 
 
-def test_a_frozen_table_takes_no_gradient(mesh_of):
+def test_frozen_embedding_looked_up_by_rows_stays_unchanged_without_gradient(mesh_of):
     model = shard_modules(Untied(), nn.Embed, "fsdp", min_weight_size=64, trainable=False)
     step, state = trained(model, mesh_of["one axis"])
     assert tables_sent(step, state) == (0, 2)
@@ -286,7 +286,7 @@ GATHERED = {
 
 
 @pytest.mark.parametrize("case", GATHERED)
-def test_a_table_is_gathered_where_rows_cost_more(case, mesh_of):
+def test_embedding_table_is_gathered_where_row_lookup_is_costlier_or_impossible(case, mesh_of):
     plain, size = GATHERED[case]
     model = shard_modules(plain, nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
@@ -294,7 +294,7 @@ def test_a_table_is_gathered_where_rows_cost_more(case, mesh_of):
     assert_as_on_one_device(step, state, plain)
 
 
-def test_intermediates_are_captured(mesh_of):
+def test_capture_intermediates_records_rows_of_a_wrapped_embed(mesh_of):
     mesh, model = mesh_of["one axis"], Untied(fsdp(nn.Embed))
     _, state = trained(model, mesh)
 
@@ -308,7 +308,7 @@ def test_intermediates_are_captured(mesh_of):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
-def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
+def test_tokens_of_a_narrow_integer_dtype_have_exact_gradients(dtype, mesh_of):
     """Gradients are exact for tokens of a narrow dtype, although the table has more rows than the dtype can count."""
     table = jax.random.normal(jax.random.key(1), (512, D))
     tokens = jax.random.randint(jax.random.key(2), (16, 5), 0, 100)
@@ -322,7 +322,7 @@ def test_narrow_tokens_count_as_any_others(dtype, mesh_of):
     assert np.array_equal(over(table, tokens.astype(dtype)), expected) and np.any(expected)
 
 
-def test_an_axis_of_copies_with_one_device_is_none(mesh_of):
+def test_row_lookup_gradient_is_unchanged_by_a_replica_axis_of_size_1(mesh_of):
     """An axis of copies with one device changes nothing in a custom step, whose tokens vary over the axis by type."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 8})
     lookup = lookup_of(0, (), ("fsdp",), how=Communication(replicas=Replicas("dp")))
@@ -347,7 +347,7 @@ class Twice(nn.Module):
         return nn.Dense(4, name="head")(table(tokens) + table(tokens[:, ::-1]))
 
 
-def test_a_table_that_is_looked_up_twice_is_gathered_once(mesh_of):
+def test_embedding_looked_up_twice_in_a_forward_pass_has_no_row_lookup_mark(mesh_of):
     mesh = mesh_of["one axis"]
     model = shard_modules(Twice(), nn.Embed, "fsdp", 2)
     tokens = jnp.zeros((16, 2), jnp.int32)

@@ -44,7 +44,7 @@ def sharded_tree(tree, mesh, axis_name, min_weight_size=0):
 @BOTH_MODES
 @MESHES
 @pytest.mark.parametrize("axis_name", ["fsdp", "dp", ("dp", "fsdp"), ["fsdp", "dp"]], ids=str)
-def test_gathering_undoes_sharding_bit_for_bit(axis_name, dp, fsdp, check_vma):
+def test_gather_params_inverts_shard_params_bit_for_bit(axis_name, dp, fsdp, check_vma):
     tree = {"w": normal(0, (16, 8)), "v": normal(1, (3, 5)), "scalar": jnp.float32(3), "empty": jnp.zeros((0, 8))}
 
     def round_trip(tree):
@@ -66,20 +66,20 @@ def test_gathering_undoes_sharding_bit_for_bit(axis_name, dp, fsdp, check_vma):
     ],
     ids=str,
 )
-def test_a_slice_comes_in_a_box_with_the_axes_it_is_split_over(axis_name, names, local):
+def test_shard_params_boxes_a_shard_with_the_names_of_the_split_axes(axis_name, names, local):
     box = sharded_tree({"w": jnp.ones((16, 8))}, mesh_of(2, 4), axis_name)["w"]
     assert isinstance(box, nn.Partitioned)
     assert box.names == names and box.value.shape == local
 
 
-def test_the_order_of_axes_is_that_of_partition_specs():
+def test_shard_params_orders_axes_as_partition_specs_do():
     w, mesh = jnp.arange(16.0).reshape(16, 1), mesh_of(2, 4)
     for axes in [("dp", "fsdp"), ("fsdp", "dp")]:
         got = on_mesh(lambda w, axes=axes: shard_params(w, axes, 0).value, mesh, False, P(), P(axes))(w)
         assert_array_equal(got, w)
 
 
-def test_threshold_and_what_cannot_be_split():
+def test_shard_params_skips_leaves_below_the_threshold_indivisible_or_with_keys():
     tree = {
         "at": jnp.ones((8, 8)),
         "below": jnp.ones((8, 7)),
@@ -94,7 +94,7 @@ def test_threshold_and_what_cannot_be_split():
     assert is_box(default["at"]) and not is_box(default["below"])
 
 
-def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
+def test_shard_params_is_idempotent_and_keeps_axes_of_the_model():
     def local(tree):
         once = shard_params(tree, "fsdp", 0)
         assert [leaf.names for leaf in once.values()] == [("fsdp", None), ("tp", "fsdp")]
@@ -116,7 +116,7 @@ def test_sharding_twice_is_sharding_once_and_other_axes_are_kept():
 @BOTH_MODES
 @pytest.mark.parametrize("names", [("tp", "fsdp"), ("fsdp", "tp"), ("fsdp", "tp", "dp"), ("dp", "fsdp", "tp")], ids=str)
 @pytest.mark.parametrize("gathered", ["fsdp", ("dp", "fsdp")], ids=str)
-def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, check_vma):
+def test_gather_params_over_some_axes_of_a_tuple_leaves_contiguous_shards(gathered, names, check_vma):
     """Gathering part of a tuple of axes leaves the shard of the remaining axes' plain layout; gradients too."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
     w, c = normal(0, (16, 3)), normal(1, (16, 3))
@@ -144,7 +144,7 @@ def test_an_axis_left_in_a_tuple_holds_its_contiguous_part(gathered, names, chec
 @pytest.mark.parametrize(
     "dtype", [jnp.int32, jnp.uint8, jnp.bool_, jnp.bfloat16, jnp.float16, jnp.complex64], ids=lambda d: d.__name__
 )
-def test_leaves_of_any_dtype_come_back_in_it(dtype):
+def test_shard_and_gather_round_trip_keeps_any_dtype(dtype):
     w = (normal(0, (16, 8)) * 100).astype(dtype)
     round_trip = on_mesh(lambda w: gather_params(shard_params(w, "fsdp", 0), "fsdp"), mesh_of(1, 8), False, P(), P())
     assert_array_equal(round_trip(w), w)
@@ -152,7 +152,7 @@ def test_leaves_of_any_dtype_come_back_in_it(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.bool_], ids=lambda d: d.__name__)
-def test_integers_are_never_cast(dtype):
+def test_gather_dtype_never_casts_integers_or_bools(dtype):
     # bfloat16 cannot represent 1001; bytes and bools would survive the cast, but must return in their dtype.
     w = jnp.arange(1000, 1064).reshape(8, 8).astype(dtype)
     got = on_mesh(
@@ -166,7 +166,7 @@ def test_integers_are_never_cast(dtype):
     assert got.dtype == dtype
 
 
-def test_a_negative_dim_counts_from_the_end():
+def test_gather_array_with_mean_grads_accepts_a_negative_dim():
     def local(w):
         return jax.grad(lambda w: jnp.sum(gather_array_with_mean_grads(w, -1, "fsdp") ** 2))(w)
 
@@ -186,18 +186,18 @@ def scattered_as(dtype, grad_scatter_dtype, devices):
     return scattered, {str(v.aval.dtype) for eqn in found for v in eqn.outvars} - {"int32"}
 
 
-def test_sums_that_nobody_asked_to_narrow_run_in_float32():
+def test_gradient_reduce_scatter_runs_in_float32_unless_a_dtype_is_set():
     assert scattered_as(jnp.bfloat16, None, 8)[0] == ["float32"]
     assert scattered_as(jnp.float32, None, 8)[0] == ["float32"]
     assert scattered_as(jnp.bfloat16, jnp.bfloat16, 8)[0] == ["bfloat16"]
 
 
-def test_nothing_is_narrowed_where_nothing_travels():
+def test_grad_scatter_dtype_causes_no_cast_on_a_single_device():
     assert scattered_as(jnp.float32, jnp.bfloat16, 1) == ([], {"float32"})
     assert "bfloat16" in scattered_as(jnp.float32, jnp.bfloat16, 8)[1]  # guard: a cast would be seen
 
 
-def test_eight_bit_floats_travel_and_are_summed_wider():
+def test_float8_gather_and_sync_gradients_sum_in_a_wider_dtype():
     w = normal(0, (16, 8))
 
     def local(w):
@@ -211,7 +211,7 @@ def test_eight_bit_floats_travel_and_are_summed_wider():
     assert synced.dtype == jnp.float8_e4m3fn
 
 
-def test_prng_keys_pass_and_a_sharded_one_is_gathered():
+def test_prng_keys_are_not_sharded_and_sharded_keys_are_gathered():
     keys = jax.random.split(jax.random.key(7), 8)
 
     def local(whole, part):
@@ -230,7 +230,7 @@ def test_prng_keys_pass_and_a_sharded_one_is_gathered():
 @pytest.mark.parametrize("shape", [(16, 3), (3, 16), (3, 5), (8,)], ids=str)
 @MESHES
 @BOTH_MODES
-def test_sharded_gradient_is_the_unsharded_gradient(check_vma, dp, fsdp, shape):
+def test_gradient_of_a_sharded_leaf_matches_the_unsharded_gradient(check_vma, dp, fsdp, shape):
     w, x = normal(0, shape), normal(1, (32, shape[0]))
 
     def loss(w, x):
@@ -249,7 +249,7 @@ def test_sharded_gradient_is_the_unsharded_gradient(check_vma, dp, fsdp, shape):
 
 
 @BOTH_MODES
-def test_the_backward_pass_is_the_mean_of_what_autodiff_would_sum(check_vma):
+def test_gather_array_with_mean_grads_divides_the_gradient_sum_of_lax_all_gather(check_vma):
     w, x = normal(0, (16, 4)), normal(1, (8, 4))
 
     def local(gather):
@@ -266,7 +266,7 @@ def test_the_backward_pass_is_the_mean_of_what_autodiff_would_sum(check_vma):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_a_gradient_is_scattered_along_any_dim(dim, dtype):
+def test_gather_array_with_mean_grads_scatters_gradients_along_any_dim(dim, dtype):
     shape = [3, 5, 2]
     shape[dim] = 16
     w, x = normal(0, tuple(shape)), normal(1, (8, *shape))
@@ -280,7 +280,7 @@ def test_a_gradient_is_scattered_along_any_dim(dim, dtype):
 
 
 @BOTH_MODES
-def test_dtypes_on_the_wire(check_vma):
+def test_lowered_gather_and_scatter_use_the_requested_dtypes(check_vma):
     """Lowered collectives have the requested dtypes; results return in the dtype of x."""
 
     def run(gather_dtype, scatter_dtype):
@@ -309,7 +309,7 @@ def test_dtypes_on_the_wire(check_vma):
         assert f"x{on_gather}>" in gather and f"x{on_scatter}>" in scatter
 
 
-def test_a_float16_mean_does_not_overflow_where_its_sum_would():
+def test_float16_gradient_mean_does_not_overflow_if_the_sum_would():
     big = jnp.full((8, 8), 9000, jnp.float16)
 
     def local(w):
@@ -329,7 +329,7 @@ def test_a_float16_mean_does_not_overflow_where_its_sum_would():
 
 @pytest.mark.parametrize("count", [1, 4, 6, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
-def test_a_narrow_term_has_the_bits_of_a_wide_division(dtype, count):
+def test_term_of_mean_in_a_narrow_dtype_is_bit_equal_to_float32_division(dtype, count):
     value = (jax.random.normal(jax.random.key(0), (4096,)) * 10.0 ** jnp.arange(-8, 8).repeat(256)).astype(dtype)
     want = (value.astype(jnp.float32) / count).astype(dtype)
     term = partial(term_of_mean, count=count, dtype=jnp.dtype(dtype))
@@ -339,7 +339,7 @@ def test_a_narrow_term_has_the_bits_of_a_wide_division(dtype, count):
 
 
 @BOTH_MODES
-def test_complex_gradients_keep_their_imaginary_part(check_vma):
+def test_gathered_complex_gradients_keep_the_imaginary_part(check_vma):
     w = (normal(0, (8, 4)) + 1j * normal(1, (8, 4))).astype(jnp.complex64)
 
     def loss(w):
@@ -353,7 +353,7 @@ def test_complex_gradients_keep_their_imaginary_part(check_vma):
     assert np.abs(np.imag(got)).max() > 1
 
 
-def test_integer_leaves_get_no_gradient():
+def test_integer_leaves_get_float0_gradients_beside_exact_float_gradients():
     tree = {"w": normal(0, (8, 4)), "ids": jnp.arange(8)}
 
     def local(tree):
@@ -373,7 +373,7 @@ def test_integer_leaves_get_no_gradient():
 
 @BOTH_MODES
 @pytest.mark.parametrize("axis_names", [("dp", "fsdp"), ["fsdp", "dp"]], ids=str)
-def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_names, check_vma):
+def test_sync_gradients_averages_each_leaf_over_axes_not_named_by_the_box(axis_names, check_vma):
     """``sync_gradients`` averages plain ``jax.grad`` in both modes, for leaves split over no axis, one, and two."""
     mesh = mesh_of(2, 4)
     w, x = normal(0, (16, 8)), normal(1, (32, 16))
@@ -393,14 +393,14 @@ def test_sync_averages_each_leaf_over_the_axes_that_its_box_does_not_name(axis_n
         assert_allclose(got[name], want[name], rtol=0, atol=FLOAT32_ROUNDING * float(jnp.abs(want[name]).max()))
 
 
-def test_what_is_equal_by_type_counts_once_in_a_sum():
+def test_collectives_psum_counts_a_value_replicated_by_type_once():
     """``collectives.psum`` counts a value that is replicated by type once, unlike ``lax.psum`` (once per device)."""
     for check_vma, count in ((True, 1), (False, 8)):
         run = on_mesh(lambda x: collectives.psum([x], [AXES])[0], mesh_of(2, 4), check_vma, P(), P())
         assert run(jnp.float32(1)) == count
 
 
-def test_without_sync_devices_would_drift_apart():
+def test_guard_gradients_of_replicated_leaves_differ_without_sync_gradients():
     """Guard of the test above: without sync, the local gradient of a replicated leaf is far from the mean."""
     w, x = normal(0, (3, 5)), normal(1, (32, 3))
     grads = on_mesh(
@@ -413,7 +413,7 @@ def test_without_sync_devices_would_drift_apart():
     assert np.abs(grads - grads.mean(0)).max() > 0.1 * np.abs(grads.mean(0)).max()
 
 
-def test_narrow_gradients_are_averaged_in_float32():
+def test_sync_gradients_averages_float16_and_bfloat16_in_float32():
     """``sync_gradients`` averages in float32: float16 overflows at 8 x 9000, bfloat16 loses 1 / 128."""
     fp16 = jnp.full((8, 1), 9000, jnp.float16)
     bf16 = (1 + jnp.arange(8) / 128).astype(jnp.bfloat16)[:, None]

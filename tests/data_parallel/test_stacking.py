@@ -51,7 +51,7 @@ def described(tree):
 
 
 @pytest.mark.slow
-def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
+def test_stack_layers_turns_a_loop_state_into_an_equal_scan_state_for_training():
     """``stack_layers`` makes a scan state of a loop state: boxes, placements, moments and the next step agree."""
     loop, scan = states()
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
@@ -73,7 +73,7 @@ def test_a_state_of_a_loop_goes_on_as_one_of_a_scan():
     assert_same_params(unstack_layers(stacked.params, SCAN, LOOP), loop.params, 1e-3)
 
 
-def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path):
+def test_checkpoint_of_a_loop_model_restores_into_a_scan_model_on_another_mesh(tmp_path):
     loop, _ = states()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"train": loop})
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_a_loop_is_restored_into_a_scan_on_another_mesh(tmp_path
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("fsdp"), PartitionSpec(None, AXES)], ids=str)
-def test_shards_stay_where_they_are(spec):
+def test_stack_and_unstack_layers_keep_shardings_without_collectives(spec):
     mesh = mesh_of(2, 4)
     x = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, spec))
     scan = stack_layers({"block_0": x, "block_1": x + 1}, LOOP, SCAN)
@@ -106,7 +106,7 @@ def test_shards_stay_where_they_are(spec):
         assert count_collectives(program) == 0 and "num_partitions=8" in program
 
 
-def test_layers_lie_anywhere_and_in_any_container():
+def test_stack_layers_finds_layers_at_any_depth_and_in_any_container():
     loop = FrozenDict(
         {
             "enc": {"layer_0_x": {"w": np.zeros(3)}, "layer_1_x": {"w": np.ones(3)}, "layer_10": np.ones(2)},
@@ -135,13 +135,13 @@ def split_on(mesh, axes, dim, out_spec=WHOLE, check_vma=True):
 
 
 @pytest.mark.parametrize("axes", ["fsdp", ("fsdp", "dp")], ids=str)
-def test_each_device_gets_its_slice_in_the_order_of_the_axes(axes):
+def test_split_array_over_mesh_assigns_slices_in_the_order_of_the_axes(axes):
     x = jnp.arange(96).reshape(4, 24)
     np.testing.assert_array_equal(split_on(mesh_of(2, 4), axes, -1, PartitionSpec(None, axes))(x), x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_gradient_of_a_slice(check_vma):
+def test_split_array_over_mesh_has_exact_gradients(check_vma):
     """``split_array_over_mesh`` has exact gradients for replicated parameters and for the output of an all-gather."""
     w, v, c = (jax.random.normal(key, (8, 16)) for key in jax.random.split(jax.random.key(0), 3))
 

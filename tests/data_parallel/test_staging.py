@@ -47,7 +47,7 @@ def busiest(sizes, orders, axis_sizes):
     [({"x": 16, "y": 16}, 0.6), ({"x": 4, "y": 4, "z": 8}, 0.7), ({"z": 8, "x": 4, "y": 4}, 0.7)],
     ids=str,
 )
-def test_the_busiest_axis_carries_a_bounded_share_of_what_it_would(axis_sizes, at_most):
+def test_balanced_orders_lower_the_bytes_of_the_busiest_axis_below_a_bound(axis_sizes, at_most):
     sizes = list(TRANSFORMER.values())
     orders = balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes)
     rotated, total = busiest(sizes, orders, axis_sizes)
@@ -60,14 +60,14 @@ def orders(sizes, axis_sizes, slow_axes=()):
     return balanced_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, slow_axes)
 
 
-def test_the_largest_leaf_has_the_order_that_was_asked_for_and_others_take_turns():
+def test_balanced_orders_keep_the_given_order_for_the_largest_leaf_and_rotate_others():
     assert orders([1, 5, 1, 1], {"x": 4, "y": 4})[1] == ("x", "y")
     assert {order[0] for order in orders([1] * 6, dict.fromkeys(AXES, 2))} == set(AXES)
     assert orders([3], {"x": 4}) == [("x",)]
     assert orders([], {"x": 4}) == []
 
 
-def test_axes_over_slow_links_stay_innermost():
+def test_balanced_orders_keep_inter_host_axes_innermost():
     found = orders([1] * 4, {"fsdp_host": 4, "x": 2, "y": 2}, ["fsdp_host"])
     assert {order[-1] for order in found} == {"fsdp_host"} and {order[0] for order in found} == {"x", "y"}
     assert orders([1, 1], {"host": 4, "device": 8}, ["host"]) == [("device", "host")] * 2
@@ -76,7 +76,7 @@ def test_axes_over_slow_links_stay_innermost():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=str)
-def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
+def test_staged_gather_over_three_axes_returns_the_full_leaf_bit_for_bit(dtype, check_vma):
     outermost = set()
 
     def there_and_back(tree):
@@ -94,7 +94,7 @@ def test_the_staged_gather_is_the_flat_one_in_every_bit(dtype, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_staged_scatter_is_the_mean_to_rounding(check_vma):
+def test_staged_gradient_scatter_equals_the_mean_up_to_rounding(check_vma):
     """A staged scatter is the mean up to three float32 roundings, one per stage, as any order of the sum."""
     weights = jax.random.normal(jax.random.key(9), (8,)) * 2.0 ** jnp.arange(8)
 
@@ -120,7 +120,7 @@ EMPTY = [(0,), (0, 8, 3)]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_arrays_of_every_rank_are_scattered_as_along_their_own_dim_in_every_bit(check_vma):
+def test_reduce_scatter_of_any_rank_is_bit_equal_to_psum_scatter_along_the_dim(check_vma):
     """A ``reduce_scatter`` of any rank is bit-equal to one collective per axis along the dim, in the array's dtype."""
     cases = [(shape, dim) for shape in SHAPES + EMPTY for dim, size in enumerate(shape) if size % 8 == 0]
     kinds = map(jnp.dtype, ["float32", "bfloat16", "int32", "float16"])
@@ -151,7 +151,7 @@ def test_arrays_of_every_rank_are_scattered_as_along_their_own_dim_in_every_bit(
 @pytest.mark.parametrize(
     "shape", [*SHAPES, (4, 4096), (8, 3), (8, 128, 512), (512, 3, 8, 128), (9, 4096, 2), (3, 7), (13, 1)]
 )
-def test_a_matrix_holds_what_it_is_made_of_and_fills_the_rows_of_a_tile(shape):
+def test_matrix_shape_keeps_the_size_and_fills_the_rows_of_a_tile(shape):
     rows_and_columns = _matrix_shape(shape)
     assert math.prod(rows_and_columns) == math.prod(shape)
     if len(shape) == 2 and min(shape) >= 8:
@@ -160,7 +160,7 @@ def test_a_matrix_holds_what_it_is_made_of_and_fills_the_rows_of_a_tile(shape):
     assert (rows_and_columns == shape) if not can_be else min(rows_and_columns) >= 8 and len(rows_and_columns) == 2
 
 
-def test_one_collective_for_each_axis_innermost_first_and_back_outermost_first():
+def test_gather_runs_per_axis_innermost_first_and_scatter_outermost_first():
     def gradient(tree):
         boxed = shard_params({"a": tree["a"]}, AXES, min_weight_size=8)
         return jax.grad(lambda boxed: jnp.sum(jnp.sin(gather_params(boxed, AXES)["a"])))(boxed)
@@ -174,7 +174,7 @@ def test_one_collective_for_each_axis_innermost_first_and_back_outermost_first()
     assert [axis for name, axis in order if name == "reduce_scatter"] == ["x", "y", "z"]
 
 
-def test_the_same_tree_is_split_the_same_way_inside_and_outside_of_shard_map():
+def test_init_inside_and_outside_shard_map_and_the_plan_choose_equal_names():
     from flax import linen as nn
 
     from xlstm_jax.distributed import init_sharded, plan_sharding, shard_module_params

@@ -102,7 +102,7 @@ def transposed_state(mesh, tx=TX, make=Two, **options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
+def test_custom_store_trains_exactly_and_checkpoints_plain_values(check_vma, tmp_path):
     """A user-defined store keeps loss, gradients and moments exact; a checkpoint has the plain model's values."""
     mesh = mesh_of(2, 4)
     state = transposed_state(mesh)
@@ -127,7 +127,7 @@ def test_a_store_of_ones_own_is_one_class(check_vma, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (again, state.params))))
 
 
-def test_a_part_of_a_padded_leaf_keeps_its_zeros():
+def test_zero_padding_keeps_zeros_on_a_shard_and_drops_padding_on_a_full_dim():
     """A ``ZeroPadding`` of 5 rows stored as 8 reads 5 rows on one device, and four on each of two devices."""
     store, stored = ZeroPadding((5, None)), jnp.pad(jnp.ones((5, 3)), ((0, 3), (0, 0)))
     assert store.read(stored, (False, False)).shape == store.shape((8, 3), (1, 1)) == (5, 3)
@@ -136,7 +136,7 @@ def test_a_part_of_a_padded_leaf_keeps_its_zeros():
     assert np.array_equal(store.write(jnp.ones((5, 3)), (8, 3)), stored)
 
 
-def test_a_box_that_was_pickled_before_boxes_had_a_store_is_read():
+def test_unpickling_converts_the_true_sizes_field_of_old_boxes_to_a_store():
     box = Sharded(jnp.ones((8, 3)), ("fsdp", None), store=ZeroPadding((5, None)))
     fields = {name: field for name, field in box.__getstate__().items() if name != "store"}
     old = object.__new__(Sharded)
@@ -181,7 +181,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_features_read_a_leaf_by_its_store(case):
+def test_custom_store_trains_exactly_in_combination_with_each_feature(case):
     options, make, tx = CASES[case]
     mesh = mesh_of(2, 4)
     state = transposed_state(mesh, tx, make, **options)
@@ -196,7 +196,7 @@ def test_features_read_a_leaf_by_its_store(case):
         assert_same_params(state.params, params)
 
 
-def test_a_plan_and_check_step_read_a_leaf_by_its_store():
+def test_plan_and_check_step_read_leaves_through_a_custom_store():
     mesh = mesh_of(2, 4)
     plan = plan_sharding(Two(fsdp(uneven="transpose")), mesh.shape, BATCH["x"])
     plain = plan_sharding(Two(fsdp()), mesh.shape, BATCH["x"])

@@ -230,7 +230,7 @@ def of_one_device(params):
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("case, check_vma", RUNS)
-def test_gradients_and_three_steps_are_those_of_one_device(case, check_vma):
+def test_tensor_parallel_gradients_and_three_steps_match_a_single_device(case, check_vma):
     name, model = CASES[case]
     mesh, axes = mesh_and_axes(name)
     params = initialised(model, mesh, axes)
@@ -253,7 +253,7 @@ def names_of(params):
     return {path: leaf_of(leaf).names for path, leaf in leaves_with_path(params)}
 
 
-def test_the_cases_split_leaves_over_both_axes_and_over_one():
+def test_guard_tensor_parallel_cases_split_leaves_over_fsdp_and_tp():
     """Guard: the models of the parity test have leaves split over both axes, and over one axis."""
     around, tokens, inside = (names_of(initialised(model, *mesh_and_axes(name))) for name, model in CASES.values())
     for found in (around, tokens):
@@ -270,7 +270,7 @@ NAMES = [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None), (("tp", "fsdp"), None), (
 
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
-def test_a_gather_leaves_a_plain_box_of_the_other_axis(names):
+def test_gather_params_over_fsdp_leaves_a_partitioned_box_over_tp(names):
     """A gather over "fsdp" leaves "tp" on any dim, also within a tuple: with "fsdp" outermost the values agree."""
     mesh, value = mesh_and_axes("4x2")[0], jax.random.normal(jax.random.key(0), (16, 16))
     left = tuple("tp" if name == "tp" or isinstance(name, tuple) else None for name in names)

@@ -133,7 +133,7 @@ def step_of(model, check_vma):
     [(Linear, 2, True), (lambda path, _: path == "up", 1, False), (Module, 2, True)],
     ids=["by class", "by path", "one within the other"],
 )
-def test_modules_of_a_third_library_train_as_on_one_device(where, split_leaves, check_vma):
+def test_third_party_module_system_trains_as_on_a_single_device(where, split_leaves, check_vma):
     start = Model(make).init(KEY)["params"]
     grads = jax.grad(mean_loss)(start, Model(make).apply, BATCH)
     state, step = step_of(shard_modules(Model(make), where, **SMALL), check_vma)
@@ -145,7 +145,7 @@ def test_modules_of_a_third_library_train_as_on_one_device(where, split_leaves, 
     assert_same_params(unbox(state.params), jax.tree.map(lambda p, g: p - 0.1 * g, start, grads))
 
 
-def test_units_of_a_third_library_gather_in_each_method_and_drop():
+def test_third_party_units_gather_in_each_method_and_reshard_after_forward():
     counts = []
     for options in ({}, {"reshard_after_forward": True}):
         state, step = step_of(shard_modules(Model(make), Linear, **SMALL, **options), True)
@@ -155,7 +155,7 @@ def test_units_of_a_third_library_gather_in_each_method_and_drop():
     assert counts == [2, 7]
 
 
-def test_a_plan_knows_the_units_of_a_third_library():
+def test_plan_lists_units_of_a_third_party_module_system_and_raises_for_other_classes():
     plan = plan_sharding(shard_modules(Model(make), Linear, **SMALL), {"fsdp": 4}, BATCH["x"])
     units = {row.path: row.gathered_with for row in plan.rows if row.parts > 1}
     assert units == {"up/kernel": "up", "down/kernel": "down"}

@@ -84,14 +84,14 @@ CASES = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_a_table_that_is_read_twice_travels_once(case, check_vma):
+def test_tied_embedding_is_gathered_once_and_scattered_once(case, check_vma):
     step, state = step_and_state(*CASES[case], check_vma)
     assert of_the_table(step, state) == (1, 1)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
-def test_its_gradient_is_that_of_one_device(case):
+def test_tied_embedding_update_matches_a_single_device(case):
     model, _, loss = CASES[case]
     step, state = step_and_state(*CASES[case])
     before = jax.tree.map(np.array, unbox(state.params))
@@ -110,19 +110,19 @@ def test_its_gradient_is_that_of_one_device(case):
     assert np.abs(table - moved).max() > 1e-4  # guard: the gradient is not 0
 
 
-def test_of_nnx_too():
+def test_tied_nnx_embedding_is_gathered_once_and_scattered_once():
     step, state = step_and_state(nnx_model(TiedNnx), (nnx.Embed, nnx.Linear), linen_loss)
     assert of_the_table(step, state) == (1, 1)
 
 
-def test_a_read_within_a_transformation_gathers_by_itself():
+def test_tied_embedding_read_within_remat_is_gathered_separately():
     step, state = step_and_state(Tied(head_in_remat=True), (nn.Embed, nn.Dense), linen_loss)
     gathers, scatters = of_the_table(step, state)
     assert gathers >= 2 and scatters == 2
     step(state, TOKENS, jax.random.key(2))  # no array of the inner trace leaks
 
 
-def test_a_read_within_a_checkpoint_is_not_read_outside_of_it():
+def test_tied_embedding_read_within_jax_checkpoint_is_scattered_separately():
     def loss(params, apply_fn, batch, rng):
         table = params["embed"]["embedding"]
         inner = jax.checkpoint(lambda x: jnp.sin(x @ table.unbox()))  # closes over the shard
@@ -132,7 +132,7 @@ def test_a_read_within_a_checkpoint_is_not_read_outside_of_it():
     assert of_the_table(step, state)[1] == 2
 
 
-def test_guard_it_would_travel_twice(monkeypatch):
+def test_guard_tied_embedding_is_gathered_twice_without_gathered_once(monkeypatch):
     monkeypatch.setattr(RunningLoss, "gathered_once", lambda self, shard, how, gather, path: gather())
     step, state = step_and_state(*CASES["linen"])
     gathers, scatters = of_the_table(step, state)

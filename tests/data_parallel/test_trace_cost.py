@@ -78,7 +78,7 @@ def equations_of_step(make, layers, general):
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_equal_layers_share_what_gathers_and_scatters(general):
+def test_equal_layers_share_lowered_gather_and_scatter_functions(general):
     few, many = (
         {kind: len(re.findall(rf'"stablehlo.{kind}"', step.lower(*args).as_text())) for kind in KINDS}
         for step, args in (step_of(layers, general) for layers in (7, 10))
@@ -88,14 +88,14 @@ def test_equal_layers_share_what_gathers_and_scatters(general):
 
 
 @pytest.mark.parametrize("general", [False, True])
-def test_a_layer_adds_few_equations_to_those_of_the_model(general):
+def test_sharded_layer_adds_at_most_20_percent_more_equations_than_a_plain_layer(general):
     ours, plain = (
         equations_of_step(make, 10, general) - equations_of_step(make, 7, general) for make in (step_of, plain_step_of)
     )
     assert ours <= 1.2 * plain, (ours, plain)
 
 
-def test_products_of_gradients_stay_as_they_are_on_cpus_alone():
+def test_gradient_products_have_an_optimization_barrier_on_cpu_only():
     """A barrier stops XLA from transposing bfloat16 products, whose transposed form has no CPU kernels."""
 
     def grad(shard, x):
@@ -132,18 +132,18 @@ def boxes_of(tree):
     return [leaf for _, leaf in leaves_with_path(tree) if is_box(leaf)]
 
 
-def test_a_call_runs_as_many_functions_however_large_the_state_is():
+def test_step_call_runs_a_fixed_number_of_python_functions_for_any_state_size():
     few, many = ([name for name in calls_of_a_step(layers) if name != MAKES_A_BOX] for layers in (2, 5))
     assert few == many
     assert 0 < len(many) <= 24, many  # four of these walk the table of checks
 
 
-def test_a_call_makes_each_box_once():
+def test_step_call_creates_each_box_exactly_once():
     _, (state, _, _) = step_of(5)
     assert calls_of_a_step(5).count(MAKES_A_BOX) == len(boxes_of(state)) > 5
 
 
-def test_a_step_returns_the_structure_that_it_was_given():
+def test_step_returns_boxes_with_the_identical_field_objects():
     """A step returns the same field objects of boxes, so that the next call compares them by identity."""
     step, (state, x, rng) = step_of(2)
     after, _ = step(jax.tree.map(jnp.copy, state), x, rng)

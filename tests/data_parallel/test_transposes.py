@@ -47,7 +47,7 @@ def there_and_back(rows, counts):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_a_ragged_exchange_is_the_padded_one(monkeypatch, check_vma):
+def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"ep": COUNT}, devices=jax.devices()[:COUNT])
     rows = jax.random.normal(jax.random.key(0), (COUNT * LENGTH, WIDTH))
 
@@ -71,7 +71,7 @@ def test_a_ragged_exchange_is_the_padded_one(monkeypatch, check_vma):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_a_torus_of_three_axes_rows_alone_are_sent():
+def test_exchange_on_a_3d_torus_compiles_to_ragged_all_to_all_only():
     how = {"axis_types": (jax.sharding.AxisType.Auto,) * 2}
     mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "ep"), **how)
 

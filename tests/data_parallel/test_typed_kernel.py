@@ -101,7 +101,7 @@ def expected(x):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_step_with_a_kernel_is_that_of_the_plain_formula(kernel, check_vma, x, expected):
+def test_step_with_an_interpreted_typed_kernel_matches_the_plain_formula(kernel, check_vma, x, expected):
     """An interpreted kernel equals the formula up to rounding: the float32 sums of the softmax differ in order only."""
     loss, grads = expected
     context, attention = INTERPRETED[kernel]
@@ -118,7 +118,7 @@ def test_a_step_with_a_kernel_is_that_of_the_plain_formula(kernel, check_vma, x,
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_whole_step_lowers_for_tpus(kernel):
+def test_train_step_with_a_typed_kernel_lowers_for_tpu_and_raises_without(kernel):
     x = jax.ShapeDtypeStruct((8, TOKENS, 16), jnp.float32)
 
     def lowered(attention):
@@ -132,7 +132,7 @@ def test_a_whole_step_lowers_for_tpus(kernel):
         lowered(KERNELS[kernel])  # guard
 
 
-def test_kernels_of_experts_and_of_decoding_lower_for_tpus():
+def test_typed_gmm_and_paged_attention_kernels_lower_for_tpu():
     """A ragged product with its gradient, and paged attention without gradients, lower for TPUs."""
 
     def grouped(rows, weights, sizes):
@@ -171,7 +171,7 @@ def scaled(x, weight, flag=2.0):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_weight_that_all_devices_hold_gets_the_sum_of_its_gradients(check_vma):
+def test_typed_kernel_sums_the_gradient_of_a_replicated_weight(check_vma):
     """The gradient of a replicated weight is summed as in the plain formula; without types each device has a part."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
 
@@ -185,7 +185,7 @@ def test_a_weight_that_all_devices_hold_gets_the_sum_of_its_gradients(check_vma)
     np.testing.assert_allclose(gradient(typed_kernel(scaled)), gradient(lambda x, w: 2 * x * w), rtol=1e-6)
 
 
-def test_it_is_right_in_vmap_scan_and_remat_with_a_flag():
+def test_typed_kernel_has_exact_gradients_in_vmap_scan_and_remat():
     x, weight = jax.random.normal(jax.random.key(0), (16, 3, 8)), jnp.arange(8.0)
 
     def loss(fn, x, weight):
@@ -203,7 +203,7 @@ def test_it_is_right_in_vmap_scan_and_remat_with_a_flag():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_arrays_that_a_kernel_closes_over_count_as_arguments():
+def test_typed_kernel_has_exact_gradients_of_arrays_in_the_closure():
     """Arrays closed over by a kernel in a scan body get gradients, although JAX traces the body twice."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
 
@@ -225,7 +225,7 @@ def test_arrays_that_a_kernel_closes_over_count_as_arguments():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_a_kernel_of_another_platform_is_refused_where_it_is_lowered():
+def test_typed_kernel_lowering_raises_for_a_kernel_of_another_platform():
     q = jax.ShapeDtypeStruct((8, HEADS, TOKENS, WIDTH), jnp.float32)
     over = on_mesh(typed_kernel(KERNELS["flash"]), mesh_of(1, 8), True, (P("fsdp"),) * 3, P("fsdp"))
     with pytest.raises(
@@ -234,7 +234,7 @@ def test_a_kernel_of_another_platform_is_refused_where_it_is_lowered():
         jax.jit(over).trace(q, q, q).lower(lowering_platforms=("cpu",))
 
 
-def test_arguments_that_vary_over_different_axes_are_cast():
+def test_typed_kernel_casts_arguments_varying_over_different_axes():
     """Rows over both axes and weights over "dp" alone have exact gradients."""
     x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(16.0)
 
@@ -247,7 +247,7 @@ def test_arguments_that_vary_over_different_axes_are_cast():
         np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
-def test_without_types_it_is_the_function_itself():
+def test_typed_kernel_outside_shard_map_calls_the_plain_function():
     seen = []
     typed_kernel(lambda x: seen.append(type(x)) or x)(np.ones(3))
     assert seen == [np.ndarray]
@@ -284,7 +284,7 @@ def fused_cross_entropy(logits, labels):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_step_with_kernels_for_norm_and_loss_is_that_of_the_formulas(check_vma):
+def test_step_with_typed_norm_and_loss_kernels_matches_the_formulas(check_vma):
     class Classifier(nn.Module):
         norm: Callable
         loss: Callable
@@ -328,7 +328,7 @@ class NormFirst(nn.Module):
 
 
 @pytest.mark.parametrize("dp, fsdp", [(1, 1), (2, 4)])
-def test_a_kernel_of_what_does_not_vary_is_right_in_a_scan_and_on_one_device(dp, fsdp):
+def test_typed_kernel_on_replicated_input_in_a_scan_has_equal_losses_in_both_vma_modes(dp, fsdp):
     stack = nn.scan(NormFirst, length=2, variable_axes={"params": 0}, split_rngs={"params": True})()
     x = jax.random.normal(jax.random.key(0), (8, 16))
 
@@ -375,7 +375,7 @@ class OfTokamax(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", [False, True], ids=["attention and experts", "loss too"])
-def test_a_step_with_kernels_of_tokamax_lowers_for_tpus(monkeypatch, loss):
+def test_train_step_with_typed_tokamax_kernels_lowers_for_tpu(monkeypatch, loss):
     """Steps with tokamax kernels lower for TPUs: the mesh names an absent device, and tokamax's device check is off."""
     pytest.importorskip("tokamax")
     from absl import flags

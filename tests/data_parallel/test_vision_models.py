@@ -84,7 +84,7 @@ def sharded(name):
 
 @pytest.mark.slow  # parity of leaves of every rank stands in test_parity and test_staging
 @pytest.mark.parametrize("name, check_vma, remat", [("resnet", False, True), ("unet", True, False)])
-def test_it_trains_as_on_one_device(name, check_vma, remat):
+def test_resnet_and_unet_train_as_on_a_single_device(name, check_vma, remat):
     cls, options, loss_fn, _ = CASES[name]
     apply_fn = cls(wrap=WRAP, remat=remat, **options).apply
     state = jax.tree.map(jnp.copy, sharded(name).replace(apply_fn=apply_fn))

@@ -86,7 +86,7 @@ def gradients(wrap, check_vma, ahead=False):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_format_of_ones_own_is_one_class_and_one_row(format_of_ones_own, check_vma, ahead):
+def test_custom_gather_format_is_sent_and_gradients_match_within_rounding(format_of_ones_own, check_vma, ahead):
     state, step, _ = gradients(fsdp(gather_dtype=format_of_ones_own), check_vma, ahead)
     text = step.lower(state, BATCH, jax.random.key(1)).as_text()
     sent = [line for line in text.splitlines() if "stablehlo.all_gather" in line]
@@ -100,7 +100,7 @@ def test_a_format_of_ones_own_is_one_class_and_one_row(format_of_ones_own, check
         assert_same_params(got, want, UNIT / 64)
 
 
-def test_plans_and_check_step_read_the_format(format_of_ones_own):
+def test_plan_and_check_step_accept_a_custom_gather_format(format_of_ones_own):
     model = Deep(fsdp(gather_dtype=format_of_ones_own))
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
     kernel = next(row for row in plan.rows if row.path == "Dense_0/kernel")
@@ -109,7 +109,7 @@ def test_plans_and_check_step_read_the_format(format_of_ones_own):
     assert check_step(step, state, BATCH, jax.random.key(1)).verdict == "right"
 
 
-def test_a_format_that_no_row_names_is_refused():
+def test_gather_dtype_raises_for_an_unregistered_format():
     with pytest.raises(TypeError, match="gather_dtype='bfloat16_stochastic' is no dtype"):
         fsdp(gather_dtype=NAME)(nn.Dense)(4)
 
@@ -124,7 +124,7 @@ class Counting(Extension):
         return kwargs
 
 
-def test_an_extension_of_ones_own_is_one_class_and_one_line(monkeypatch):
+def test_custom_extension_is_called_when_units_gather(monkeypatch):
     monkeypatch.setattr(Counting, "calls", [])
     EXTENSIONS.append(Counting)
     try:
@@ -136,7 +136,7 @@ def test_an_extension_of_ones_own_is_one_class_and_one_line(monkeypatch):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_units_gather_without_any_extension(monkeypatch, check_vma):
+def test_units_gather_with_exact_gradients_without_any_extension(monkeypatch, check_vma):
     monkeypatch.setattr("xlstm_jax.distributed.data_parallel.extension.EXTENSIONS", [])
     state, step, _ = gradients(fsdp(), check_vma)
     params = unbox(jax.tree.map(np.asarray, state.params))

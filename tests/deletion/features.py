@@ -40,8 +40,8 @@ FEATURES = [
         r"\bZeroPadding\b|\bPadded\b|extensions\.padding\b",
         own=(
             "tests/data_parallel/test_padding.py",
-            "tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[replicas]",
-            "tests/training/test_lowered_text.py::test_options_change_the_text",
+            "tests/training/test_lowered_text.py::test_train_step_lowers_to_text_with_the_recorded_digest[replicas]",
+            "tests/training/test_lowered_text.py::test_guard_digests_of_lowered_text_differ_between_cases",
         ),
     ),
     Feature(
@@ -110,7 +110,7 @@ FEATURES = [
         ("data_parallel/link_balance.py",),
         r"\bLinkBalance\b|link_balance",
         # Over several axes a step without the feature is another program.
-        own=("tests/training/test_lowered_text.py::test_a_training_step_lowers_to_the_kept_text[scan]",),
+        own=("tests/training/test_lowered_text.py::test_train_step_lowers_to_text_with_the_recorded_digest[scan]",),
     ),
     Feature(
         "logical names",
@@ -190,8 +190,8 @@ FEATURES = [
         ("training/checks", "training/mistakes.py", "training/equal_results.py", "training/first_batch.py"),
         r"\bwarn_of_\w+|training\.(checks|mistakes|equal_results|first_batch)\b",
         own=(
-            "tests/training/test_training.py::test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it",
-            "tests/training/test_collections.py::test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure",
+            "tests/training/test_training.py::test_value_and_grad_raises_for_a_batch_axis_missing_from_axis_names",
+            "tests/training/test_collections.py::test_train_step_raises_for_batch_norm_statistics_not_reduced_over_batch_axes",
         ),
     ),
     Feature("check_step", ("training/step_check",), r"\bcheck_step\b|\bstep_check\b"),

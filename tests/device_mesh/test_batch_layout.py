@@ -25,7 +25,7 @@ def mesh():
     return DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "cp": 2})
 
 
-def test_each_device_gets_its_part(mesh):
+def test_shard_batch_with_batch_spec_puts_the_right_slice_on_each_device(mesh):
     got = shard_batch(BATCH, mesh, batch_spec=SPEC)
     jax.tree.map(np.testing.assert_array_equal, got, BATCH)
     of_device = {shard.device: np.asarray(shard.data) for shard in got["tokens"].addressable_shards}
@@ -36,7 +36,7 @@ def test_each_device_gets_its_part(mesh):
     assert jax.tree.map(lambda x: x.sharding, abstract) == jax.tree.map(lambda x: x.sharding, got)
 
 
-def test_parts_by_number_are_those_of_the_devices(mesh):
+def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
     """``layout.part`` returns the part of each device by number, so that one device can compute every part."""
     layout = batch_layout(mesh, None, SPEC)
     assert layout.axes == ("dp", "fsdp", "cp") and layout.row_axes == ROWS
@@ -48,19 +48,19 @@ def test_parts_by_number_are_those_of_the_devices(mesh):
         jax.tree.map(np.testing.assert_array_equal, part, {k: x[device] if x.ndim else x for k, x in stacked.items()})
 
 
-def test_axes_of_one_device_split_nothing():
+def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
     assert batch_layout(mesh, None, P(ROWS, "cp")).in_specs(BATCH["tokens"]) == P("fsdp", "cp")
     assert batch_layout(mesh, ROWS).in_specs({"x": BATCH["tokens"], "n": 1}) == {"x": P(("fsdp",)), "n": P()}
 
 
-def test_rows_are_padded_and_tokens_are_not(mesh):
+def test_shard_batch_pads_rows_but_not_tokens(mesh):
     rows = {"tokens": BATCH["tokens"][:3]}
     batch, weight = shard_batch(rows, mesh, batch_spec=P(ROWS, "cp"), pad=True)
     assert batch["tokens"].shape == (4, 16) and weight.tolist() == [1, 1, 1, 0] and weight.sharding.spec == P(ROWS)
 
 
-def test_a_step_has_the_layout_of_a_batch_that_was_laid_out_before(mesh):
+def test_zigzag_layout_of_a_batch_gives_matching_context_positions_in_shard_map(mesh):
     """Inside ``shard_map`` each token is at the position that layers read; leaves in natural order are exchanged."""
     natural = np.tile(np.arange(16), (4, 1))
     batch, layout = to_zigzag({"x": natural}, 2) | {"natural": natural}, batch_layout(mesh, None, P(ROWS, "cp"))
@@ -77,7 +77,7 @@ def test_a_step_has_the_layout_of_a_batch_that_was_laid_out_before(mesh):
     assert layout.of_batch({"x": natural}).tokens == "contiguous"  # guard
 
 
-def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
+def test_to_zigzag_and_from_zigzag_round_trip_a_global_batch():
     """``to_zigzag`` and ``from_zigzag`` keep scalars and per-row numbers."""
     batch = BATCH | {"weights": np.ones((4, 16)), "positions": np.tile(np.arange(16), (4, 1)), "x": np.ones((4, 16, 3))}
     there = to_zigzag(batch, 2)
@@ -95,7 +95,7 @@ def test_a_whole_batch_is_laid_out_in_zigzag_and_back():
 NO_SPEC = "a PartitionSpec of names of axes and None is needed"
 
 
-def test_a_step_refuses_a_batch_that_lies_otherwise(mesh):
+def test_train_step_raises_for_a_batch_placed_against_the_batch_spec(mesh):
     state = create_train_state(Scale(), optax.sgd(0.1), mesh, jax.random.key(0), batch_axes=ROWS, allow_replicated=True)
     loss_fn = lambda params, apply_fn, batch, rng: (params["w"] * batch["tokens"]).mean()  # noqa: E731
     step = make_train_step(loss_fn, mesh, batch_spec=SPEC, allow_replicated=True)

@@ -35,13 +35,13 @@ create = DeviceMeshManager.create_device_mesh
     ],
     ids=str,
 )
-def test_axes_have_the_sizes_asked_for_and_are_auto(shape, want):
+def test_create_device_mesh_has_the_given_axis_sizes_and_auto_axes(shape, want):
     mesh = create(shape)
     assert dict(mesh.shape) == want
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
-def test_devices_lie_in_the_order_given():
+def test_create_device_mesh_keeps_the_order_of_given_devices():
     devices = jax.devices()[::-1][:4]
     mesh = create({"dp": 2, "fsdp": 2}, devices)
     assert mesh.devices.flatten().tolist() == devices
@@ -61,13 +61,13 @@ def test_devices_lie_in_the_order_given():
     ],
     ids=["none", "numbers", "a number", "one twice"],
 )
-def test_what_are_no_devices_are_refused(devices, error, message):
+def test_create_device_mesh_raises_for_invalid_devices(devices, error, message):
     with pytest.raises(error, match=message):
         create({"fsdp": 2}, devices)
     assert create({"fsdp": 4}, np.array(jax.devices()[:4]).reshape(2, 2)).size == 4  # guard: an array of devices passes
 
 
-def test_a_mesh_without_devices_takes_no_batch():
+def test_shard_batch_raises_for_an_abstract_mesh():
     abstract = DeviceMeshManager.create_abstract_mesh({"fsdp": 8})
     assert abstract_batch({"x": np.ones(8)}, abstract, "fsdp")["x"].shape == (8,)  # guard: the mesh is usable
     with pytest.raises(ValueError, match=r"batch\['x'\] .* has 10 rows, which the 8 devices .* Take 16 rows"):
@@ -79,7 +79,7 @@ def test_a_mesh_without_devices_takes_no_batch():
 
 
 @pytest.mark.parametrize("count, sizes", [(8, (3, 3)), (12, (5, 1, 3)), (7, (2, -1)), (24, (3, 5, 7))], ids=str)
-def test_the_nearest_shapes_are_the_nearest(count, sizes):
+def test_filled_sizes_error_suggests_the_nearest_mesh_shapes(count, sizes):
     """The suggested shapes are the nearest of all possible shapes."""
 
     def away(shape):
@@ -101,7 +101,7 @@ def test_the_nearest_shapes_are_the_nearest(count, sizes):
     [((2, 4), 2, (2, 1)), ((1, 8), 2, (1, 2)), ((3, 4), 6, (3, 2)), ((4, 9), 6, (2, 3)), ((2, 2, 8), 8, (2, 2, 2))],
     ids=str,
 )
-def test_the_first_axes_cross_slow_links(sizes, units, want):
+def test_crossing_sizes_puts_the_first_axes_across_slow_links(sizes, units, want):
     assert crossing_sizes(sizes, units) == want
 
 
@@ -117,7 +117,7 @@ for sizes in ((2, 8), (8, 2), (1, 16)):
 """
 
 
-def test_the_first_axes_cross_the_slices_of_a_tpu_that_is_not_there():
+def test_first_mesh_axes_cross_the_slices_of_a_simulated_tpu():
     """The first axes cross the slices of an absent TPU: two slices of eight chips on two hosts each; needs libtpu."""
     pytest.importorskip("libtpu")
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -129,7 +129,7 @@ def test_the_first_axes_cross_the_slices_of_a_tpu_that_is_not_there():
     ], run.stderr
 
 
-def test_ready_made_meshes():
+def test_preset_mesh_constructors_return_the_expected_axes_and_sizes():
     one = [DeviceMeshManager.create_data_parallel_mesh(), DeviceMeshManager.create_data_parallel_mesh(4)]
     assert [dict(mesh.shape) for mesh in one] == [{"data": 8}, {"data": 4}]
     assert one[1].devices.tolist() == jax.devices()[:4]
@@ -153,13 +153,13 @@ def test_ready_made_meshes():
     ],
     ids=["one axis", "pairs", "of a list", "hybrid", "hsdp", "model"],
 )
-def test_sizes_that_take_fewer_devices_take_the_first(mesh, shape):
+def test_meshes_with_fewer_devices_take_the_first_devices(mesh, shape):
     mesh = mesh()
     assert dict(mesh.shape) == shape and set(mesh.axis_types) == {AxisType.Auto}
     assert mesh.devices.ravel().tolist() == jax.devices()[: mesh.size]
 
 
-def test_what_there_is_to_know_about_a_mesh():
+def test_get_mesh_info_returns_sizes_platform_and_processes():
     info = DeviceMeshManager.get_mesh_info(create({"dp": 2, "fsdp": 4}))
     assert info == {
         "total_devices": 8,
@@ -171,7 +171,7 @@ def test_what_there_is_to_know_about_a_mesh():
     }
 
 
-def test_simulating_too_late_says_so():
+def test_simulate_cpu_devices_raises_for_a_call_after_jax_started():
     simulate_cpu_devices(8)  # a second call passes
     with pytest.raises(
         RuntimeError, match=r"simulate_cpu_devices\(4\) came too late: JAX already runs on 8 cpu device"
@@ -179,7 +179,7 @@ def test_simulating_too_late_says_so():
         simulate_cpu_devices(4)
 
 
-def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(tmp_path):
+def test_simulate_cpu_devices_overrides_only_the_device_count_in_xla_flags(tmp_path):
     code = "from xlstm_jax.distributed import simulate_cpu_devices as s; s(3); import jax, jax.numpy as jnp; "
     code += "jax.jit(jnp.sin)(1.0); print(jax.device_count())"
     flags = f"--xla_force_host_platform_device_count=5 --xla_dump_to={tmp_path}"
@@ -189,7 +189,7 @@ def test_the_number_prevails_over_xla_flags_and_other_flags_keep_their_effect(tm
 
 
 @pytest.mark.parametrize("call, nproc", [("available_devices", None), ("simulate_cpu_devices", 12)])
-def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, nproc):
+def test_simulate_cpu_devices_sets_nproc_and_available_devices_does_not(call, nproc):
     code = f"import os, jax, xlstm_jax.distributed.processes as d; assert 'NPROC' not in os.environ; d.{call}(3); "
     code += "print(jax.device_count(), os.environ.get('NPROC'))"
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
@@ -197,7 +197,7 @@ def test_only_simulate_cpu_devices_leaves_a_variable_in_the_environment(call, np
     assert run.stdout == f"3 {nproc}\n"
 
 
-def test_libtpu_does_not_complain_where_there_is_no_accelerator():
+def test_available_devices_prints_no_libtpu_warning_without_an_accelerator():
     pytest.importorskip("libtpu")
     if not devices._has_cpus_alone():
         pytest.skip("this machine may have an accelerator")
@@ -208,7 +208,7 @@ def test_libtpu_does_not_complain_where_there_is_no_accelerator():
 
 
 @pytest.mark.parametrize("file", ["/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd"])
-def test_with_an_accelerator_or_a_plugin_jax_looks_for_itself(monkeypatch, file):
+def test_has_cpus_alone_is_false_with_accelerator_files_or_cloud_plugins(monkeypatch, file):
     monkeypatch.setattr(devices, "_plugins", set)
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
     assert devices._has_cpus_alone()  # guard
@@ -245,7 +245,7 @@ print("done")
 
 
 @pytest.mark.slow
-def test_programs_in_flight_together_do_not_wait_for_each_other_for_ever():
+def test_concurrent_programs_on_simulated_cpu_devices_do_not_deadlock():
     """Concurrent programs end with the threads of ``simulate_cpu_devices``; without them two runs in five hang."""
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=180)

@@ -39,7 +39,7 @@ def sections() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_error(row):
+def test_row_raises_the_documented_error(row):
     error = raised(row)
     wrong = complaint(row, error)
     if not wrong and reach.reached_by(error) != (kept := reach.kept().get(row.name)):
@@ -51,7 +51,7 @@ def test_error(row):
         pytest.fail(wrong, pytrace=False)
 
 
-def test_each_row_stands_on_its_page():
+def test_each_row_is_documented_in_the_named_section_of_troubleshooting():
     of_page = sections()
     lost = [
         f"{row.name}: {row.words!r} is not in {row.page}" for row in ROWS if row.words not in of_page.get(row.page, ())
@@ -59,7 +59,7 @@ def test_each_row_stands_on_its_page():
     assert not lost, "\n".join(["rows whose words are not in their section of docs/troubleshooting.md:", *lost])
 
 
-def test_each_message_of_the_page_has_a_row_or_a_reason():
+def test_each_message_in_troubleshooting_has_a_row_or_is_in_without_row():
     without = reach.reasons()
     unreached = [said for name in without if name in reach.places() for said in reach.places()[name].messages]
     with_row = {row.words for row in ROWS}
@@ -72,7 +72,7 @@ def test_each_message_of_the_page_has_a_row_or_a_reason():
     )
 
 
-def test_each_raise_is_reached_by_a_row_or_has_a_reason():
+def test_each_raise_in_the_library_is_reached_by_a_row_or_has_a_reason():
     """Each ``raise`` has a row or a reason, so that a lost row needs a reason."""
     reached = {name for names in reach.kept().values() for name in names}
     reasons, there = reach.reasons(), reach.places()
@@ -85,13 +85,13 @@ def test_each_raise_is_reached_by_a_row_or_has_a_reason():
     assert all(reasons.values())
 
 
-def test_what_is_kept_is_of_the_rows_that_there_are():
+def test_reached_txt_lists_exactly_the_existing_rows():
     names = Counter(row.name for row in ROWS)
     assert not [name for name, count in names.items() if count > 1], "two rows have the same name"
     assert reach.kept().keys() == names.keys(), "`python -m tests.errors --write` writes reached.txt anew"
 
 
-def test_most_raises_are_reached():
+def test_guard_rows_reach_most_raises_of_the_library():
     """Guard: rows and places exist, and places are found by line."""
     assert len({name for names in reach.kept().values() for name in names}) > 450
     assert len(reach.places()) > 550
@@ -119,13 +119,13 @@ def fail(error):
     ],
     ids=["nothing", "type", "words", "pieces", "right"],
 )
-def test_a_row_that_is_wrong_says_what_came_in_place(row, says):
+def test_complaint_names_the_actual_error_for_a_wrong_row(row, says):
     """Guard: a wrong row fails, and the text names the actual error."""
     found = complaint(row, raised(row))
     assert says in found and bool(found) == bool(says)
 
 
-def test_words_begin_a_message():
+def test_begins_matches_only_at_the_start_of_a_message():
     assert begins("mesh_shape=8\n has no", "mesh_shape=… has no") and not begins(
         "the mesh_shape=8 has no", "mesh_shape=…"
     )

@@ -10,5 +10,5 @@ OTHERS = [Cell((row,), column) for row in ROWS for column in row.columns if colu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERS, ids=str)
-def test_training_is_that_of_one_device(what):
+def test_training_of_each_remaining_cell_matches_a_single_device(what):
     check(what)

@@ -17,5 +17,5 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.slow
-def test_a_pair_trains_as_one_device(pair):
+def test_training_of_a_drawn_pair_of_features_matches_a_single_device(pair):
     check(pair)

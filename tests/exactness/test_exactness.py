@@ -23,14 +23,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("what", {str(what): what for what in cells}.values(), ids=str)
 
 
-def test_training_is_that_of_one_device(what):
+def test_quick_cells_match_a_single_device(what):
     check(what)
 
 
 # --------------------------------------------------------------------------------------------------------------- guards
 
 
-def test_a_difference_names_the_leaf_and_how_to_repeat_it():
+def test_check_error_names_the_leaf_and_the_command_to_repeat():
     plain = BY_NAME["plain"]
     repeat = r"on plain @ 2x4-vma; to repeat: python -m pytest .* --cell \"plain @ 2x4-vma\""
     with pytest.raises(AssertionError, match=rf"^after step 1 the [a-z]+( of [a-z/]+)?: off by .*{repeat}"):
@@ -39,7 +39,7 @@ def test_a_difference_names_the_leaf_and_how_to_repeat_it():
         check(Cell((replace(plain, shows=lambda run: False),), "2x4-vma"))
 
 
-def test_each_part_of_a_moment_is_compared():
+def test_compare_fails_for_a_difference_in_each_part_of_a_step_result():
     want = of_one_device(Case())
     for part in ("loss", "norm", "gradients", "params", "moments", "collections", "average"):
         value = getattr(want[1], part)
@@ -52,19 +52,19 @@ def test_each_part_of_a_moment_is_compared():
             compare(second, first)
 
 
-def test_a_weight_counts():
+def test_guard_compare_fails_for_weighted_against_unweighted_training():
     weighted, unweighted = (of_one_device(Case(weighted=on)) for on in (True, False))
     with pytest.raises(AssertionError, match="after step 1 the loss: off by"):
         compare(weighted, unweighted, 0.01)
 
 
-def test_pairs_are_drawn_by_the_commit_and_by_nothing_else():
+def test_drawn_pairs_depend_on_the_commit_only():
     first, again, other = ([str(pair) for pair in drawn(6, commit)] for commit in ("1a2b", "1a2b", "c3d4"))
     assert first == again != other and len(set(first)) == len(first) == 6
     assert [str(cell(name)) for name in first] == first
 
 
-def test_rows_are_spread_over_columns_and_most_pairs_are_tried():
+def test_exactness_matrix_covers_all_columns_and_most_pairs_of_rows():
     assert {row.quick for row in ROWS} == set(COLUMNS)
     assert all(row.quick in row.columns for row in ROWS)
     together = {frozenset(row.name for row in pair.rows) for pair in pairs()}

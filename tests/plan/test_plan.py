@@ -209,7 +209,7 @@ def plan_of(name, **options):
 @pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:'bf16', and 1 of 3 parameters in all, are trained in bfloat16")
 @pytest.mark.parametrize("name", MODELS)
-def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
+def test_plan_rows_equal_the_placed_leaves_in_shape_names_and_bytes(name):
     model, x, shape, num_split, num_whole = MODELS[name]
     variables, opt_state = placed(model, TX, mesh_of(*shape), x)
     plan = plan_of(name, tx=TX)
@@ -233,7 +233,7 @@ def test_the_plan_is_what_is_placed_leaf_by_leaf_and_byte_by_byte(name):
     assert any(state.per_device < state.total for state in states.values()) == (num_split > 0)
 
 
-def test_totals_are_the_bytes_of_the_state_on_a_device():
+def test_plan_totals_equal_the_bytes_of_the_train_state_per_device():
     model, x, shape, *_ = MODELS["transformer"]
     state = create_train_state(model, optax.adamw(1e-2), mesh_of(*shape), KEY, x, batch_axes=AXES)
     plan = plan_of("transformer", tx=optax.adamw(1e-2))
@@ -247,7 +247,7 @@ def test_totals_are_the_bytes_of_the_state_on_a_device():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["scanned", "kinds of dtype", "tuple axes"])
-def test_gradients_have_the_bytes_of_the_plan(name):
+def test_plan_gradient_bytes_equal_the_bytes_of_computed_gradients(name):
     model, x, shape, *_ = MODELS[name]
     mesh = mesh_of(*shape)
     variables = init_sharded(model, mesh, KEY, x, batch_axes=AXES)
@@ -293,7 +293,7 @@ def forward_gathers(model, applied, x):
     [(MLP, X, 3), (partial(Model, remat=True), X, 11), (lambda wrap: wrap(Model)(), X, 8), (Tied, TOKENS, 2)],
     ids=["dense", "scanned", "wrapped as a whole", "tied"],
 )
-def test_gathered_bytes_and_uses_are_the_gathers_of_a_forward_pass(make, x, times, gather_dtype):
+def test_plan_gathered_bytes_and_uses_match_the_gathers_of_a_forward_pass(make, x, times, gather_dtype):
     model = make(fsdp(gather_dtype=gather_dtype))
     want = Counter()
     for row in plan_sharding(model, {"dp": 2, "fsdp": 4}, x).rows:
@@ -302,7 +302,7 @@ def test_gathered_bytes_and_uses_are_the_gathers_of_a_forward_pass(make, x, time
     assert sum(want.values()) == times
 
 
-def test_a_padded_dim_is_no_layer():
+def test_plan_counts_a_padded_dim_as_a_single_use():
     """Three biases in eight rows are gathered once: only a scan counts as layers, not the padding ratio 8 // 3."""
     model = shard_module_params(nn.Dense, "fsdp", min_weight_size=0, uneven="pad")(3)
     plan = plan_sharding(model, {"fsdp": 8}, jnp.ones((8, 5)))
@@ -312,7 +312,7 @@ def test_a_padded_dim_is_no_layer():
     }
 
 
-def test_members_of_vmap_on_a_device_are_gathered_in_one():
+def test_plan_counts_each_vmap_member_while_a_device_gathers_members_together():
     """Each device gathers its two of four ensemble members at once; the plan counts each member."""
     wrap = fsdp(min_weight_size=16)
     found = forward_gathers(Members(wrap), Members(wrap, members=2), X)
@@ -329,7 +329,7 @@ def test_members_of_vmap_on_a_device_are_gathered_in_one():
     axes=st.sampled_from([("fsdp",), ("dp",), ("dp", "fsdp"), ("fsdp", "dp")]),
     threshold=st.integers(0, 200),
 )
-def test_a_plain_model_is_planned_as_shard_params_would_split_it(shapes, axes, threshold):
+def test_plan_of_a_plain_model_splits_leaves_as_shard_params_does(shapes, axes, threshold):
     class Leaves(nn.Module):
         @nn.compact
         def __call__(self):
@@ -349,7 +349,7 @@ def test_a_plain_model_is_planned_as_shard_params_would_split_it(shapes, axes, t
     assert plan.assumed.startswith("shard_module_params(Leaves, ") and plan.assumed.endswith(f", {threshold})")
 
 
-def test_a_model_wrapped_as_a_whole_has_the_plan_of_the_plain_one():
+def test_plan_of_a_fully_wrapped_model_equals_the_plan_of_the_plain_model():
     sizes = {"dp": 2, "fsdp": 4}
     plain = plan_sharding(Model(), sizes, X, axis_name="fsdp", min_weight_size=32, tx=TX)
     wrapped = plan_sharding(fsdp(Model)(), sizes, X, tx=TX)
@@ -363,7 +363,7 @@ def test_a_model_wrapped_as_a_whole_has_the_plan_of_the_plain_one():
 # ----------------------------------------------------------------------------------------------------- without tracing
 
 
-def test_70_billion_parameters_on_4096_devices_take_seconds_and_no_memory():
+def test_plan_of_70_billion_parameters_takes_seconds_and_allocates_no_arrays():
     wrap = partial(shard_module_params, axis_name="fsdp", gather_dtype=jnp.bfloat16)
     model = LanguageModel("transformer", 8192, 80, 64, remat=True, wrap=wrap)
     tokens = jax.ShapeDtypeStruct((4096, 2048), jnp.int32)
@@ -387,7 +387,7 @@ class Jitted(nn.Module):
 JITTED_DENSE = nn.jit(fsdp(nn.Dense))
 
 
-def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation():
+def test_plan_sharding_and_init_sharded_leave_no_state_for_later_calls():
     mesh, sizes = mesh_of(2, 4), {"dp": 2, "fsdp": 4}
     init = partial(init_sharded, Jitted(), mesh, KEY, X, batch_axes=AXES)
     first = jax.eval_shape(init)
@@ -401,7 +401,7 @@ def test_a_plan_leaves_nothing_behind_and_takes_nothing_from_an_initialisation()
         assert plan_sharding(Jitted(), sizes, X) == plan
 
 
-def test_branches_that_use_a_module_and_that_do_not_have_one_plan():
+def test_plan_sharding_accepts_cond_with_a_module_in_a_single_branch():
     class Branches(nn.Module):
         def setup(self):
             self.dense = fsdp(nn.Dense)(16)
@@ -436,13 +436,13 @@ def test_branches_that_use_a_module_and_that_do_not_have_one_plan():
         ("kinds of dtype", "scalar", TooSmall(1, 32)),
     ],
 )
-def test_the_reason_is_that_of_the_decision(name, path, reason):
+def test_plan_row_reason_equals_the_reason_of_the_sharding_decision(name, path, reason):
     plan = plan_of(name)
     assert plan.row(path).reason == reason and str(reason) in plan.explain(path)
     assert json.loads(plan.to_json())["leaves"][path]["reason"]["kind"] == type(reason).__name__
 
 
-def test_of_two_wrappers_that_see_a_leaf_the_one_that_splits_it_gives_the_reason():
+def test_plan_reason_is_from_the_nested_wrapper_responsible_for_the_split():
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -452,7 +452,7 @@ def test_of_two_wrappers_that_see_a_leaf_the_one_that_splits_it_gives_the_reason
     assert plan.row("dense/kernel").reason == Largest(0, 32, 8) and plan.row("dense/bias").reason == TooSmall(16, 64)
 
 
-def test_a_leaf_in_one_sentence_with_its_numbers():
+def test_explain_describes_a_leaf_with_numbers_and_raises_for_an_unknown_path():
     plan = plan_of("scanned", tx=optax.adamw(1e-2))
     assert plan.explain("blocks/Dense_0/kernel") == (
         "'blocks/Dense_0/kernel' float32[3, 16, 32] (6 KiB) is split along dim 2 over 'fsdp' into 4 shards (dim 1 of "
@@ -489,11 +489,11 @@ def test_a_leaf_in_one_sentence_with_its_numbers():
         (3000 * 2**50, "3000 PiB"),
     ],
 )
-def test_bytes_in_units(count, text):
+def test_format_bytes_chooses_binary_units_with_three_digits(count, text):
     assert format_bytes(count) == text
 
 
-def test_fractions_in_two_digits():
+def test_format_fraction_prints_percent_with_two_digits():
     assert [format_fraction(f) for f in (0, 0.000019, 0.0312, 0.5, 1)] == ["0%", "0.0019%", "3.1%", "50%", "100%"]
 
 
@@ -503,7 +503,7 @@ def test_fractions_in_two_digits():
 @pytest.mark.parametrize(
     "name", ["batch statistics", "tuple axes", "boxes of the model, nested wrappers", "kinds of dtype"]
 )
-def test_json_and_back_is_the_same_plan(name):
+def test_plan_round_trips_through_json(name):
     plan = plan_of(name, tx=TX)
     text = plan.to_json()
     assert ShardingPlan.from_json(text) == plan
@@ -511,13 +511,13 @@ def test_json_and_back_is_the_same_plan(name):
     assert plan_of(name, tx=TX).to_json() == text
 
 
-def test_the_repr_of_a_plan_is_one_line_and_a_notebook_shows_its_table():
+def test_plan_repr_is_a_single_line_and_repr_html_has_the_table():
     plan = plan_of("tuple axes")
     assert len(repr(plan)) < 160 and repr(plan).startswith("<ShardingPlan on dp=")
     assert all(text in plan._repr_html_() for text in ("<pre", "Sharding plan", plan.rows[0].path.split("/")[-1]))
 
 
-def test_a_small_change_is_a_small_diff_of_the_text():
+def test_plan_json_changes_only_in_lines_of_affected_leaves():
     plain = partial(plan_sharding, Model(), {"dp": 2, "fsdp": 4}, X, axis_name="fsdp")
     before, after = (plain(min_weight_size=size).to_json().splitlines() for size in (65, 64))
     changed = [(old.strip(), new.strip()) for old, new in zip(before, after, strict=True) if old != new]
@@ -526,7 +526,7 @@ def test_a_small_change_is_a_small_diff_of_the_text():
     assert ('"names": [null, null], "parts": 1,', '"names": ["fsdp", null], "parts": 4,') in changed
 
 
-def test_diff_names_what_was_added_removed_and_changed():
+def test_plan_diff_lists_added_removed_and_changed_leaves():
     class Wider(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -546,7 +546,7 @@ def test_diff_names_what_was_added_removed_and_changed():
     assert {"shape", "dtype"}.isdisjoint(found["wide/kernel"].before)
 
 
-def test_check_names_the_worst_leaves_with_both_numbers_and_the_cure():
+def test_plan_check_raises_for_exceeded_limits_with_the_worst_leaves():
     plan = plan_of("dense", tx=optax.adamw(1e-2))
     whole = [row.parameters.total for row in plan.rows if row.collection == "params" and row.parts == 1]
     fraction = sum(whole) / plan.parameters.total
@@ -571,7 +571,7 @@ def test_check_names_the_worst_leaves_with_both_numbers_and_the_cure():
         plan.check(max_bytes_per_device=float("nan"))
 
 
-def test_on_one_device_nothing_is_replicated():
+def test_plan_on_a_single_device_has_replicated_fraction_zero():
     one = plan_sharding(Model(), {"fsdp": 1}, X, min_weight_size=32)
     assert one.replicated_fraction == 0 and one.replicated == ()
     assert plan_sharding(Model(fsdp()), {"dp": 8, "fsdp": 1}, X).replicated_fraction == 1
@@ -592,7 +592,7 @@ def rendered(plan, width):
     return console.file.getvalue()
 
 
-def test_print_shows_the_table_as_wide_as_the_terminal(monkeypatch):
+def test_printed_plan_fits_the_width_of_the_terminal(monkeypatch):
     plan = plan_of("dense")
     for width in (60, 100):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -602,7 +602,7 @@ def test_print_shows_the_table_as_wide_as_the_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [100, 140])
-def test_the_table_fits_and_has_modules_the_largest_first_totals_and_reasons(width):
+def test_plan_table_fits_the_width_and_lists_modules_by_size_totals_and_reasons(width):
     plan = plan_of("transformer", tx=optax.adamw(1e-2))
     text = rendered(plan, width)
     lines = [line.strip() for line in text.splitlines()]
@@ -615,19 +615,19 @@ def test_the_table_fits_and_has_modules_the_largest_first_totals_and_reasons(wid
     assert re.search(r"final_norm/scale +\S+ \S+ +no wrapped module owns it", text)
 
 
-def test_modules_that_differ_in_a_number_are_one_in_the_table():
+def test_plan_table_merges_equal_modules_with_numbered_names():
     text = rendered(plan_of("unrolled"), 140)
     assert "block_*" in text and "LayerNorm_0/bias \N{MULTIPLICATION SIGN}3" in text and "block_1" not in text
     scanned, unrolled = (rendered(plan_of(name), 140) for name in ("scanned", "unrolled"))
     assert len(unrolled.splitlines()) == len(scanned.splitlines())
 
 
-def test_a_plan_without_wrappers_says_what_it_assumes():
+def test_plan_table_of_a_plain_model_states_the_assumed_wrapper():
     plan = plan_sharding(Model(), {"fsdp": 4}, X)
     assert "No module is wrapped; planned as shard_module_params(Model, 'fsdp', 262144)." in rendered(plan, 100)
 
 
-def test_what_offload_keeps_on_the_host_is_told_apart():
+def test_plan_separates_host_bytes_of_offloaded_optimizer_state():
     """The plan counts host and device bytes of offloaded state as the abstract state does, and in each text."""
     tx, sizes = optax.adam(1e-3), {"dp": 2, "fsdp": 4}
     state = abstract_train_state(Model(fsdp), tx, mesh_of(2, 4), KEY, X, batch_axes=AXES, offload=Offload())
@@ -685,7 +685,7 @@ DO_NOT_FIT = {
 
 @pytest.mark.parametrize("of_workload", [False, True], ids=["plan_sharding", "Workload"])
 @pytest.mark.parametrize("model, inputs, says", DO_NOT_FIT.values(), ids=DO_NOT_FIT)
-def test_inputs_that_do_not_fit_the_model_are_named_with_those_that_do(model, inputs, says, of_workload):
+def test_plan_sharding_and_workload_raise_for_inputs_not_fitting_the_model(model, inputs, says, of_workload):
     """The error names wrong and fitting inputs: README's batch [b, t + 1], a missing argument, an image size."""
     workload = Workload(model, optax.sgd(0.1), inputs, mean_loss)
     with pytest.raises(ValueError, match=says) as raised:
@@ -693,7 +693,7 @@ def test_inputs_that_do_not_fit_the_model_are_named_with_those_that_do(model, in
     assert ("Workload(..., inputs=(" in str(raised.value)) == of_workload
 
 
-def test_the_inputs_and_the_keywords_of_a_workload_are_those_of_init():
+def test_workload_inputs_and_init_kwargs_are_passed_to_init():
     for model, batch, how in [
         (Positions(), COLUMNS, {"inputs": (FEWER,)}),
         (Switched(), X, {"init_kwargs": {"train": False}}),
@@ -704,7 +704,7 @@ def test_the_inputs_and_the_keywords_of_a_workload_are_those_of_init():
         assert {row.path for row in plan.rows} == {path for path, _ in leaves_with_path(state.params)}
 
 
-def test_an_error_of_the_librarys_own_is_not_one_of_the_inputs():
+def test_plan_sharding_does_not_report_library_errors_as_init_error():
     with pytest.raises(ValueError, match="'nope' is not an axis of axis_sizes") as raised:
         plan_sharding(shard_modules(Positions(), nn.Dense, "nope", 8), {"fsdp": 4}, FEWER)
     assert not isinstance(raised.value, InitError)

@@ -46,7 +46,7 @@ WRAP = (("replicas", Replicas("dp")),)
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("accumulation", list(STRATEGIES))
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_each_gives_the_gradient_of_the_whole_batch(accumulation, check_vma):
+def test_each_accumulation_strategy_gives_the_gradient_of_the_global_batch(accumulation, check_vma):
     """Each way gives the gradient of the global batch, with uneven weights of devices and minibatches."""
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation=accumulation, check_vma=check_vma)
     after, metrics = step(state, BATCH, jax.random.key(0))
@@ -73,7 +73,7 @@ def collectives(**options):
     return count
 
 
-def test_when_the_collectives_run():
+def test_accumulation_strategies_run_collectives_at_the_expected_loop_depth():
     each = collectives(num_minibatches=2)
     assert each["reduce_scatter", "fsdp", 2] == 3  # depth: the loops over minibatches and layers
     assert [key for key in each if key[0].startswith("psum") and key[2] == 2]
@@ -84,7 +84,7 @@ def test_when_the_collectives_run():
     assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
 
 
-def test_gathered_once_is_gathered_as_the_modules_would():
+def test_reduce_once_and_reduce_each_agree_with_bfloat16_gathers():
     """``reduce_once`` sees the same rounded bfloat16 weights as ``reduce_each``: equal losses up to float32 rounding.
 
     Unrounded weights would move the loss by some 1e-4.
@@ -103,7 +103,7 @@ def test_gathered_once_is_gathered_as_the_modules_would():
     assert_same_params(once, each, tolerance=2**-8)
 
 
-def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
+def test_reduce_once_gathers_weights_in_the_gather_dtype():
     """``reduce_once`` gathers weights in the same dtype as gathers per module."""
 
     def local(shard):
@@ -118,7 +118,7 @@ def test_weights_that_are_gathered_once_have_the_dtype_in_which_they_travel():
     assert once.shape == (4,) and once.dtype == of_each.dtype == jnp.bfloat16
 
 
-def test_gathered_once_gradients_are_not_narrowed_on_their_way():
+def test_reduce_once_with_bfloat16_gathers_keeps_gradients_in_float32():
     """``reduce_once`` with a bfloat16 gather keeps gradients in float32: 1 + 2^-12 is exact."""
     mean = jnp.full((8, 2), 1 + 2.0**-12)
 
@@ -130,7 +130,7 @@ def test_gathered_once_gradients_are_not_narrowed_on_their_way():
     np.testing.assert_array_equal(got, mean)
 
 
-def test_boxes_of_flax_are_gathered_by_the_modules_where_all_others_are_gathered_once():
+def test_reduce_once_with_flax_partitioned_boxes_gives_the_same_gradients():
     step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2, accumulation="reduce_once")
     foreign = map_leaves(lambda leaf: nn.Partitioned(leaf.value, leaf.names) if is_box(leaf) else leaf, state.params)
     assert any(leaf_of(leaf).axes for _, leaf in leaves_with_path(foreign))
@@ -152,7 +152,7 @@ class TensorParallel(nn.Module):
         return jax.lax.psum(y, "tp") if "tp" in jax.sharding.get_abstract_mesh().manual_axes else y
 
 
-def test_leaves_that_stay_split_in_their_module_are_reduced_alike():
+def test_accumulation_strategies_agree_for_tensor_parallel_leaves():
     losses = {}
     for tp, accumulation in ((1, "reduce_each"), (2, "reduce_each"), (2, "reduce_once")):
         devices = jax.devices()[: 4 * tp]
@@ -168,7 +168,7 @@ def test_leaves_that_stay_split_in_their_module_are_reduced_alike():
     assert all(loss == pytest.approx(want, rel=1e-5) for loss in losses.values()), (want, losses)
 
 
-def test_weights_of_more_bits_than_the_gradients_accumulate():
+def test_accumulation_accepts_float64_example_weights_with_float32_gradients():
     with jax.enable_x64(True):
         step, state = step_on(mesh_of(2, 4), WRAP, num_minibatches=2)
         batch = BATCH | {"weight": BATCH["weight"].astype(jnp.float64)}

@@ -52,7 +52,7 @@ def trace(state=None, batch=BATCH, rng=KEY, *local, loss=mean_loss, mesh=MESH, *
 
 
 @pytest.mark.parametrize("leaf", ["state/params/bias", "state/opt_state/0/count", "state/step", "rng"])
-def test_a_state_on_another_mesh_than_the_step_is_refused_before_xla_sees_it(leaf):
+def test_train_step_raises_for_a_state_or_rng_on_another_mesh(leaf):
     """A state on another mesh raises; XLA would abort the process on donating buffers to a program of another mesh."""
     here, there = kept_state(), new_state(mesh_of(4, 2))
     rng = jax.device_put(KEY, jax.NamedSharding(mesh_of(4, 2), P())) if leaf == "rng" else KEY
@@ -66,7 +66,7 @@ def test_a_state_on_another_mesh_than_the_step_is_refused_before_xla_sees_it(lea
             getattr(make_train_step(mean_loss, MESH, AXES), take)(state, BATCH, rng)
 
 
-def test_meshes_that_split_alike_are_one_and_a_batch_may_lie_on_any():
+def test_train_step_accepts_equivalent_meshes_and_a_batch_on_any_mesh():
     only = DeviceMeshManager.create_device_mesh({"fsdp": 8})
     batches = [BATCH] + [DeviceMeshManager.shard_batch(BATCH, m, m.axis_names) for m in (mesh_of(4, 2), only)]
     state = create_train_state(MODEL, optax.sgd(0.1), only, KEY, BATCH["x"], batch_axes="fsdp")
@@ -79,13 +79,13 @@ def test_meshes_that_split_alike_are_one_and_a_batch_may_lie_on_any():
     (lambda state: jax.device_put(jax.device_get(state), jax.devices()[0]), r"\[0\]"),
     (lambda state: new_state(DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4}, jax.devices()[::-1])), r"\[7,"),
 ], ids=["one", "reversed"])  # fmt: skip
-def test_a_state_on_other_devices_is_refused(move, devices):
+def test_train_step_raises_for_a_state_on_other_devices(move, devices):
     with pytest.raises(ValueError, match=rf"state\['step'\] lies on the devices {devices}.* has \[0, 1, .*one mesh"):
         make_train_step(mean_loss, MESH, AXES)(move(kept_state()), BATCH, KEY)
 
 
 @pytest.mark.parametrize("of", ["all", "params", "local", "batch"])
-def test_what_was_donated_is_not_used_again(of):
+def test_train_step_raises_for_a_donated_or_deleted_argument(of):
     """A donated argument raises an error on a second use, where some releases of JAX abort the process."""
     metric = WeightedMean() if of == "local" else None
     local = [metric.empty(AXES, MESH)] if metric else []
@@ -104,7 +104,7 @@ def test_what_was_donated_is_not_used_again(of):
         step(state, batch, KEY, *local)
 
 
-def test_a_step_is_a_jitted_function_still():
+def test_train_step_keeps_the_interface_of_a_jitted_function():
     step = make_train_step(mean_loss, MESH, AXES)
     assert isinstance(step, jax.stages.Wrapped) and step.__name__ == "step" and step._cache_size() == 0
     state, _ = step(new_state(), BATCH, KEY)
@@ -118,7 +118,7 @@ def test_a_step_is_a_jitted_function_still():
 # ------------------------------------------------------------------------------------------------- arguments of a step
 
 
-def test_the_arguments_that_are_right_trace():
+def test_guard_train_step_traces_with_valid_arguments():
     """Guard of the tests below: correct arguments trace."""
     trace()
     trace(rng=jax.random.PRNGKey(0))
@@ -126,7 +126,7 @@ def test_the_arguments_that_are_right_trace():
     trace(batch=None, loss=lambda p, f, b, r: jnp.mean(f({"params": p}, jax.random.normal(r, (2, 8)))))
 
 
-def test_a_nan_in_an_argument_is_named_in_place_of_a_recursion_error():
+def test_naming_nans_raises_for_a_nan_with_leaf_and_index():
     """``naming_nans`` replaces JAX's ``RecursionError`` by the leaf and index of a NaN or infinity."""
     bad = {"x": np.float32([[0, 1], [2, np.nan]]), "y": np.float32([np.inf])}
     for looks, of_first in (
@@ -139,7 +139,7 @@ def test_a_nan_in_an_argument_is_named_in_place_of_a_recursion_error():
         raise RecursionError
 
 
-def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
+def test_train_step_under_debug_nans_raises_for_a_nan_with_the_argument_name():
     """Under ``jax.debug_nans`` a step names the argument with a NaN; JAX alone raises a ``RecursionError``."""
     step, bad = make_train_step(mean_loss, MESH, AXES), np.array(BATCH["x"])
     bad[5, 2] = np.nan
@@ -153,7 +153,7 @@ def test_a_nan_in_an_argument_is_named_where_jax_looks_for_one():
         step(kept_state(), BATCH | {"y": np.full_like(BATCH["y"], np.inf)}, KEY)
 
 
-def test_a_nan_that_reaches_no_result_is_no_error():
+def test_train_step_under_debug_nans_accepts_a_nan_masked_by_the_loss():
     """A NaN in missing labels, which the loss masks, passes under ``jax.debug_nans``."""
 
     def labelled(params, apply_fn, batch, rng):
@@ -167,7 +167,7 @@ def test_a_nan_that_reaches_no_result_is_no_error():
         assert np.isfinite(float(metrics["loss"]))
 
 
-def test_the_state_of_another_optimizer():
+def test_train_step_raises_for_the_state_of_another_optimizer():
     trace(kept_state().replace(tx=optax.adam(1e-3)))  # guard: an optimizer with equal state passes
     for tx, rule in [(optax.sgd(0.1, momentum=0.9), r"its leaf '0/count' is of shape \(\), and tx.init makes none"),
                      (optax.adamw(1e-3), "its leaves are in another tree")]:  # fmt: skip
@@ -178,7 +178,7 @@ def test_the_state_of_another_optimizer():
         trace(kept_state().replace(opt_state=other))
 
 
-def test_an_error_of_the_optimizer_itself_is_left_as_it_is():
+def test_train_step_passes_on_an_error_raised_by_the_optimizer():
     def update(*args, **extra):
         raise KeyError("mine")
 
@@ -196,7 +196,7 @@ def test_an_error_of_the_optimizer_itself_is_left_as_it_is():
 # ----------------------------------------------------------------------------------------------- numbers and averages
 
 
-def test_a_norm_that_is_infinite_or_traced_clips():
+def test_clip_by_global_norm_accepts_an_infinite_or_traced_max_norm():
     grads = jnp.array([3.0, 4.0])
     assert_allclose(clip_by_global_norm(float("inf")).update(grads, None)[0], grads)
     tx = optax.inject_hyperparams(clip_by_global_norm)(max_norm=optax.constant_schedule(1.0))
@@ -208,7 +208,7 @@ def test_a_norm_that_is_infinite_or_traced_clips():
     (clip_by_global_norm(1.0), "global_norm"),
 ], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
 @pytest.mark.parametrize("over", [None, "fsdp", AXES], ids=str)
-def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(over, tx, name):
+def test_library_optimizers_raise_for_a_gradient_without_sync_gradients(over, tx, name):
     """Optimizers reject unaveraged gradients under types: JAX sums no gradient of a weight cast to varying."""
 
     def local(x):
@@ -228,7 +228,7 @@ def test_a_gradient_that_was_not_averaged_is_named_where_an_optimizer_sees_it(ov
         run(BATCH["x"])
 
 
-def test_where_no_optimizer_of_ours_sees_it_jax_says_what_the_page_quotes():
+def test_plain_optax_update_raises_for_a_missing_sync_with_the_documented_jax_error():
     def local_step(x):
         w = jnp.ones(8)
         grad = jax.grad(lambda w: jnp.mean(x @ w))(jax.lax.pcast(w, AXES, to="varying"))
@@ -250,7 +250,7 @@ def scaled_loss(params, apply_fn, batch, rng=None):
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("placed", [False, True], ids=["numbers", "shard_batch"])
-def test_scalars_of_a_batch_are_given_to_every_device_and_minibatch(placed, count, check_vma):
+def test_scalars_in_a_batch_reach_every_device_and_minibatch(placed, count, check_vma):
     batch = BATCH | {"t": 0.5, "epoch": np.int32(3)}
     state = new_state(tx=optax.sgd(0.1))
     params = jax.device_get(unbox(state.params))
@@ -261,7 +261,7 @@ def test_scalars_of_a_batch_are_given_to_every_device_and_minibatch(placed, coun
     assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * 0.5 * g, params, grads))
 
 
-def test_a_list_of_a_number_and_a_tree_is_an_ordinary_tree():
+def test_batch_accepts_a_list_of_a_number_and_a_tree_but_no_list_of_numbers():
     def loss(params, apply_fn, batch, rng=None):
         scale, rest = batch["extra"]
         return mean_loss(params, apply_fn, batch) * scale + rest["x"].mean()
@@ -274,7 +274,7 @@ def test_a_list_of_a_number_and_a_tree_is_an_ordinary_tree():
         make_train_step(loss, MESH, AXES).lower(new_state(), BATCH | {"extra": [[0.5, 1.0], {"x": BATCH["x"]}]}, KEY)
 
 
-def test_a_step_with_scalars_is_forecast_and_linted():
+def test_forecast_and_lint_accept_a_step_with_scalars_in_the_batch():
     batch = BATCH | {"t": 0.5, "epoch": np.int32(3)}
     training = Workload(MODEL, optax.sgd(0.1), batch, scaled_loss, inputs=(BATCH["x"],))
     step, args = training.build_step(MESH, num_minibatches=2)

@@ -112,7 +112,7 @@ CASES = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_average_of_a_training_is_that_of_one_device_bit_for_bit(name):
+def test_with_ema_average_equals_a_single_device_bit_for_bit(name):
     tx, model, mesh, options = CASES[name]
     mesh = mesh_of(*mesh)
     state, params = history(with_ema(tx, DECAY), model, mesh, **options)
@@ -129,7 +129,7 @@ def test_the_average_of_a_training_is_that_of_one_device_bit_for_bit(name):
         assert np.abs(other["up"]["kernel"] - kept["up"]["kernel"]).max() > 1e-3
 
 
-def test_updates_are_those_without_it_and_the_average_lies_where_the_moments_do():
+def test_with_ema_leaves_updates_unchanged_and_shards_the_average_like_moments():
     (state, params), (_, without) = history(with_ema(optax.adamw(0.01), DECAY)), history(optax.adamw(0.01))
     assert_equal_bits(params, without)
     moments = state.opt_state.inner_state[0].mu
@@ -138,7 +138,7 @@ def test_updates_are_those_without_it_and_the_average_lies_where_the_moments_do(
     assert not places["up"]["kernel"].is_fully_replicated  # guard
 
 
-def test_the_plan_counts_it():
+def test_plan_counts_the_float32_average_of_with_ema():
     model = Small(padded, jnp.bfloat16)
     plan = plan_sharding(model, mesh_of(2, 4).shape, data()["x"], tx=with_ema(optax.sgd(0.1), DECAY))
     assert plan.optimizer.per_device == 2 * plan.parameters.per_device + 4  # of float32, and a counter
@@ -147,7 +147,7 @@ def test_the_plan_counts_it():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("wrap", [fsdp, zero_1])
-def test_it_costs_no_collective(wrap):
+def test_with_ema_adds_no_collective_to_a_step(wrap):
     def collectives(tx):
         step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
         return count_collectives(
@@ -157,7 +157,7 @@ def test_it_costs_no_collective(wrap):
     assert collectives(with_ema(optax.adamw(0.01), DECAY)) == collectives(optax.adamw(0.01)) > 0
 
 
-def test_a_step_that_is_not_finite_leaves_the_average():
+def test_skip_nonfinite_keeps_the_ema_average_for_a_step_with_nan():
     state = first_state(skip_nonfinite(with_ema(optax.sgd(0.1), DECAY)))
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     state, _ = step(state, data(), jax.random.key(1))
@@ -188,7 +188,7 @@ def make_evaluate(mesh):
     return lambda state: (log_step(step(state, data(), metric.empty(AXES, mesh)))[0], step._cache_size())
 
 
-def test_it_is_evaluated_exported_and_restored_on_another_mesh(tmp_path):
+def test_ema_params_are_evaluated_exported_and_restored_on_another_mesh(tmp_path):
     tx, model = with_ema(optax.adamw(0.01), DECAY), Small(padded)
     state, params = history(tx, model)
     want = average_on_one_device(params)
@@ -232,7 +232,7 @@ def two_updates(tx, params, grads):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
-def test_inside_shard_map_it_passes_the_guard_and_is_that_of_one_device(check_vma):
+def test_with_ema_inside_shard_map_passes_elementwise_only_and_matches_a_single_device(check_vma):
     tx = elementwise_only(with_ema(optax.adam(0.1), DECAY))
     params, grads, mesh = boxed(random_tree(0)), boxed(random_tree(1)), mesh_of(2, 4)
     specs = partition_specs(params, mesh)
@@ -252,7 +252,7 @@ def weights_of_updates(tx, count=6):
     return seen
 
 
-def test_the_decay_may_follow_a_schedule():
+def test_with_ema_accepts_a_constant_or_scheduled_decay():
     mean_of_all = with_ema(optax.sgd(1.0), lambda count: count / (count + 1))
     assert weights_of_updates(mean_of_all) == pytest.approx([-1.0, -1.5, -2.0, -2.5, -3.0, -3.5])
     constant, average = weights_of_updates(with_ema(optax.sgd(1.0), 0.5)), 0.0
@@ -261,12 +261,12 @@ def test_the_decay_may_follow_a_schedule():
         assert found == average
 
 
-def test_with_multi_steps_around_it_only_whole_updates_count():
+def test_with_ema_inside_multi_steps_averages_complete_updates_only():
     tx = optax.MultiSteps(with_ema(optax.sgd(1.0), 0.5), 2).gradient_transformation()
     assert weights_of_updates(tx, 4) == [0.0, -0.5, -0.5, -1.25]
 
 
-def test_the_average_of_bfloat16_moves_where_one_in_bfloat16_would_not():
+def test_with_ema_of_bfloat16_parameters_averages_in_float32():
     params, one = jnp.ones(4, jnp.bfloat16), jnp.full(4, 1e-2, jnp.bfloat16)
     tx = with_ema(optax.sgd(1.0), 0.999)
     state = tx.init(params)
@@ -277,7 +277,7 @@ def test_the_average_of_bfloat16_moves_where_one_in_bfloat16_would_not():
     assert jnp.bfloat16(1) + jnp.bfloat16(0.001) * (params[0] - 1) == 1  # guard: the same sum in bfloat16
 
 
-def test_what_has_no_average_stays_as_it_is():
+def test_ema_params_returns_parameters_without_average_unchanged():
     params = {"trained": jnp.zeros(2), "left": jnp.ones(3)}
     tx = optax.partition({"a": with_ema(optax.sgd(1.0), 0.5), "b": optax.set_to_zero()}, {"trained": "a", "left": "b"})
     _, state = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)

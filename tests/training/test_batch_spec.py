@@ -161,7 +161,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, check_vma, impl, loss_fn, minibatches", CASES)
-def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl, loss_fn, minibatches):
+def test_training_on_split_sequences_matches_a_single_device(name, check_vma, impl, loss_fn, minibatches):
     mesh, spec = specs_of(name)
     state = state_of(name, optimizer(), impl=impl)
     step = make_train_step(
@@ -188,7 +188,7 @@ def test_steps_on_split_sequences_are_those_of_one_device(name, check_vma, impl,
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("accumulation", ["reduce_each", "reduce_once", "reduce_replicas_once"])
-def test_minibatches_of_copies_are_those_of_one_device(accumulation, check_vma):
+def test_minibatches_of_split_sequences_with_replicas_match_a_single_device(accumulation, check_vma):
     """Minibatches equal one device with parameters split over "fsdp", and copies along "dp" and "cp"."""
     mesh, spec = specs_of("dp_fsdp_cp")
     state = state_of("dp_fsdp_cp", keep_gradients(), replicas=Replicas(("dp", "cp")))
@@ -216,7 +216,7 @@ def distilled(params, apply_fn, batch, rng, *, teacher):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [False, True], ids=["no_vma", "vma"])
-def test_a_teacher_reads_split_sequences_too(check_vma):
+def test_distillation_with_a_teacher_on_split_sequences_matches_a_single_device(check_vma):
     mesh, spec = specs_of("hsdp")
     student = state_of("hsdp", keep_gradients(), impl="ring")
     teacher = jax.tree.map(lambda x: 0.5 * x + 0.01, student.params)
@@ -235,7 +235,7 @@ def test_a_teacher_reads_split_sequences_too(check_vma):
     assert want > 1e-3 and norm_of(grads) > 1e-3  # guard
 
 
-def test_gradients_are_those_of_one_device_and_no_mean_of_means():
+def test_weighted_gradients_on_split_sequences_are_no_mean_of_device_means():
     """A batch laid out by ``shard_batch``, with weights in natural order, gives the gradients of one device."""
     mesh, spec = specs_of("fsdp_cp")
     batch = shard_batch(to_zigzag(BATCH, 2) | {"weights": BATCH["weights"]}, mesh, batch_spec=spec)
@@ -250,7 +250,7 @@ def test_gradients_are_those_of_one_device_and_no_mean_of_means():
         assert_same_params(found[False], want, tolerance=0.05)
 
 
-def test_devices_with_different_tokens_draw_different_numbers():
+def test_devices_with_different_tokens_draw_different_random_numbers():
     mesh, spec = specs_of("fsdp_cp")
 
     def loss_fn(params, apply_fn, batch, rng):
@@ -273,7 +273,7 @@ def eval_fn(params, apply_fn, batch):
 
 
 @pytest.mark.parametrize("name, check_vma", [("fsdp_cp", True), pytest.param("hsdp", False, marks=pytest.mark.slow)])
-def test_an_evaluation_of_split_sequences_is_that_of_one_device(name, check_vma):
+def test_evaluation_of_split_sequences_matches_a_single_device(name, check_vma):
     mesh, spec = specs_of(name)
     axes, metric = tuple(mesh.shape), WeightedMean()
     state = state_of(name, optax.sgd(0.1), impl="ring")
@@ -320,7 +320,7 @@ SLOW = {"mean of means", "mean of means, tokens alone"}
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CHECKED]
 )
-def test_check_step_of_split_sequences(case):
+def test_check_step_gives_the_expected_verdict_on_split_sequences(case):
     plain, loss_fn, finding = CHECKED[case]
     mesh, spec = specs_of("fsdp_cp")
     model = shard_modules(plain, (nn.Dense, nn.DenseGeneral, nn.Embed), "fsdp", 64)
@@ -335,7 +335,7 @@ def test_check_step_of_split_sequences(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["right", "no exchange"])
-def test_check_step_of_a_step_of_ones_own(case):
+def test_check_step_of_a_custom_step_finds_a_missing_exchange_over_cp(case):
     mesh, spec = specs_of("fsdp_cp")
     state = state_of("fsdp_cp", optax.sgd(0.1), exchange=case == "right")
     specs = partition_specs(state.params, mesh)
@@ -358,7 +358,7 @@ def test_check_step_of_a_step_of_ones_own(case):
     assert found.ok or "must exchange them over 'cp'" in " ".join(found.findings), found
 
 
-def test_an_axis_that_splits_a_layer_is_none_of_the_batch():
+def test_train_and_eval_steps_raise_for_a_tensor_parallel_axis_in_batch_spec():
     mesh, metric = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2}), WeightedMean()
     x, spec = jnp.ones((8, 4, 6)), P("fsdp", "tp")
     state = create_train_state(
@@ -377,7 +377,7 @@ def test_an_axis_that_splits_a_layer_is_none_of_the_batch():
 # -------------------------------------------------------------------------------------------------------- a forecast
 
 
-def test_a_forecast_counts_what_a_device_has_of_the_sequence():
+def test_forecast_counts_the_bytes_of_the_sequence_slice_of_a_device():
     """A forecast counts a quarter of the rows and half of the tokens per device, and an exchange over "cp"."""
     mesh, spec = specs_of("fsdp_cp")
     training = Workload(

@@ -48,7 +48,7 @@ def counting_loss(w, x, rng, collections):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_carry_of_ones_own_needs_no_other_file(check_vma, monkeypatch):
+def test_custom_carry_in_the_registry_works_in_accumulate_gradients(check_vma, monkeypatch):
     def step(w, x):
         return accumulate_gradients(counting_loss, w, x, None, AXES, 2, collections={"count": jnp.int32(0)})
 
@@ -103,7 +103,7 @@ def lowered(name):
 
 
 @pytest.mark.parametrize("removed", USES)
-def test_without_one_carry_steps_that_use_others_are_the_same_programs(removed, monkeypatch):
+def test_removing_a_carry_leaves_the_programs_of_other_carries_unchanged(removed, monkeypatch):
     others = [name for name in USES if name != removed]
     before = [lowered(name)[0] for name in others]
     kinds = [kind for kind in CARRIES if kind.__name__ != removed]
@@ -116,20 +116,20 @@ def test_without_one_carry_steps_that_use_others_are_the_same_programs(removed, 
     assert [lowered(name)[0] for name in others] == before
 
 
-def test_models_of_the_cases_have_the_collections_that_they_are_for():
+def test_guard_models_of_carry_cases_have_the_intended_collections():
     """Guard of the test above: the models have the collections of their cases."""
     assert set(lowered("KeptCollections")[1].collections) == {"batch_stats"}
     assert set(lowered("OverwrittenScales")[1].collections) == {OVERWRITTEN}
 
 
 @pytest.mark.parametrize("kind", CARRIES, ids=lambda kind: kind.__name__)
-def test_a_carry_is_imported_by_the_registry_alone(kind):
+def test_carry_modules_are_imported_by_the_registry_only(kind):
     importers = [name for name, path in MODULES.items() if kind.__module__ in imported(path.read_text())]
     assert importers == ["xlstm_jax.distributed.training.carries"]
 
 
 @pytest.mark.parametrize("weights", [(1, 2, 3), (0, 2, 0), (0, 0, 0), (1, 1, 1)], ids=str)
-def test_the_loop_averages_by_weight_and_hands_on(weights):
+def test_mean_over_averages_by_weight_and_passes_carries_on(weights):
     values, given = np.arange(1.0, 4, dtype=np.float32), jnp.asarray(weights, jnp.float32)
 
     def on_minibatch(index, carry):

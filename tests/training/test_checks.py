@@ -62,7 +62,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_without_any_row_the_same_program_runs_and_returns_the_same_bits(name, monkeypatch):
+def test_emptying_the_check_table_changes_neither_program_nor_results(name, monkeypatch):
     def text_and_results():
         step, args = RUNS[name]()
         text = step.lower(*args).as_text()
@@ -75,7 +75,7 @@ def test_without_any_row_the_same_program_runs_and_returns_the_same_bits(name, m
     jax.tree.map(np.testing.assert_array_equal, others, results)
 
 
-def test_the_table_is_what_looks(monkeypatch):
+def test_guard_check_table_is_the_source_of_the_argument_errors(monkeypatch):
     """Guard: a mistake that the table rejects passes an empty table."""
     step, (state, batch, _) = RUNS["no types"]()
     with pytest.raises(TypeError, match=r"rng is .* where step\(state, batch, rng\) takes a key"):
@@ -85,7 +85,7 @@ def test_the_table_is_what_looks(monkeypatch):
         step.lower(state, batch, 3)
 
 
-def test_each_moment_has_rows_and_each_row_a_page():
+def test_each_stage_has_checks_and_each_check_has_a_docs_page():
     rows = Counter(check.moment for check in CHECKS)
     assert set(rows) == set(get_args(Moment))
     pages = {check.page for check in CHECKS}
@@ -93,7 +93,7 @@ def test_each_moment_has_rows_and_each_row_a_page():
     assert len({(check.moment, check.looks) for check in CHECKS}) == len(CHECKS)
 
 
-def test_each_moment_of_a_training_comes(monkeypatch):
+def test_checks_run_at_each_stage_of_training(monkeypatch):
     """Guard of the first test: its steps reach all moments except failures."""
     met = set()
     rows = [check._replace(looks=lambda _, moment=check.moment: met.add(moment)) for check in CHECKS]

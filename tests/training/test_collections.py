@@ -94,7 +94,7 @@ def one_step(collections, model):
 
 
 @BOTH_MODES
-def test_statistics_of_each_device_are_refused_by_leaf_axes_and_cure(check_vma):
+def test_train_step_raises_for_batch_norm_statistics_not_reduced_over_batch_axes(check_vma):
     cure = r"nn.BatchNorm\(..., axis_name=\('dp', 'fsdp'\)\).* pmean\(updated, .*docs/collections.md"
     with pytest.raises(ValueError, match=rf"'{STATS}/mean', '{STATS}/var' would .* along \('dp', 'fsdp'\).*{cure}"):
         traced(loss_fn, Net(None, fsdp()), check_vma=check_vma)
@@ -121,12 +121,12 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize("check_vma, axis_name", [(True, AXES), (False, "fsdp")])
-def test_statistics_of_the_whole_batch_pass_in_layers_that_are_scanned(check_vma, axis_name):
+def test_train_step_accepts_global_batch_statistics_in_scanned_layers(check_vma, axis_name):
     """Global batch statistics pass in a scan with gathers over all batch axes, as ``nn.scan`` drops types."""
     traced(loss_fn, Stack(fsdp(axis_name=axis_name)), check_vma=check_vma)
 
 
-def test_what_is_refused_would_drift_and_is_found():
+def test_check_replicas_finds_statistics_wrongly_declared_as_replicated():
     """``check_replicas`` finds statistics that a custom step wrongly declares as replicated."""
     model, mesh = Net(None, fsdp()), mesh_of(2, 4)
     state = state_of(model)
@@ -151,12 +151,12 @@ def test_what_is_refused_would_drift_and_is_found():
     assert any(f"'{STATS}/mean', '{STATS}/var' are not the same on all" in finding for finding in found.findings)
 
 
-def test_check_step_finds_nothing_where_statistics_are_those_of_the_batch():
+def test_check_step_accepts_global_batch_norm_statistics():
     found = check_step(make_train_step(loss_fn, mesh_of(2, 4), AXES), state_of(Net(wrap=fsdp())), BATCH, KEY)
     assert found.ok and found.compared == "gradients", str(found)
 
 
-def test_statistics_of_each_device_may_be_averaged_by_the_loss():
+def test_loss_may_average_per_device_statistics_with_pmean():
     def averaged(*args):
         loss, updated = loss_fn(*args)
         return loss, jax.lax.pmean(updated, AXES)
@@ -207,7 +207,7 @@ class Counting(nn.Module):
         return self.wrap(Spectral)()(x * scale)[:, :4]
 
 
-def test_what_is_made_of_parameters_counts_and_keys_is_equal_and_passes():
+def test_collections_computed_from_parameters_counts_and_keys_stay_equal():
     mesh, state = mesh_of(2, 4), state_of(Counting(fsdp()))
     step = make_train_step(loss_fn, mesh, AXES)
     collections = _kept(jax.jit(Counting().init)(KEY, BATCH["x"]))
@@ -238,7 +238,7 @@ class Codes(nn.Module):
 
 
 @BOTH_MODES
-def test_a_leaf_that_the_model_has_boxed_stays_split(check_vma):
+def test_collection_leaf_boxed_by_the_model_stays_sharded(check_vma):
     state = state_of(Codes())
     before = jax.tree.map(lambda x: x.sharding, state)
     state, _ = make_train_step(loss_fn, mesh_of(2, 4), AXES, check_vma=check_vma)(state, BATCH, KEY)
@@ -255,7 +255,7 @@ def test_a_leaf_that_the_model_has_boxed_stays_split(check_vma):
 @pytest.mark.parametrize("accumulation, check_vma", [
     ("reduce_each", True), ("reduce_once", False), ("reduce_replicas_once", True),
 ])  # fmt: skip
-def test_minibatches_hand_collections_on(accumulation, check_vma):
+def test_minibatches_pass_collections_on_as_a_single_device_does(accumulation, check_vma):
     """Minibatches pass collections on as on one device, where minibatch j has row j of every device."""
 
     def weighted(params, apply_fn, batch, rng, collections):
@@ -287,7 +287,7 @@ def test_minibatches_hand_collections_on(accumulation, check_vma):
 # -------------------------------------------------------------------------------------------- steps that are skipped
 
 
-def test_a_step_that_is_skipped_leaves_collections_as_they_were():
+def test_skip_nonfinite_leaves_collections_unchanged_for_a_skipped_step():
     state = state_of(Net(wrap=fsdp()), skip_nonfinite(optax.adam(0.1)))
     step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
     state, _ = step(state, BATCH, KEY)
@@ -316,7 +316,7 @@ def _updated(change):
     return changed
 
 
-def test_a_collection_that_is_left_out_stays():
+def test_collection_omitted_by_the_loss_stays_unchanged():
     state = state_of(Net(wrap=fsdp()))
     held = jax.tree.map(np.asarray, state.collections)
     state, _ = make_train_step(_updated(lambda _: {}), mesh_of(2, 4), AXES)(state, BATCH, KEY)
@@ -334,7 +334,7 @@ class Sowing(nn.Module):
         return x
 
 
-def test_what_is_of_single_examples_or_of_one_call_is_refused_and_can_be_left_out():
+def test_train_state_raises_for_cache_and_sown_collections_unless_excluded_by_mutable():
     decoder = nn.MultiHeadDotProductAttention(num_heads=2, decode=True)
     with pytest.raises(ValueError, match=r"'cache' holds what decoding keeps of single .*mutable=\['params'\]"):
         state_of(decoder, create=abstract_train_state)
@@ -352,7 +352,7 @@ def test_what_is_of_single_examples_or_of_one_call_is_refused_and_can_be_left_ou
     traced(with_sown, state=state)
 
 
-def test_the_abstract_state_and_the_plan_are_those_of_the_state():
+def test_abstract_state_and_plan_match_the_collections_of_the_real_state():
     model = Net(wrap=fsdp())
     state, abstract = state_of(model), state_of(model, create=abstract_train_state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), (state.params, state.collections)) == jax.tree.map(
@@ -364,7 +364,7 @@ def test_the_abstract_state_and_the_plan_are_those_of_the_state():
     assert row.parts == 1 and str(row.reason) == "only parameters are split"
 
 
-def test_forecast_and_lint_know_collections():
+def test_forecast_and_lint_count_the_bytes_of_collections():
     model, mesh = Net(wrap=fsdp()), mesh_of(2, 4)
     step, args = Workload(model, TX, BATCH, loss_fn, inputs=(BATCH["x"],)).build_step(mesh)
     found, plan = forecast(step, *args), plan_sharding(model, mesh.shape, BATCH["x"])
@@ -374,7 +374,7 @@ def test_forecast_and_lint_know_collections():
     assert lint(found, plan) == []
 
 
-def test_a_checkpoint_goes_to_another_mesh_whole_or_in_parts(tmp_path):
+def test_checkpoint_with_collections_restores_on_another_mesh_fully_or_in_parts(tmp_path):
     model = Net(wrap=fsdp())
     state, _ = make_train_step(loss_fn, mesh_of(2, 4), AXES)(state_of(model), BATCH, KEY)
     target = state_of(model, mesh=mesh_of(1, 2), create=abstract_train_state)
@@ -396,7 +396,7 @@ class WithSlowParams(TrainState):
     slow: Any  # a field without default after a field with default
 
 
-def test_states_without_collections_are_what_they_were(tmp_path):
+def test_flax_train_state_and_subclasses_train_and_checkpoint_unchanged(tmp_path):
     """A plain Flax state trains and checkpoints like a state of the library; a subclass keeps its fields."""
     ours = state_of(Block(8), allow_replicated=True)
     fields = {name: getattr(ours, name) for name in ("step", "apply_fn", "params", "tx", "opt_state")}
@@ -456,7 +456,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_equations_say_what_types_say(name):
+def test_differing_axes_from_equations_equal_the_varying_axes_of_types(name):
     """``differing_axes`` reads the same axes from equations as types show, with and without ``check_vma``."""
     found = {}
 
@@ -471,7 +471,7 @@ def test_equations_say_what_types_say(name):
     assert found[True] == found["types"] == found[False]
 
 
-def test_a_branch_that_is_chosen_by_what_differs_has_a_result_that_differs():
+def test_differing_axes_of_cond_include_the_axes_of_the_predicate():
     def branch(which, x):
         return [jax.lax.cond(which > 0, lambda x: x + 1, lambda x: x - 1, x)]
 
@@ -479,7 +479,7 @@ def test_a_branch_that_is_chosen_by_what_differs_has_a_result_that_differs():
     assert differing_axes(branch, (1.0, 2.0), [frozenset(), frozenset()]) == [set()]
 
 
-def test_what_is_not_known_is_taken_to_differ():
+def test_differing_axes_treats_results_of_unknown_equations_as_differing():
     """Values of unknown equations count as differing: a sum over groups, an outer trace, an unknown primitive."""
 
     def on_device(x, w):

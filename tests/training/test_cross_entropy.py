@@ -70,7 +70,7 @@ def close(got, want, tolerance):
     [(jnp.float32, 1), (jnp.float32, 8), (jnp.float32, 37), (jnp.float32, 4096), (jnp.bfloat16, 8), (jnp.float64, 8)],
     ids=lambda value: str(value) if isinstance(value, int) else jnp.dtype(value).name,
 )
-def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk_size):
+def test_chunked_cross_entropy_matches_losses_and_gradients_of_full_logits(dtype, chunk_size):
     with jax.enable_x64(dtype == jnp.float64):
         arrays = example(dtype=dtype)
         got = jax.jit(partial(chunked_cross_entropy, chunk_size=chunk_size))(*arrays)
@@ -85,7 +85,7 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk_size):
             close(g, w, ROUNDING[dtype])
 
 
-def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
+def test_gradient_of_a_bfloat16_head_kernel_is_summed_in_float32():
     """A bfloat16 kernel's gradient differs from float64 by one rounding of the result and averaged factor roundings."""
     hidden, kernel, labels = example(batch=512, dtype=jnp.bfloat16)
 
@@ -107,7 +107,7 @@ def test_the_gradient_of_a_bfloat16_kernel_is_rounded_once():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
-def test_any_leading_dims(shape):
+def test_chunked_cross_entropy_accepts_any_leading_dims(shape):
     hidden, kernel, labels = example(batch=4)
     count = int(np.prod(shape))
     hidden, labels = hidden.reshape(-1, DIM)[:count].reshape(*shape, DIM), labels.ravel()[:count].reshape(shape)
@@ -116,7 +116,7 @@ def test_any_leading_dims(shape):
         close(g, w, 2e-6)
 
 
-def test_a_table_is_a_kernel_with_the_vocabulary_first():
+def test_chunked_cross_entropy_accepts_a_table_with_vocab_dim_0():
     hidden, kernel, labels = example()
     options = {"chunk_size": 8}
     want = gradients(partial(chunked_cross_entropy, **options), hidden, kernel, labels)
@@ -125,13 +125,13 @@ def test_a_table_is_a_kernel_with_the_vocabulary_first():
     close(got[1], want[1].T, 2e-6)
 
 
-def test_inputs_of_two_dtypes_have_gradients_of_their_own():
+def test_chunked_cross_entropy_gradients_have_the_dtypes_of_the_inputs():
     hidden, kernel, labels = example()
     grads = gradients(chunked_cross_entropy, hidden.astype(jnp.bfloat16), kernel, labels)
     assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32]
 
 
-def test_of_equal_logits_the_first_is_the_likeliest():
+def test_chunked_cross_entropy_takes_the_first_of_equal_logits_as_likeliest():
     hidden, kernel, _ = example()
     found = chunked_cross_entropy(
         hidden, 0 * kernel, jnp.zeros(hidden.shape[:-1], jnp.int32).at[0, 0].set(9), chunk_size=8
@@ -140,7 +140,7 @@ def test_of_equal_logits_the_first_is_the_likeliest():
     assert_allclose(found.loss, np.log(VOCAB), rtol=1e-6)
 
 
-def test_large_logits_do_not_overflow():
+def test_chunked_cross_entropy_of_large_logits_does_not_overflow():
     hidden, kernel, labels = example()
     got = chunked_cross_entropy(1e4 * hidden, kernel, labels, chunk_size=8)
     assert_allclose(got.loss, all_logits(1e4 * hidden, kernel, labels).loss, rtol=1e-5, atol=1e-1)
@@ -149,7 +149,7 @@ def test_large_logits_do_not_overflow():
 # --------------------------------------------------------------------------------------------------------------- labels
 
 
-def test_a_negative_label_does_not_count():
+def test_negative_labels_have_zero_loss_and_zero_gradient():
     hidden, kernel, labels = example()
     ignored = labels.at[::2].set(-100)
     grads = gradients(partial(chunked_cross_entropy, chunk_size=8), hidden, kernel, ignored)
@@ -165,19 +165,19 @@ def test_a_negative_label_does_not_count():
     close(grads[1], gradients(of_the_others, hidden, kernel, labels)[1], 2e-6)
 
 
-def test_a_label_outside_the_vocabulary_is_not_passed_over():
+def test_label_outside_the_vocabulary_gives_a_nan_loss():
     hidden, kernel, labels = example()
     found = chunked_cross_entropy(hidden, kernel, labels.at[1, 2].set(VOCAB), chunk_size=8)
     assert_array_equal(np.isnan(found.loss), np.arange(48).reshape(8, 6) == 8)
 
 
-def test_labels_of_one_byte():
+def test_chunked_cross_entropy_accepts_uint8_labels():
     hidden, kernel, labels = example(vocab=256)
     got = chunked_cross_entropy(hidden, kernel, labels.astype(jnp.uint8))
     assert_array_equal(got.loss, chunked_cross_entropy(hidden, kernel, labels).loss)
 
 
-def test_labels_of_one_byte_beside_more_entries_than_two_bytes_count():
+def test_uint8_labels_are_exact_for_a_vocabulary_larger_than_uint8():
     logits, labels = np.linspace(0, 3, 40_000, dtype=np.float32), np.array([3, 255], np.uint8)
     got = jax.jit(chunked_cross_entropy)(np.ones((2, 1), np.float32), logits[None], labels)
     assert_allclose(got.loss, np.log(np.exp(logits).sum(dtype=np.float64)) - logits[labels], rtol=1e-5)
@@ -194,7 +194,7 @@ def sizes_in(jaxpr):
             yield from sizes_in(getattr(sub, "jaxpr", sub))
 
 
-def test_no_array_holds_all_logits():
+def test_chunked_cross_entropy_allocates_no_array_of_all_logits():
     hidden, kernel, labels = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in example(batch=64, vocab=1000))
     largest = {
         name: max(sizes_in(jax.make_jaxpr(jax.grad(weighted(losses_of), argnums=(0, 1)))(hidden, kernel, labels).jaxpr))
@@ -218,7 +218,7 @@ def scanned(losses_of):
 @pytest.mark.parametrize(
     "around", [jax.remat, scanned, lambda f: jax.vmap(f, in_axes=(0, None, 0))], ids=["remat", "scan", "vmap"]
 )
-def test_under_remat_scan_and_vmap(around):
+def test_chunked_cross_entropy_has_exact_gradients_under_remat_scan_and_vmap(around):
     arrays = example()
     losses_of = around(partial(chunked_cross_entropy, chunk_size=8))
     got = gradients(losses_of, *arrays)
@@ -229,7 +229,7 @@ def test_under_remat_scan_and_vmap(around):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("varying", ["all", "hidden and labels", "kernel"])
-def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, check_vma):
+def test_chunked_cross_entropy_in_shard_map_is_exact_with_replicated_inputs(varying, check_vma):
     """Gradients have the types of the inputs: the gradient of a replicated kernel is the sum over devices."""
     mesh, split = mesh_of(2, 2), PartitionSpec(AXES)
     hidden, kernel, labels = example()
@@ -262,7 +262,7 @@ def test_inside_shard_map_with_any_of_the_inputs_equal_on_all_devices(varying, c
         close(g, w, 2e-6)
 
 
-def test_jit_may_split_the_tokens():
+def test_chunked_cross_entropy_under_jit_keeps_the_sharding_of_tokens():
     mesh, arrays = mesh_of(1, 4), example()
     rows = jax.NamedSharding(mesh, PartitionSpec("fsdp"))
     placed = [jax.device_put(x, rows if x.shape[0] == 8 else jax.NamedSharding(mesh, PartitionSpec())) for x in arrays]
@@ -304,7 +304,7 @@ def plain_loss(params, batch, model):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
 
-def test_the_head_is_a_dense_layer_in_names_values_and_logits():
+def test_lm_head_equals_nn_dense_in_names_values_and_logits():
     tokens = jnp.arange(12).reshape(2, 6)
     dense = partial(nn.Dense, use_bias=False)
     want, variables = (Model(head=head).init(jax.random.key(0), tokens) for head in (dense, LMHead))
@@ -316,7 +316,7 @@ def test_the_head_is_a_dense_layer_in_names_values_and_logits():
         assert_array_equal(*logits)
 
 
-def test_the_head_can_be_initialised_by_its_losses():
+def test_lm_head_initialised_with_labels_has_the_same_values():
     tokens = jnp.arange(12).reshape(2, 6)
     jax.tree.map(
         assert_array_equal,
@@ -331,7 +331,7 @@ def test_the_head_can_be_initialised_by_its_losses():
     "check_vma, gather_dtype, tied",
     [(True, None, False), (True, jnp.bfloat16, True), (False, None, True), (False, jnp.bfloat16, False)],
 )
-def test_a_sharded_head_has_the_gradients_of_one_device(check_vma, gather_dtype, tied):
+def test_sharded_lm_head_gradients_match_a_single_device(check_vma, gather_dtype, tied):
     mesh, batch = mesh_of(2, 4), jax.random.randint(jax.random.key(1), (16, 9), 0, 64)
     model = Model(fsdp(gather_dtype=gather_dtype), tied)
     plain = jax.jit(Model(tied=tied).init)(jax.random.key(0), batch)["params"]

@@ -115,19 +115,19 @@ def trace(loss, state, check_vma, mesh=None, axes=AXES, **options):
 
 @BOTH_MODES
 @pytest.mark.parametrize("kind", DIFFERING)
-def test_a_collection_that_goes_by_what_differs_is_refused(kind, check_vma):
+def test_train_step_raises_for_a_collection_with_device_dependent_values(kind, check_vma):
     with pytest.raises(ValueError, match=r"'stats/n' would differ from device to device along .*pmax\(flag, "):
         trace(partial(counting, DIFFERING[kind]), state_of(STATS), check_vma)
 
 
 @BOTH_MODES
 @pytest.mark.parametrize("kind", EQUAL)
-def test_a_collection_that_is_equal_on_all_devices_passes(kind, check_vma):
+def test_train_step_accepts_a_collection_equal_on_all_devices(kind, check_vma):
     trace(partial(counting, EQUAL[kind]), state_of(STATS), check_vma, num_minibatches=2)
 
 
 @BOTH_MODES
-def test_a_step_of_ones_own_refuses_and_accepts_the_same(check_vma):
+def test_accumulate_gradients_raises_for_a_collection_differing_by_device(check_vma):
     def run(count):
         loss = lambda params, batch, rng, kept: counting(count, params, None, batch, rng, kept)  # noqa: E731
         step = lambda params, x: accumulate_gradients(loss, params, x, None, AXES, collections=STATS)  # noqa: E731
@@ -139,7 +139,7 @@ def test_a_step_of_ones_own_refuses_and_accepts_the_same(check_vma):
 
 
 @BOTH_MODES
-def test_a_step_reads_the_trace_that_it_runs(check_vma):
+def test_train_step_traces_the_loss_exactly_once(check_vma):
     """A step traces the loss once, also if types vary and values are equal."""
     calls = []
 
@@ -178,7 +178,7 @@ RESULTS = {
 
 @BOTH_MODES
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_that_differs_along_another_axis_is_refused_by_name(name, check_vma):
+def test_train_step_raises_for_a_result_differing_along_another_mesh_axis(name, check_vma):
     fn, options = RESULTS[name]
     mesh = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4])
     local = [options["metric"].empty("fsdp", mesh)] if "metric" in options else []
@@ -195,7 +195,7 @@ def test_a_result_that_differs_along_another_axis_is_refused_by_name(name, check
 
 
 @BOTH_MODES
-def test_an_evaluation_that_differs_along_another_axis_is_refused(check_vma):
+def test_eval_step_raises_for_a_metric_differing_along_another_mesh_axis(check_vma):
     mesh, metric = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4]), WeightedMean()
 
     def run(by):
@@ -208,7 +208,7 @@ def test_an_evaluation_that_differs_along_another_axis_is_refused(check_vma):
         run(factor)
 
 
-def test_what_is_reduced_by_hand_is_left_to_the_user_without_types():
+def test_train_step_without_check_vma_accepts_a_hand_written_ring_reduction():
     """Without types a reduction by a hand-written ring passes; guard: without the ring the step raises."""
     mesh = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4])
     for mean, refused in (ring_mean, False), (lambda x: x, True):
@@ -224,7 +224,7 @@ def test_what_is_reduced_by_hand_is_left_to_the_user_without_types():
 
 
 @BOTH_MODES
-def test_numbers_beside_the_loss_that_go_by_the_rows_are_averaged(check_vma):
+def test_aux_values_depending_on_rows_are_averaged_over_devices(check_vma):
     def loss(params, _, batch, rng):
         return mean_loss(params, batch), {"share": lax.cond(batch[0, 0] > 3, lambda: 1.0, lambda: 0.0)}
 

@@ -73,7 +73,7 @@ def whole(params):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("scan, check_vma", [(True, True), (False, False)])
-def test_an_evaluation_is_that_of_one_device_on_the_whole_set(scan, check_vma):
+def test_evaluation_over_all_batches_matches_a_single_device(scan, check_vma):
     state = state_of(scan)
     want = on_one_device(whole(state.params), scan)
     got = evaluate(eval_step(check_vma=check_vma), state)
@@ -95,7 +95,7 @@ def lowered(step, state):
 
 
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
-def test_each_split_leaf_is_gathered_once_and_nothing_is_reduced(remat):
+def test_eval_step_gathers_each_sharded_leaf_once_and_reduces_nothing(remat):
     state = state_of(scan=False, remat=remat)
     split = sum(bool(leaf_of(leaf).axes) for _, leaf in trees.leaves_with_path(state.params))
     text = lowered(eval_step(), state).as_text()
@@ -125,7 +125,7 @@ def temporary_bytes(layers, train):
     return program.compile().memory_analysis().temp_size_in_bytes
 
 
-def test_nothing_is_kept_for_a_backward_pass():
+def test_eval_step_memory_does_not_grow_with_the_number_of_layers():
     """Evaluation needs as much memory for eight layers as for two; a training step keeps gathered weights per layer."""
     one_layer = 64 * 64 * 4
     assert abs(temporary_bytes(8, train=False) - temporary_bytes(2, train=False)) < one_layer / 4
@@ -140,7 +140,7 @@ class WithAverage(TrainState):
     collections: Any = struct.field(default_factory=dict, kw_only=True)
 
 
-def test_an_averaged_copy_of_the_weights_is_evaluated_by_the_same_program():
+def test_eval_step_reuses_the_program_for_averaged_parameters():
     state = state_of()
     average = jax.tree.map(lambda w: 0.5 * w, state.params)
     fields = {name: field for name, field in vars(state).items() if name != "sees_boxes"}
@@ -153,7 +153,7 @@ def test_an_averaged_copy_of_the_weights_is_evaluated_by_the_same_program():
     assert step._cache_size() == 1
 
 
-def test_collections_are_handed_in_where_there_are_some():
+def test_eval_step_passes_collections_to_eval_fn():
     def with_statistics(params, apply_fn, batch, collections):
         out = apply_fn({"params": params} | collections, batch["x"])
         return {"values": out[:, 0], "weight": batch["weight"]}
@@ -170,7 +170,7 @@ def test_collections_are_handed_in_where_there_are_some():
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_a_state_of_a_metric_is_taken_over_and_the_state_of_the_training_is_not():
+def test_eval_step_donates_the_metric_state_but_not_the_train_state():
     step, local = eval_step(), METRIC.empty(AXES, MESH)
     after = step(state_of(), next(batches()), local)
     step(state_of(), next(batches()), after)

@@ -150,7 +150,7 @@ def mesh():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", MESHES)
-def test_training_under_a_mesh_that_is_set_is_that_of_one_device(kind, check_vma, name):
+def test_training_under_jax_set_mesh_matches_a_single_device(kind, check_vma, name):
     mesh = mesh_called(kind)
     with jax.set_mesh(mesh):
         state, losses, step = trained(mesh, MODELS[name][0], check_vma=check_vma)
@@ -161,24 +161,24 @@ def test_training_under_a_mesh_that_is_set_is_that_of_one_device(kind, check_vma
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
-def test_a_mesh_that_is_set_globally_is_as_good(kind, name):
+def test_training_under_a_globally_set_mesh_matches_a_single_device(kind, name):
     with set_globally(mesh_called(kind)):
         state, losses, _ = trained(mesh_called(kind), MODELS[name][0])
     assert_trained_as_on_one_device(state, losses, name)
 
 
-def test_guard_half_of_the_batch_trains_otherwise():
+def test_guard_training_on_half_of_the_batch_differs_from_the_reference():
     assert not np.allclose(of_one_device(share=slice(8))[1], REFERENCE["linen"][1], rtol=0.1)
 
 
-def test_an_explicit_mesh_that_is_not_set_gives_auto_types():
+def test_explicit_mesh_without_set_mesh_gives_arrays_without_explicit_types():
     mesh = mesh_called("explicit")
     state, losses, _ = trained(mesh)
     assert_trained_as_on_one_device(state, losses)
     assert not any(map(is_explicit, jax.tree.leaves(state)))
 
 
-def test_a_step_under_an_explicit_mesh_communicates_as_much(mesh):
+def test_explicit_mesh_adds_no_collectives_to_a_step(mesh):
     def collectives(mesh):
         text = make_train_step(mean_loss, mesh, AXES).lower(state_on(mesh), batch_of(mesh), KEY).compile().as_text()
         return {kind: text.count(f"{kind}(") for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")}
@@ -193,25 +193,25 @@ def test_a_step_under_an_explicit_mesh_communicates_as_much(mesh):
 
 
 @pytest.mark.parametrize("spec", [P("dp"), P("fsdp"), P(AXES), P()], ids=str)
-def test_a_batch_may_have_any_explicit_sharding_of_its_rows(mesh, spec):
+def test_train_step_accepts_any_explicit_sharding_of_batch_rows(mesh, spec):
     batch = jax.tree.map(lambda x: jax.device_put(x, spec), jax.device_get(data()))
     state, losses, _ = trained(mesh, batch=batch)
     assert_trained_as_on_one_device(state, losses)
 
 
 @pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
-def test_a_batch_may_be_of_numpy_or_made_under_the_mesh(mesh, make):
+def test_train_step_accepts_numpy_batches_and_arrays_made_under_the_mesh(mesh, make):
     state, losses, _ = trained(mesh, batch=jax.tree.map(make, jax.device_get(data())))
     assert_trained_as_on_one_device(state, losses)
 
 
-def test_example_inputs_may_be_made_under_the_mesh(mesh):
+def test_create_train_state_accepts_example_inputs_made_under_the_mesh(mesh):
     for x in (jnp.ones((16, 8)), jax.device_put(np.ones((16, 8)), P("dp")), batch_of(mesh)["x"]):
         state = create_train_state(MODEL, TX, mesh, KEY, x, batch_axes=AXES)
         assert_trained_as_on_one_device(*trained(mesh, state=state)[:2])
 
 
-def test_parameters_are_arrays_of_explicit_types_outside(mesh):
+def test_parameters_have_explicit_types_outside_the_step(mesh):
     assert all(map(is_explicit, jax.tree.leaves(state_on(mesh, MODEL).params)))  # of a new state, too
     state, _, _ = trained(mesh)
     kernel = state.params["Dense_1"]["kernel"].value
@@ -223,7 +223,7 @@ def test_parameters_are_arrays_of_explicit_types_outside(mesh):
     assert is_explicit(state.params["Dense_1"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
 
 
-def test_a_state_made_before_the_mesh_is_set_goes_on_under_it(mesh):
+def test_state_created_without_a_set_mesh_trains_on_under_the_mesh(mesh):
     with jax.set_mesh(None):
         state = state_on(mesh)
         batch = batch_of(DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4}))
@@ -232,14 +232,14 @@ def test_a_state_made_before_the_mesh_is_set_goes_on_under_it(mesh):
     assert all(map(is_explicit, jax.tree.leaves(state)))
 
 
-def test_a_state_made_under_the_mesh_goes_on_without_it(mesh):
+def test_state_created_under_a_set_mesh_trains_on_without_the_mesh(mesh):
     state = state_on(mesh)
     with jax.set_mesh(None):
         state, losses, _ = trained(mesh, state=state)
     assert_trained_as_on_one_device(state, losses)
 
 
-def test_a_step_runs_in_a_program_of_the_user(mesh):
+def test_train_step_runs_inside_jit_and_scan_under_an_explicit_mesh(mesh):
     step, batch = make_train_step(mean_loss, mesh, AXES), batch_of(mesh)
 
     @jax.jit
@@ -254,7 +254,7 @@ def test_a_step_runs_in_a_program_of_the_user(mesh):
     assert_trained_as_on_one_device(state, losses)
 
 
-def test_a_step_is_compiled_ahead_of_time_from_abstract_arguments(mesh):
+def test_train_step_compiled_from_abstract_arguments_trains_under_an_explicit_mesh(mesh):
     state = state_on(mesh)
     abstract = abstract_train_state(MODEL, TX, mesh, KEY, jnp.ones((16, 8)), batch_axes=AXES)
     abstract = abstract.replace(apply_fn=state.apply_fn, tx=state.tx)
@@ -267,7 +267,7 @@ def test_a_step_is_compiled_ahead_of_time_from_abstract_arguments(mesh):
 
 
 @pytest.mark.parametrize("tx", [TX, optax.contrib.muon(1e-2)], ids=["adam", "muon"])
-def test_a_step_of_the_users_own_updates_by_apply_gradients(mesh, tx):
+def test_custom_step_with_apply_gradients_trains_under_an_explicit_mesh(mesh, tx):
     def own(mesh):
         state, losses = state_on(mesh, tx=tx), []
         specs = partition_specs(state.params, mesh)
@@ -306,7 +306,7 @@ def test_a_step_of_the_users_own_updates_by_apply_gradients(mesh, tx):
     ids=["padding", "two axes", "offload", "frozen"],
 )
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
-def test_every_kind_of_state_trains_as_without_a_mesh_that_is_set(kind, model, options):
+def test_each_kind_of_state_trains_equally_with_and_without_a_set_mesh(kind, model, options):
     mesh = mesh_called(kind)
     with jax.set_mesh(mesh):
         state, losses, step = trained(mesh, state=state_on(mesh, model, **options))
@@ -340,7 +340,7 @@ def evaluated(mesh):
 
 
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
-def test_evaluation(kind):
+def test_evaluation_under_an_explicit_mesh_equals_an_auto_mesh(kind):
     want, mesh = float(evaluated(mesh_called("auto"))), mesh_called(kind)
     with jax.set_mesh(mesh):
         value = evaluated(mesh)
@@ -348,7 +348,7 @@ def test_evaluation(kind):
 
 
 @pytest.mark.parametrize("model", [MODEL, Linen(fsdp(uneven="pad"), hidden=15)], ids=["split", "padded"])
-def test_checkpoints(mesh, tmp_path, model):
+def test_checkpoints_and_safetensors_round_trip_under_an_explicit_mesh(mesh, tmp_path, model):
     state = state_on(mesh, model)
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(0, state)
@@ -363,7 +363,7 @@ def test_checkpoints(mesh, tmp_path, model):
     assert trained(mesh, state=restored)[1] == trained(mesh, state=state)[1]
 
 
-def test_check_step(mesh):
+def test_check_step_gives_right_and_wrong_verdicts_under_an_explicit_mesh(mesh):
     def total(params, apply_fn, batch, rng):
         return 16 * mean_loss(params, apply_fn, batch)
 
@@ -382,7 +382,7 @@ def test_check_step(mesh):
         assert check_step(own, state_on(mesh), batch_of(mesh), KEY, loss_fn=loss_fn).verdict == verdict
 
 
-def test_plans_and_forecasts(mesh):
+def test_plans_and_forecasts_are_equal_with_and_without_a_set_mesh(mesh):
     def looked_at(mesh):
         step, args = make_train_step(mean_loss, mesh, AXES), (state_on(mesh), batch_of(mesh), KEY)
         plans = [plan_sharding(MODEL, sizes, jnp.ones((16, 8)), tx=TX) for sizes in (mesh.shape, {"dp": 4, "fsdp": 8})]
@@ -396,7 +396,7 @@ def test_plans_and_forecasts(mesh):
         assert under == looked_at(mesh)
 
 
-def test_metrics_with_a_state_of_their_own(mesh):
+def test_stateful_metrics_update_and_sync_under_an_explicit_mesh(mesh):
     for place in (None, mesh):
         total = MetricAccumulator(jnp.float32(0), mesh=place)
         total.update(2)
@@ -412,11 +412,11 @@ def test_metrics_with_a_state_of_their_own(mesh):
         assert float(mean.compute() + 1) == pytest.approx(want + 1, rel=1e-6)
 
 
-def test_replicas_are_compared(mesh):
+def test_check_replicas_passes_under_an_explicit_mesh(mesh):
     check_replicas(state_on(mesh))
 
 
-def test_new_arrays_are_placed_on_the_mesh_that_is_set(mesh):
+def test_shard_batch_places_arrays_on_the_set_mesh(mesh):
     batch, weight = shard_batch({"x": np.ones((13, 3))}, mesh, AXES, pad=True)
     assert str(jax.typeof(batch["x"])) == "float32[16@(dp,fsdp),3]" and is_explicit(weight)
     auto = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 4})

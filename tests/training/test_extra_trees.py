@@ -77,7 +77,7 @@ OTHER_POLICY = Model(partial(fsdp, axis_name=("dp", "fsdp")))  # of the teacher:
     ],
     ids=["2x4", "1x8-each", "2x4-once-other"],
 )
-def test_a_second_model_in_a_step_is_that_of_one_device(mesh, options, policy, check_vma):
+def test_training_with_a_teacher_in_extra_trees_matches_a_single_device(mesh, options, policy, check_vma):
     mesh = mesh_of(*mesh)
     state, teacher = copied(state_of(mesh)), state_of(mesh, 1, policy).params
     loss = partial(through, of_teacher=policy.apply) if policy else through
@@ -103,7 +103,7 @@ class Ahead(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Model(fsdp), Model(fsdp, remat=True), Ahead()], ids=["", "remat", "ahead"])
-def test_nothing_is_scattered_for_a_further_tree(model):
+def test_extra_trees_are_gathered_but_cause_no_reduce_scatter(model):
     """An extra tree is gathered on use and for remat, and never scattered."""
     mesh = mesh_of(2, 4)
     state, teacher = state_of(mesh, 0, model), state_of(mesh, 1, model).params
@@ -121,7 +121,7 @@ def test_nothing_is_scattered_for_a_further_tree(model):
     assert count(own)[0] > got[0]  # guard: a trained tree is scattered
 
 
-def test_a_narrow_teacher_and_an_average_are_further_trees():
+def test_extra_trees_accept_a_bfloat16_teacher_and_ema_params():
     mesh = mesh_of(2, 4)
     state = copied(state_of(mesh, 0, None, with_ema(optax.sgd(0.1), 0.5)))
     small = freeze_params(state_of(mesh, 1).params, lambda path: False, frozen_dtype="bfloat16")
@@ -155,7 +155,7 @@ def with_statistics(params, apply_fn, batch, rng, collections, *, teacher, tempe
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_collections_scalars_and_check_step(check_vma):
+def test_extra_trees_with_collections_and_scalars_pass_check_step(check_vma):
     mesh = mesh_of(2, 4)
     state = copied(state_of(mesh, 0, Normed()))
     second = state_of(mesh, 1, Normed())
@@ -176,7 +176,7 @@ def test_collections_scalars_and_check_step(check_vma):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_evaluation_takes_them_too(check_vma):
+def test_eval_step_accepts_extra_trees_and_donates_none(check_vma):
     mesh, metric = mesh_of(2, 4), WeightedMean()
     state, teacher = state_of(mesh), state_of(mesh, 1).params
 
@@ -271,12 +271,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("make, error, says", REFUSED.values(), ids=REFUSED)
-def test_what_is_handed_in_wrongly_is_refused(make, error, says):
+def test_train_step_raises_for_invalid_extra_trees(make, error, says):
     with pytest.raises(error, match=says):
         make()
 
 
-def test_a_large_tree_that_is_whole_on_each_device_is_told():
+def test_train_step_warns_of_a_large_replicated_extra_tree():
     mistakes._warned.clear()
     large = {"kernel": jnp.zeros((512, 512))}
     with pytest.warns(
@@ -293,7 +293,7 @@ def test_a_large_tree_that_is_whole_on_each_device_is_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("page", ["gan", "dpo", "distill", "actor_critic"])
-def test_the_programs_of_the_pages_are_exact_in_both_modes(page, check_vma):
+def test_programs_of_docs_pages_with_extra_trees_run_in_both_vma_modes(page, check_vma):
     program = "\n".join(blocks_of(PAGES / f"{page}.md"))
     program, count = re.subn(r"(make_(?:train|eval)_step\([^)]*)\)", rf"\1, check_vma={check_vma})", program)
     assert count == {"gan": 2, "distill": 2}.get(page, 1)

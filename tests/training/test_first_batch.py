@@ -15,7 +15,7 @@ def four():
     return run("train", 4)
 
 
-def test_processes_that_initialise_with_different_keys_all_raise(training):
+def test_all_processes_raise_for_different_initial_keys(training):
     raised(
         training,
         "seeds",
@@ -23,7 +23,7 @@ def test_processes_that_initialise_with_different_keys_all_raise(training):
     )
 
 
-def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training):
+def test_first_batch_check_warns_of_equal_rows_on_two_processes(training):
     for process in training:
         for fine in ("own rows", "ones", "raw"):
             assert process[fine]["result"] == []
@@ -32,7 +32,7 @@ def test_the_first_batch_is_compared_once_and_equal_rows_are_told(training):
 
 
 @pytest.mark.slow
-def test_of_four_processes_two_of_which_hold_the_same_rows(four):
+def test_first_batch_check_on_four_processes_accepts_copies_and_finds_unlike_copies(four):
     raised(four, "seeds", r"'rng' is .* on process 0, but .* on process 1, but .* on process 2, but .* on process 3$")
     raised(four, "unlike copies", r"processes 0, 1 hold the same rows of the first batch of a step, as copies")
     for process in four:
@@ -50,5 +50,5 @@ def test_of_four_processes_two_of_which_hold_the_same_rows(four):
         ("raw, other dtype", r"'x' is float64\[12, 3\] .* on process 0, but int64\[12, 3\]"),
     ],
 )
-def test_a_first_batch_that_differs_is_refused_by_all(training, name, message):
+def test_all_processes_raise_for_a_first_batch_differing_between_processes(training, name, message):
     raised(training, name, rf"^ValueError: the first batch of a step differs between processes:\n  {message}")

@@ -120,7 +120,7 @@ def of_one_device(model, loss, variables, steps):
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_five_lines_train_as_one_device_does(case):
+def test_five_line_setup_with_defaults_trains_as_on_a_single_device(case):
     mesh = case.mesh()
     model = case.shard(case.model, min_weight_size=32)
     state = create_train_state(model, SGD, mesh, KEY, BATCH["x"])
@@ -167,7 +167,7 @@ def with_default(params, apply_fn, batch, rng=None):
     return loss_fn(params, apply_fn, batch)
 
 
-def test_a_loss_takes_a_key_or_none(state):
+def test_train_step_accepts_losses_with_and_without_a_key(state):
     assert traced(state, loss_fn) and traced(state, loss_fn, None) and traced(state, loss_fn, KEY)
     with_key = lambda params, apply_fn, batch, rng: loss_fn(params, apply_fn, batch) + 0 * jax.random.uniform(rng)  # noqa: E731
     assert traced(state, with_key, KEY)
@@ -175,7 +175,7 @@ def test_a_loss_takes_a_key_or_none(state):
         assert traced(state, with_default, *key)
 
 
-def test_collections_are_the_fourth_argument_of_a_loss_without_a_key(state):
+def test_loss_without_a_key_gets_collections_as_fourth_argument(state):
     seen = []
 
     def look(params, apply_fn, batch, kept):
@@ -191,7 +191,7 @@ def test_collections_are_the_fourth_argument_of_a_loss_without_a_key(state):
         traced(state, look)
 
 
-def test_check_step_needs_no_key(state):
+def test_check_step_works_without_a_key_for_right_and_wrong_steps(state):
     mesh = create_fsdp_mesh()
     assert check_step(make_train_step(loss_fn, mesh), state, BATCH).verdict == "right"
 
@@ -207,7 +207,7 @@ def test_check_step_needs_no_key(state):
 # ------------------------------------------------------------------------------------------------------------- the axes
 
 
-def test_an_evaluation_reads_its_axes_off_the_state(state):
+def test_eval_step_derives_batch_axes_from_the_state(state):
     mesh, metric = create_fsdp_mesh(), WeightedMean()
     axes = default_batch_axes(state.params, mesh)
 
@@ -221,13 +221,13 @@ def test_an_evaluation_reads_its_axes_off_the_state(state):
     assert_allclose(make_log_step(metric, mesh, axes)(local)[0], want, rtol=1e-5)
 
 
-def test_a_mesh_of_the_models_own_axes_alone_has_none_for_the_batch():
+def test_create_train_state_raises_for_a_mesh_with_model_axes_only():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 8})
     with pytest.raises(ValueError, match=r"over every axis of the mesh.*'tp'.*no axis is left for the batch"):
         create_train_state(Split(), SGD, mesh, KEY, BATCH["x"])
 
 
-def test_an_abstract_state_and_a_workload_need_no_axes():
+def test_abstract_train_state_and_workload_derive_the_axes_by_default():
     model, mesh = (
         shard_modules(Split(), min_weight_size=32),
         DeviceMeshManager.create_abstract_mesh({"fsdp": 2, "tp": 4}),
@@ -240,7 +240,7 @@ def test_an_abstract_state_and_a_workload_need_no_axes():
     assert step.eval_shape(*arguments)[1]["loss"].shape == ()
 
 
-def test_named_axes_are_taken_as_before(state):
+def test_default_and_explicit_batch_axes_lower_to_the_same_text(state):
     mesh = create_fsdp_mesh()
     texts = [
         make_train_step(loss_fn, mesh, *axes).lower(state, BATCH, *key).as_text()
@@ -249,7 +249,7 @@ def test_named_axes_are_taken_as_before(state):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_nnx_filters_of_statistics_come_with_five_lines():
+def test_nnx_model_with_batch_norm_trains_exactly_with_default_axes():
     """An NNX model with a collection of its own."""
 
     class Net(nnx.Module):

@@ -238,7 +238,7 @@ def trace(case):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_traced_under_each_flag(name, flag):
+def test_train_step_traces_under_each_jax_config_flag(name, flag):
     with FLAGS[flag]():
         assert trace(CASES[name]).params
 
@@ -249,7 +249,7 @@ SPLIT = {"tp": {"tp": 2}, "sp": {"tp": 2}, "ep": {"ep": 2}, "cp": {"cp": 2}}
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("axis", SPLIT)
-def test_layers_over_axes_of_their_own_are_traced_under_each_flag(axis, flag):
+def test_model_parallel_layers_trace_under_each_jax_config_flag(axis, flag):
     mesh, tokens = together.mesh_of(SPLIT[axis]), jax.ShapeDtypeStruct(together.TOKENS.shape, jnp.int32)
     wrap, key = partial(fsdp, min_weight_size=16), jax.eval_shape(lambda: jax.random.key(0))
     model = together.Decoder(axis == "ep", axis == "sp", stacked=True, wrap=wrap)
@@ -264,7 +264,7 @@ def test_layers_over_axes_of_their_own_are_traced_under_each_flag(axis, flag):
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_an_evaluation_is_traced_under_each_flag(flag):
+def test_eval_step_traces_under_each_jax_config_flag(flag):
     metric, mesh = WeightedMean(), mesh_of(2, 4)
 
     def observe(params, apply_fn, batch):
@@ -283,7 +283,7 @@ def numbers():
     return {name: jnp.asarray(rng.uniform(size=leaf.shape), leaf.dtype) for name, leaf in BATCH.items()}
 
 
-def test_finite_steps_pass_under_debug_nans():
+def test_train_step_with_finite_values_runs_under_debug_nans():
     mesh = mesh_of(2, 4)
     with jax.debug_nans(True):
         model, batch = Net({"uneven": "pad"}), shard_batch(numbers(), mesh, AXES)
@@ -294,7 +294,7 @@ def test_finite_steps_pass_under_debug_nans():
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-def test_the_flags_are_on_while_a_step_is_traced(flag):
+def test_guard_jax_config_flags_are_active_while_a_step_is_traced(flag):
     """Guard: each flag forbids, or changes, the loss of the test."""
 
     def loss(params, apply_fn, batch, rng):

@@ -39,7 +39,7 @@ def trained(tx, learning_rate=None, batches=(BATCH,) * 3):
 @pytest.mark.parametrize("tx, learning_rate", [
     (optax.sgd(DOWN), DOWN), (INJECTED(DOWN), DOWN), (optax.chain(optax.clip(9.0), INJECTED(DOWN)), DOWN),
 ], ids=["schedule", "injected", "injected in a chain"])  # fmt: skip
-def test_it_is_that_of_the_update(tx, learning_rate):
+def test_learning_rate_metric_equals_the_rate_of_the_update(tx, learning_rate):
     seen = trained(tx, learning_rate)
     rates = [metrics["learning_rate"] for metrics, _ in seen]
     assert_allclose(rates, [DOWN(i) for i in range(3)], rtol=1e-6)
@@ -51,7 +51,7 @@ def test_it_is_that_of_the_update(tx, learning_rate):
 @pytest.mark.parametrize("tx", [
     in_groups(optax.sgd(DOWN), optax.sgd(UP)), in_groups(INJECTED(DOWN), INJECTED(UP)),
 ], ids=["schedules", "injected"])  # fmt: skip
-def test_groups_of_parameters_have_one_each(tx):
+def test_learning_rate_metrics_are_separate_per_parameter_group(tx):
     one, other = trained(tx, {"matrices": DOWN, "vectors": UP}), trained(optax.sgd(1.0))
     for i, (metrics, moved) in enumerate(one):
         rates = {name: metrics[f"learning_rate/{name}"] for name in ("matrices", "vectors")}
@@ -62,18 +62,18 @@ def test_groups_of_parameters_have_one_each(tx):
 
 
 @pytest.mark.parametrize("sgd", [optax.sgd, INJECTED], ids=["schedule", "injected"])
-def test_a_skipped_step_does_not_count(sgd):
+def test_learning_rate_metric_does_not_count_a_skipped_step(sgd):
     bad = BATCH | {"y": BATCH["y"] * jnp.nan}
     seen = trained(skip_nonfinite(sgd(DOWN)), DOWN, [BATCH, bad, BATCH])
     assert_allclose([metrics["learning_rate"] for metrics, _ in seen], [DOWN(0), DOWN(1), DOWN(1)], rtol=1e-6)
     assert [metrics["skipped_steps"] for metrics, _ in seen] == [0, 1, 1]
 
 
-def test_an_optimizer_without_a_count_is_asked_at_the_step():
+def test_learning_rate_schedule_uses_state_step_without_an_optimizer_count():
     seen = trained(optax.sgd(1.0), lambda step: step * 0.5)
     assert [metrics["learning_rate"] for metrics, _ in seen] == [0, 0.5, 1]
 
 
-def test_a_parameter_may_be_called_count():
+def test_learning_rates_ignores_a_parameter_named_count():
     opt_state = optax.adam(DOWN).init({"count": jnp.ones(2)})
     assert_allclose(learning_rates(DOWN, opt_state, 7)["learning_rate"], DOWN(0), rtol=1e-6)

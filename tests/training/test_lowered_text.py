@@ -67,7 +67,7 @@ def digest(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_step_lowers_to_the_kept_text(case):
+def test_train_step_lowers_to_text_with_the_recorded_digest(case):
     kept = json.loads(KEPT.read_text())
     if RELEASES not in kept:
         pytest.skip(f"digests are recorded for {'; '.join(kept)}, and this is {RELEASES}")
@@ -76,7 +76,7 @@ def test_a_training_step_lowers_to_the_kept_text(case):
     )
 
 
-def test_options_change_the_text():
+def test_guard_digests_of_lowered_text_differ_between_cases():
     """Guard: each case has a different digest."""
     assert len({digest(case) for case in CASES}) == len(CASES)
 

@@ -177,7 +177,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("mistake, says", TOLD.values(), ids=TOLD)
-def test_a_mistake_is_told_once_with_the_cure(mistake, says):
+def test_mistake_warns_once_with_the_cure(mistake, says):
     with pytest.warns(UserWarning, match=says) as told:
         mistake()
     assert len(told) == 1
@@ -221,11 +221,11 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
-def test_the_right_neighbour_of_a_mistake_stays_silent(program):
+def test_correct_variant_of_a_mistake_gives_no_warning(program):
     program()  # a warning is an error here
 
 
-def test_neighbours_of_what_is_refused():
+def test_optimizer_chains_similar_to_rejected_chains_are_accepted():
     abstract(optax.chain(optax.clip_by_global_norm(1.0), with_ema(optax.adam(0.1), 0.9)))
     abstract(with_ema(optax.chain(optax.adam(0.1), optax.scale(0.5)), 0.9))
     abstract(optax.adamw(0.1, mask=unbox(jax.tree.map(lambda x: x.ndim > 1, create().params))))
@@ -241,7 +241,7 @@ def distilled(teacher, params, apply_fn, batch):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_parameters_of_a_second_model_go_with_the_state(check_vma):
+def test_padded_teacher_parameters_in_collections_train_exactly(check_vma):
     plain = nn.Dense(18)
     teacher, state = padding(18).params, padding(18)
     params = copied(state.params)
@@ -269,7 +269,7 @@ TXS = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("tx", TXS.values(), ids=TXS)
-def test_apply_gradients_takes_what_value_and_grad_returns(tx):
+def test_apply_gradients_accepts_boxed_and_bare_gradients_of_padded_leaves(tx):
     plain, mesh = nn.Dense(18), MESH
     state = padding(18, tx=tx)
     specs = partition_specs(state.params, mesh)
@@ -294,7 +294,7 @@ def test_apply_gradients_takes_what_value_and_grad_returns(tx):
     assert state.params["kernel"].value.sharding.spec == specs["kernel"]
 
 
-def test_apply_gradients_inside_shard_map_and_of_boxed_states_is_flaxs_own():
+def test_apply_gradients_with_boxed_opt_state_behaves_as_in_flax():
     state = create()
     boxed = type(state).create(apply_fn=state.apply_fn, params=state.params, tx=optax.adam(0.1))
     grads = jax.tree.map(jnp.ones_like, state.params)
@@ -308,7 +308,7 @@ def test_apply_gradients_inside_shard_map_and_of_boxed_states_is_flaxs_own():
 # ------------------------------------------------------------------------------------------------ padding, and donation
 
 
-def test_unbox_returns_true_sizes_and_box_like_pads_them_again():
+def test_unbox_removes_padding_and_box_like_restores_padding():
     state = padding(18)
     bare = unbox(state.params)
     assert bare["kernel"].shape == (7, 18) and state.params["kernel"].value.shape == (7, 20)
@@ -320,7 +320,7 @@ def test_unbox_returns_true_sizes_and_box_like_pads_them_again():
     assert box_like(unbox(shapes), shapes)["kernel"].value.shape == (7, 20)
 
 
-def test_a_state_that_a_step_has_taken_over_is_named_where_it_is_read(tmp_path):
+def test_unbox_check_replicas_and_save_raise_for_a_donated_state(tmp_path):
     state = create()
     make_train_step(mean_loss, MESH, AXES)(state, BATCH, KEY)
     says = r": '.*' of shape .* is gone: a step that was given this state.*jax.tree.map\(jnp.copy, state\)"
@@ -334,7 +334,7 @@ def test_a_state_that_a_step_has_taken_over_is_named_where_it_is_read(tmp_path):
 # ------------------------------------------------------------------------------------------------------ models of users
 
 
-def test_a_carry_without_its_type_is_explained_and_both_cures_trace():
+def test_scan_with_untyped_carry_raises_and_both_remedies_trace():
     with pytest.raises(TypeError, match=r"begins with a carry .* float32\[2,4\].*check_vma=False.*pcast\(carry, axes"):
         traced(model=OwnScan())
     traced(model=OwnScan(), check_vma=False)
@@ -342,7 +342,7 @@ def test_a_carry_without_its_type_is_explained_and_both_cures_trace():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_forward_derivative_gathers_first(check_vma):
+def test_jvp_in_a_loss_raises_unless_parameters_are_gathered_first(check_vma):
     def slope(params, apply_fn, batch, rng, gather=lambda params: gather_params(params, AXES)):
         params = gather(params)
         return jax.jvp(lambda p: mean_loss(p, apply_fn, batch), (params,), (params,))[1]
@@ -375,7 +375,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("where", [nn.Dense, Shares, (Shares, nn.Dense)], ids=["hidden", "around", "both"])
 @pytest.mark.parametrize("plain", [Shares(), Around()], ids=["itself", "inside"])
-def test_share_scope_hides_no_class(plain, where):
+def test_shard_modules_finds_classes_hidden_by_nn_share_scope(plain, where):
     state = create(model=shard_modules(plain, where, "fsdp", 16))
     params = copied(state.params)
     kernel = state.params.get("shares", state.params)["kernel"]
@@ -399,7 +399,7 @@ def restored(folder, tx, around=lambda state: state):
 
 
 @pytest.mark.parametrize("name", ["adabelief", "nadam", "radam", "yogi", "lamb"])
-def test_the_state_of_another_optimizer_is_told(name, tmp_path):
+def test_restore_warns_of_the_state_of_another_optimizer(name, tmp_path):
     saved(tmp_path, optax.adam(0.1), around=lambda state: {"train": state, "epoch": 3})
     says = r"'train/opt_state/0/count' was saved with the optimizer chain\(scale_by_adam, scale\) of.*restore_params"
     with pytest.warns(UserWarning, match=says):
@@ -407,7 +407,7 @@ def test_the_state_of_another_optimizer_is_told(name, tmp_path):
     restored(tmp_path, optax.adam(0.2, b1=0.8), lambda state: {"train": state, "epoch": 0})  # other numbers only
 
 
-def test_steps_of_another_experiment_are_not_saved_behind_those_of_one(tmp_path):
+def test_save_raises_for_a_state_of_another_experiment_in_the_same_directory(tmp_path):
     saved(tmp_path, optax.adam(0.1))
     says = r"step 1 in .* is of another state.*'opt_state/0/count'.*first int32\[\] there and nothing here.*restore_p"
     with pytest.raises(ValueError, match=says):
@@ -430,7 +430,7 @@ def rows():
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_each_row_of_the_page_has_an_answer_and_names_a_message_or_a_step_that_there_is():
+def test_each_row_of_the_mistakes_page_names_an_existing_message_or_entry():
     heads = re.findall(r"\*\*`([^`]+)`\*\*", (DOCS / "troubleshooting.md").read_text())
     heads = {" ".join(head.split()) for head in heads}
     wrong = {entry.name for entry in ENTRIES if entry.verdict == "wrong"}
@@ -443,6 +443,6 @@ def test_each_row_of_the_page_has_an_answer_and_names_a_message_or_a_step_that_t
             assert quoted and quoted <= wrong, mistake
 
 
-def test_warnings_are_errors_here():
+def test_guard_library_warnings_are_errors_in_the_test_suite():
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="told"):
         mistakes._warn("told")

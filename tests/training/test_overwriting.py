@@ -112,7 +112,7 @@ def assert_alike(state, params, scales):
     [(True, OPS[0], 1), (False, OPS[0], 2), (True, OPS[1], 1)],
     ids=["direct", "minibatches", "qdq"],
 )
-def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, minibatches):
+def test_fp8_scales_after_each_of_ten_steps_match_a_single_device(check_vma, op, minibatches):
     tx, mesh = optax.sgd(0.05), mesh_of(2, 4)
     state = create_train_state(Fp8(fsdp, op), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, AXES, minibatches, check_vma=check_vma)
@@ -125,7 +125,7 @@ def test_scales_after_each_of_ten_steps_are_those_of_one_device(check_vma, op, m
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_kernels_that_travel_in_fp8_train_as_on_one_device(check_vma, tmp_path):
+def test_kernels_gathered_in_fp8_train_as_on_a_single_device(check_vma, tmp_path):
     """Kernels gathered in fp8 train as on one device: in a scan, remat, minibatches, and after a checkpoint."""
     tx, mesh, wrap = optax.sgd(0.02), mesh_of(2, 4), fsdp(gather_dtype=NARROW, min_weight_size=64)
     state = create_train_state(Fp8(wrap, layers=2), tx, mesh, jax.random.key(0), X, batch_axes=AXES)
@@ -185,7 +185,7 @@ MODELS = {
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["layers", pytest.param("einsum", marks=pytest.mark.slow)])
-def test_products_compute_with_the_bits_that_they_have_alone(model, check_vma):
+def test_fp8_products_with_fp8_gathers_are_bit_equal_to_float32_gathers(model, check_vma):
     mesh, (make, options) = mesh_of(2, 4), MODELS[model]
     ended = []
     for gather_dtype, dtypes in ((NARROW, {"ui8"}), (None, {"f32"})):
@@ -219,19 +219,19 @@ class Function(nn.Module):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_kernel_that_its_product_gets_otherwise_is_refused(kind):
+def test_train_step_raises_for_an_fp8_gathered_kernel_changed_before_the_product(kind):
     with pytest.raises(ValueError, match=r"kernel' is gathered in float8_e4m3fn, rounded .* something else"):
         lowered(REFUSED[kind](fsdp(gather_dtype=NARROW)))
 
 
-def test_where_no_fp8_is_asked_for_no_product_is_looked_at():
+def test_wider_gather_dtypes_need_no_fp8_product_of_the_kernel():
     wide, as_stored = (lowered(wrap(Reads)("norm")) for wrap in (fsdp(gather_dtype="float32"), fsdp()))
     assert wide.as_text() == as_stored.as_text()
     assert gathers(lowered(Fp8(fsdp(gather_dtype="bfloat16")))) == {"bf16"}
 
 
 @pytest.mark.slow
-def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
+def test_fp8_kernels_with_two_products_or_reduce_once_are_gathered_in_blocks(monkeypatch):
     jax.clear_caches()  # drop traces of earlier tests
     monkeypatch.setattr(
         fp8_products, "quantised", lambda *_: pytest.fail("a kernel was quantised as its product rounds")
@@ -243,7 +243,7 @@ def test_two_products_and_what_is_gathered_once_travel_in_blocks(monkeypatch):
         lowered(fsdp(gather_dtype=NARROW)(Own)())
 
 
-def test_a_plan_counts_a_byte_for_each_value_of_a_kernel():
+def test_plan_counts_a_single_byte_per_value_of_an_fp8_gathered_kernel():
     plan = plan_sharding(Fp8(fsdp(gather_dtype=NARROW), layers=2), {"dp": 2, "fsdp": 4}, X)
     sent = {row.path: (row.gathered_bytes, row.gather_dtype) for row in plan.rows if row.uses}
     assert sent["Dense_1/kernel"] == (16 * 32, "float8_e4m3fn of its product")
@@ -252,7 +252,7 @@ def test_a_plan_counts_a_byte_for_each_value_of_a_kernel():
     assert not [path for path in sent if "history" in path]
 
 
-def test_a_scale_whose_rule_is_missing_is_refused():
+def test_value_and_grad_raises_for_fp8_scales_without_an_update_rule():
     model, mesh = Fp8(fsdp), mesh_of(2, 4)
     state = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
 
@@ -265,7 +265,7 @@ def test_a_scale_whose_rule_is_missing_is_refused():
         on_mesh(grads, mesh, True, (specs, jax.P(AXES)), specs).lower(state.params, X)
 
 
-def test_a_teacher_in_fp8_is_not_trained():
+def test_fp8_teacher_in_extra_trees_lowers_without_training_the_scales():
     """A teacher in fp8 is not trained; ``freeze_params`` distinguishes bare replicated kernels from a student's."""
     mesh = mesh_of(2, 4)
     teacher, student = (
@@ -282,7 +282,7 @@ def test_a_teacher_in_fp8_is_not_trained():
         assert "all_gather" in step.lower(student, X, jax.random.key(2), extra_trees=others).as_text()
 
 
-def test_a_scale_that_differs_between_devices_is_refused():
+def test_train_step_raises_for_an_fp8_scale_split_over_devices():
     model, mesh = Fp8(fsdp(gather_dtype=NARROW)), mesh_of(2, 4)
     state = create_train_state(model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES)
     scale = state.collections[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
@@ -304,7 +304,7 @@ def weighted_loss(params, apply_fn, x, rng, collections):
     [(fsdp, loss_fn, X), (fsdp, weighted_loss, X.at[-8:].set(0)), (fsdp(gather_dtype=NARROW), loss_fn, X)],
     ids=["mean", "padding", "kernels that products round"],
 )
-def test_check_step_computes_with_the_scales_of_a_mean_over_devices(wrap, loss, x):
+def test_check_step_uses_fp8_scales_of_the_global_mean(wrap, loss, x):
     """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped."""
     state = create_train_state(Fp8(wrap), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
@@ -323,7 +323,7 @@ def test_check_step_computes_with_the_scales_of_a_mean_over_devices(wrap, loss, 
     ],
 )
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_compiled_steps_gather_half_the_bytes(check_vma, topology):
+def test_compiled_fp8_steps_gather_half_the_bytes_of_bfloat16(check_vma, topology):
     mesh, x = jax.sharding.AbstractMesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2), jnp.ones((256, 16))
     sent = []
     for op in (None, OPS[0]):
@@ -343,7 +343,7 @@ def without_collections(params, apply_fn, x, rng):
 
 
 @pytest.mark.slow
-def test_within_a_model_of_nnx_they_are_those_of_one_device():
+def test_fp8_scales_in_an_nnx_model_match_a_single_device():
     linen = shard_modules(Fp8(), nn.Dense, "fsdp", 64, NARROW)
     model = nnx_model(lambda rngs: nnx.bridge.lazy_init(nnx.bridge.ToNNX(linen, rngs=rngs), X))
     tx, mesh = optax.sgd(0.05), mesh_of(2, 4)

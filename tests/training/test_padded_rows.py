@@ -80,7 +80,7 @@ def padded(rows=11, with_weight=True):
 
 
 @pytest.mark.parametrize("check_vma, rows", [(True, 11), (False, 3)])
-def test_a_padded_batch_trains_as_its_rows_on_one_device(check_vma, rows):
+def test_padded_batch_trains_as_the_unpadded_rows_on_a_single_device(check_vma, rows):
     """A padded batch trains as its rows on one device, also if five devices have copies alone (3 rows)."""
 
     def loss_fn(params, x):
@@ -205,14 +205,14 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("mistake, says", TOLD.values(), ids=TOLD)
-def test_what_counts_copies_is_said_once_with_the_cure(mistake, says):
+def test_train_and_eval_steps_warn_once_of_padded_rows_in_the_loss_or_metrics(mistake, says):
     with pytest.warns(UserWarning, match=says) as told:
         mistake()
     assert len(told) == 1 and told[0].filename == __file__
 
 
 @pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
-def test_what_uses_the_weights_stays_silent(program):
+def test_train_and_eval_steps_with_row_weights_give_no_warning_on_a_padded_batch(program):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program()
@@ -233,7 +233,7 @@ def contrastive(params, apply_fn, batch, rng, masked=False):
 @pytest.mark.parametrize(
     "loss_fn, counts", [(contrastive, True), (partial(contrastive, masked=True), False)], ids=["", "masked"]
 )
-def test_check_step_finds_a_loss_that_compares_rows_with_copies(loss_fn, counts):
+def test_check_step_finds_a_loss_comparing_rows_with_padded_rows(loss_fn, counts):
     state = state_of(fsdp(nn.Dense)(4))
     batch = padded()
     found = [
@@ -242,7 +242,7 @@ def test_check_step_finds_a_loss_that_compares_rows_with_copies(loss_fn, counts)
     assert bool(found) == counts and all("the loss counts rows that only pad" in text for text in found)
 
 
-def test_check_step_says_right_of_a_padded_batch():
+def test_check_step_accepts_a_weighted_loss_on_a_padded_batch_but_no_custom_mask():
     step, state = make_train_step(weighted, MESH, AXES, weighted=True), state_of(fsdp(nn.Dense)(4))
     assert check_step(step, state, padded(), KEY).ok
     step = make_train_step(of_seen, MESH, AXES, weighted=True)

@@ -101,7 +101,7 @@ def close(got, want, tolerance):
 @pytest.mark.parametrize("vocab_dim", [1, 0])
 @pytest.mark.parametrize("dim", ["vocabulary", "features"])
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")], ids=str)
-def test_losses_and_gradients_are_those_of_one_device(mesh, axes, dim, vocab_dim, check_vma, wire):
+def test_cross_entropy_by_pieces_matches_a_single_device(mesh, axes, dim, vocab_dim, check_vma, wire):
     (how, tolerance), (hidden, kernel, labels) = WIRES[wire], example()
     names = tuple(axes if i == (vocab_dim if dim == "vocabulary" else 1 - vocab_dim) else None for i in (0, 1))
     if how.gather_dtype:  # a cast of the kernel is no mistake of the loss
@@ -124,7 +124,7 @@ def test_losses_and_gradients_are_those_of_one_device(mesh, axes, dim, vocab_dim
 @pytest.mark.parametrize(
     "replicas", [None, Replicas("x"), Replicas("x", "bfloat16")], ids=["other axis", "copies", "narrow"]
 )
-def test_along_other_axes_the_gradient_is_that_of_a_kernel_that_is_gathered(mesh, replicas, names, check_vma):
+def test_cross_entropy_by_pieces_with_replicas_matches_a_gathered_kernel(mesh, replicas, names, check_vma):
     how = Communication(replicas=replicas)
     (got, *_, pieces), (want, *_, gathered) = (
         on_devices(mesh, check_vma, names, how, whole=whole)(*example()) for whole in (False, True)
@@ -133,7 +133,7 @@ def test_along_other_axes_the_gradient_is_that_of_a_kernel_that_is_gathered(mesh
     close(pieces, gathered, 1e-2 if replicas and replicas.reduce_dtype else 2e-6)
 
 
-def test_of_equal_logits_the_first_entry_is_the_likeliest(mesh):
+def test_cross_entropy_by_pieces_takes_the_first_of_equal_logits_as_likeliest(mesh):
     """The first of several equal logits wins, although a later piece may contain earlier entries."""
     hidden, kernel, _ = example()
     labels = jnp.arange(ROWS * LENGTH).reshape(ROWS, LENGTH) % VOCAB
@@ -143,7 +143,7 @@ def test_of_equal_logits_the_first_entry_is_the_likeliest(mesh):
         assert_array_equal(found[1], labels == likeliest)
 
 
-def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
+def test_cross_entropy_by_pieces_ignores_negative_labels_and_gives_nan_beyond_the_vocabulary(mesh):
     hidden, kernel, labels = example()
     labels = labels.at[3, 0].set(VOCAB).at[4, 0].set(-1)
     run = on_mesh(
@@ -163,7 +163,7 @@ def test_labels_that_do_not_count_and_labels_beyond_the_vocabulary(mesh):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("replicas", [None, Replicas("x")], ids=["two axes", "copies"])
-def test_padding_has_no_gradient_where_the_loss_is_not_finite(mesh, replicas, names, check_vma):
+def test_padding_of_a_head_kernel_has_zero_gradient_for_a_nonfinite_loss(mesh, replicas, names, check_vma):
     """Padding has gradient 0 for a loss that is not finite; else the padding would stay NaN after a restore."""
     hidden, kernel, labels = example(37)
     along, axes = names.index(None) ^ 1, "y" if replicas else BATCH
@@ -229,7 +229,7 @@ def batch_of(vocab, rows=ROWS):
     ],
     ids=["vocabulary", "gathered again", "recomputed", "features", "padding and copies"],
 )
-def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, check_vma):
+def test_model_with_lm_head_by_pieces_has_the_gradients_of_a_single_device(mesh, vocab, changes, check_vma):
     plain = Model(vocab=vocab, dim=changes.get("dim", DIM))
     model = Model(**({"vocab": vocab, "wrap": partial(fsdp, axis_name=BATCH)} | changes))
     params = gradients_are_those_of_one_device(
@@ -242,7 +242,7 @@ def test_a_head_by_pieces_has_the_gradients_of_one_device(mesh, vocab, changes, 
 
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
-def test_no_array_of_a_program_has_the_size_of_the_kernel(mesh, trainable, names):
+def test_cross_entropy_by_pieces_allocates_no_array_of_the_kernel_size(mesh, trainable, names):
     """The largest array is a piece, its gradient, or its logits; a frozen kernel needs no scatter."""
     hidden, kernel, labels = example(480)
 
@@ -277,7 +277,7 @@ class Doubled(LMHead):
 @pytest.mark.parametrize(
     "wrap", [fsdp, lambda cls, **options: shard_modules(cls, LMHead, "y", 32)], ids=["own", "outside"]
 )
-def test_losses_of_ones_own_run_on_a_kernel_that_is_gathered(mesh, wrap):
+def test_lm_head_subclass_with_custom_losses_uses_the_gathered_kernel(mesh, wrap):
     hidden, _, labels = example()
     losses = {}
     for name, cls in {"plain": LMHead, "own": Doubled}.items():
@@ -307,7 +307,7 @@ class Scaled(LMHead):
 
 
 @pytest.mark.parametrize("by_pieces", [False, True])
-def test_a_subclass_is_gathered_for_what_it_has_changed_and_for_its_own_methods(mesh, by_pieces):
+def test_lm_head_subclass_gathers_the_kernel_for_overridden_and_new_methods(mesh, by_pieces):
     hidden, _, labels = example()
     params = LMHead(VOCAB).init(jax.random.key(0), hidden)
     head = fsdp(Scaled, axis_name="y")(VOCAB, by_pieces=by_pieces)
@@ -328,7 +328,7 @@ class Files(nn.Dense):
         raise AssertionError
 
 
-def test_a_name_alone_makes_no_module_compute_from_shards(mesh):
+def test_user_layer_with_a_method_named_from_shards_gathers_the_kernel_as_usual(mesh):
     layer, x = fsdp(Files, axis_name="y")(32), jnp.ones((ROWS, DIM))
     params = init_sharded(layer, mesh, jax.random.key(0), x, batch_axes=BATCH)
     run = on_mesh(layer.apply, mesh, True, (nn.get_partition_spec(params), P(BATCH)), P(BATCH))
@@ -336,7 +336,7 @@ def test_a_name_alone_makes_no_module_compute_from_shards(mesh):
     assert_allclose(run(params, x), want, rtol=1e-6)
 
 
-def test_a_kernel_of_another_vocabulary_is_refused(mesh):
+def test_lm_head_by_pieces_raises_for_a_kernel_of_another_vocabulary_size(mesh):
     hidden, _, labels = example()
     head, other = (fsdp(LMHead, axis_name="y")(size, by_pieces=True) for size in (VOCAB, VOCAB + 16))
     params = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
@@ -351,7 +351,7 @@ def from_outside(**options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_head_of_a_model_that_is_sharded_from_outside_trains_in_minibatches(mesh, check_vma):
+def test_lm_head_by_pieces_under_shard_modules_trains_in_minibatches(mesh, check_vma):
     """Minibatches with a scatter each train a head sharded from outside as on one device."""
     plain, batch = Model(), batch_of(VOCAB, rows=32)
     start = jax.jit(plain.init)(jax.random.key(0), batch)["params"]
@@ -370,7 +370,7 @@ def test_a_head_of_a_model_that_is_sharded_from_outside_trains_in_minibatches(me
     ],
     ids=["from outside", "in its source", "recomputed"],
 )
-def test_only_a_head_by_pieces_gathers_no_whole_kernel(mesh, make):
+def test_lm_head_by_pieces_lowers_without_a_gather_of_the_full_kernel(mesh, make):
     def sizes_gathered(**options):
         batch = batch_of(VOCAB)
         state = create_train_state(make(**options), KEPT, mesh, jax.random.key(0), batch, batch_axes=BATCH)
@@ -385,7 +385,7 @@ def test_only_a_head_by_pieces_gathers_no_whole_kernel(mesh, make):
 
 @pytest.mark.parametrize("make", [from_outside, partial(Model, partial(fsdp, axis_name=BATCH))], ids=["outside", "own"])
 @pytest.mark.parametrize("vocab, entries", [(VOCAB, 16), (37, 16), (8, 8)], ids=["vocabulary", "features", "one piece"])
-def test_a_plan_says_how_large_pieces_are(mesh, make, vocab, entries):
+def test_plan_lists_piece_bytes_of_an_lm_head_by_pieces(mesh, make, vocab, entries):
     rows = {}
     for by_pieces in (False, True):
         plan = plan_sharding(make(vocab=vocab, by_pieces=by_pieces), dict(mesh.shape), batch_of(vocab))
@@ -404,7 +404,7 @@ def test_a_plan_says_how_large_pieces_are(mesh, make, vocab, entries):
     ],
     ids=["blocks", "losses of its own"],
 )
-def test_a_plan_says_nothing_of_pieces_where_the_kernel_is_gathered_whole(mesh, wrap):
+def test_plan_lists_no_piece_bytes_for_a_kernel_gathered_in_full(mesh, wrap):
     model = Model(partial(wrap, axis_name=BATCH))
     row = plan_sharding(model, dict(mesh.shape), batch_of(VOCAB)).row("head/kernel")
     assert row.uses and not row.piece_bytes
@@ -432,7 +432,7 @@ def for_each_row(losses):
     ],
     ids=["blocks", "an axis of the model", "padded features", "a branch", "examples by themselves"],
 )
-def test_what_cannot_go_by_pieces_is_gathered_whole(mesh, around, fields):
+def test_cross_entropy_gathers_the_full_kernel_where_pieces_are_unsupported(mesh, around, fields):
     """The program without pieces is the program of a gathered kernel."""
     fields = {"names": (None, BATCH)} | fields
 
@@ -454,13 +454,13 @@ def test_what_cannot_go_by_pieces_is_gathered_whole(mesh, around, fields):
     assert "dot_general" in program(whole=True)
 
 
-def test_outside_of_shard_map_values_are_global():
+def test_chunked_cross_entropy_outside_shard_map_treats_a_sharded_box_as_global():
     hidden, kernel, labels = example()
     found = chunked_cross_entropy(hidden, Sharded(kernel, (None, BATCH)), labels, chunk_size=16)
     assert_array_equal(found.loss, chunked_cross_entropy(hidden, kernel, labels, chunk_size=16).loss)
 
 
-def test_a_gradient_within_the_loss_is_refused(mesh):
+def test_jax_grad_inside_a_loss_raises_for_a_kernel_by_pieces(mesh):
     """``jax.grad`` inside a loss raises: it would average the kernel's gradient, but no replicated leaf's."""
     model = Model(partial(fsdp, axis_name=BATCH))
     batch = batch_of(VOCAB)

@@ -119,7 +119,7 @@ def bits_equal(one, other):
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
-def test_every_flipped_bit_that_has_an_effect_is_found_and_its_device_named():
+def test_replayed_step_finds_each_effective_bit_flip_and_names_the_device():
     faults = Faults()
     plain, state, x = faulty_step(faults)
     step = replayed(plain, every=1)
@@ -149,7 +149,7 @@ def test_every_flipped_bit_that_has_an_effect_is_found_and_its_device_named():
         state, _ = step(state, x + trial, KEY)  # no alarm
 
 
-def test_the_update_is_that_of_the_step_and_only_every_kth_call_replays():
+def test_replayed_step_updates_as_the_plain_step_and_replays_every_kth_call():
     plain, state, x = faulty_step(Faults())
     step, other = replayed(plain, every=3), copied(state)
     for call in range(1, 7):
@@ -160,7 +160,7 @@ def test_the_update_is_that_of_the_step_and_only_every_kth_call_replays():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
-def test_both_computations_are_in_compiled_programs():
+def test_replay_programs_compile_all_products_of_the_step():
     plain, state, x = faulty_step(Faults())
     step = replayed(plain, every=1)
     args = state.replace(opt_state=()), x, KEY, None, {}
@@ -169,7 +169,7 @@ def test_both_computations_are_in_compiled_programs():
     assert products == [5, 5]  # two of the forward pass, two of the kernels' gradients, one of the activations
 
 
-def test_a_program_that_does_not_repeat_its_bits_is_no_alarm():
+def test_replayed_step_warns_of_a_nondeterministic_program_without_an_error():
     mesh, x = mesh_of(1, DEVICES), jnp.ones((16, 8))
 
     def loss(params, apply_fn, batch, rng):
@@ -189,7 +189,7 @@ def test_a_program_that_does_not_repeat_its_bits_is_no_alarm():
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"remat": True}, {"scan": False}], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_each_leaf_and_the_loss_have_a_digest(check_vma, options, minibatches):
+def test_replayed_step_computes_a_digest_of_each_gradient_leaf_and_the_loss(check_vma, options, minibatches):
     mesh, batch = mesh_of(2, 4), {"x": jnp.ones((32, 8)), "y": jnp.ones((32, 4))}
     state = create_train_state(Model(fsdp, **options), optax.sgd(0.1), mesh, KEY, batch["x"], batch_axes=AXES)
     step = replayed(make_train_step(mean_loss, mesh, AXES, minibatches, check_vma=check_vma), every=1)
@@ -216,7 +216,7 @@ def digests_of(step, state, batch):
     return run.leaves
 
 
-def test_on_one_device_a_wrong_run_is_found():
+def test_replayed_step_on_a_single_device_raises_for_a_differing_run():
     calls = []
 
     def second_is_wrong():
@@ -236,7 +236,7 @@ def test_on_one_device_a_wrong_run_is_found():
     assert isinstance(raised.value, DisagreementError)  # as a ReplicaError
 
 
-def test_both_processes_name_a_device_of_the_other_and_keep_the_state():
+def test_replayed_step_on_two_processes_names_the_faulty_device_on_both():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -255,7 +255,7 @@ def test_both_processes_name_a_device_of_the_other_and_keep_the_state():
         assert set(of_process["named"]["leaves"]) == {"grads/kernel", "grads/bias", "loss"}
 
 
-def test_wrong_arguments_are_refused():
+def test_replayed_raises_for_invalid_step_every_or_abstract_mesh():
     plain, *_ = faulty_step(Faults())
     with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
         replayed(jax.jit(lambda state, batch, rng: (state, {})))

@@ -73,7 +73,7 @@ def on_one_device():
     return params, metrics["loss"]
 
 
-def test_a_loop_under_plain_jit_is_that_of_one_device(mesh):
+def test_data_parallel_loop_under_plain_jit_matches_a_single_device(mesh):
     dp = DataParallel()
     data_sharding = dp.create_data_parallel_sharding(mesh)
     model, params, optimizer_state = linear()
@@ -95,7 +95,7 @@ def test_a_loop_under_plain_jit_is_that_of_one_device(mesh):
 
 
 @pytest.mark.parametrize("how", ["pmap", "shard_map", "shard_map, check_vma=False"])
-def test_a_loop_with_a_step_for_each_device_is_that_of_one_device(mesh, how):
+def test_data_parallel_loop_with_pmap_or_shard_map_matches_a_single_device(mesh, how):
     """The documented ``pmap`` loop equals one device; rows differ by device, so a missing reduction shows."""
     model, params, optimizer_state = linear()
 
@@ -148,7 +148,7 @@ def trained_nnx(place, prepare=lambda model: None):
     return nnx.to_pure_dict(nnx.state(model)), metrics
 
 
-def test_a_loop_of_nnx_without_jit_is_that_of_one_device(mesh):
+def test_data_parallel_nnx_loop_without_jit_matches_a_single_device(mesh):
     dp = DataParallel()
     data_sharding = dp.create_data_parallel_sharding(mesh)
 
@@ -167,7 +167,7 @@ def test_a_loop_of_nnx_without_jit_is_that_of_one_device(mesh):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_sum_of_gradients_is_the_gradient_of_the_sum_over_all_rows(check_vma):
+def test_all_reduce_gradients_with_sum_gives_the_gradient_of_the_sum_over_rows(check_vma):
     x, w = jnp.asarray(BATCHES[0]["data"]), jnp.arange(6.0)
     loss = lambda w, x: jnp.sum((x @ w) ** 2)  # noqa: E731
 
@@ -178,7 +178,7 @@ def test_a_sum_of_gradients_is_the_gradient_of_the_sum_over_all_rows(check_vma):
     np.testing.assert_allclose(got, jax.grad(loss)(w, x), rtol=1e-5)
 
 
-def test_a_state_is_copied_or_split_as_shard_params_would(mesh):
+def test_shard_model_state_replicates_or_splits_as_shard_params_does(mesh):
     state = {"w": jnp.ones((6, 16)), "odd": jnp.ones((3, 5)), "small": jnp.ones(8), "count": jnp.int32(2)}
     split = DataParallel.shard_model_state(state, mesh, "shard", min_weight_size=9)
     assert {name: leaf.sharding.spec for name, leaf in split.items()} == {
@@ -216,7 +216,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("fails, error, match", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused(mesh, fails, error, match):
+def test_data_parallel_methods_raise_for_invalid_arguments(mesh, fails, error, match):
     with pytest.raises(error, match=match):
         fails(mesh)
 
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_refused(mesh, fails, error, match):
 # -------------------------------------------------------------------------------------------------------------- metrics
 
 
-def test_a_number_with_an_operation_of_its_own_is_that_of_each_device():
+def test_reduce_custom_under_pmap_reduces_python_numbers_over_devices():
     """``reduce_custom`` sums a Python number over devices, as documented."""
 
     @partial(jax.pmap, axis_name="batch")
@@ -239,14 +239,14 @@ def test_a_number_with_an_operation_of_its_own_is_that_of_each_device():
     assert out["deep"]["n"].tolist() == [[0, 8]] * 8
 
 
-def test_of_global_arrays_a_number_has_nothing_to_be_summed():
+def test_reduce_custom_outside_pmap_raises_for_a_sum_of_a_plain_number():
     with pytest.raises(ValueError, match=r"reduce_fn\['deep/n'\] is 'sum', but that metric is 2, a number with no ent"):
         metrics.reduce_custom({"deep": {"n": 2}}, {"deep": {"n": "sum"}})
     out = metrics.reduce_custom({"n": 2, "m": 3, "x": np.arange(3)}, {"m": "max", "n": None, "x": "sum"})
     assert (out["n"], out["m"], out["x"]) == (2, 3, 3)
 
 
-def test_a_metric_says_what_it_computes():
+def test_metric_subclass_with_an_accumulator_computes_the_value():
     class Loss(Metric[jax.Array]):
         def __init__(self):
             self.total = MetricAccumulator(0.0)
@@ -262,7 +262,7 @@ def test_a_metric_says_what_it_computes():
     assert loss.compute().shape == () and float(loss.compute()) == 2
 
 
-def test_the_parts_of_a_compose_are_there_by_name():
+def test_compose_gives_access_to_parts_by_name_and_raises_for_unknown_names():
     parts = {"loss": WeightedMean(), "peak": Max()}
     assert all(Compose(parts)[name] is part for name, part in parts.items())
     with pytest.raises(KeyError, match="los"):
@@ -272,7 +272,7 @@ def test_the_parts_of_a_compose_are_there_by_name():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("arrange", ["one-hot", "one-hot floats", "bools", "a dim of 1"])
-def test_labels_are_numbers_of_any_arrangement(arrange, top_k):
+def test_confusion_matrix_accepts_class_index_onehot_and_boolean_labels(arrange, top_k):
     scores, labels = jax.random.normal(jax.random.key(0), (6, 8, 4)), np.arange(48).reshape(6, 8) % 5 - 1  # -1 is none
     one_hot = labels[..., None] == np.arange(4)
     arranged = {"a dim of 1": labels[..., None], "bools": one_hot, "one-hot": one_hot.astype(int)}
@@ -284,14 +284,14 @@ def test_labels_are_numbers_of_any_arrangement(arrange, top_k):
     assert 0.1 < want["top"] < 0.9
 
 
-def test_labels_that_are_neither_numbers_nor_one_hot_show():
+def test_confusion_matrix_of_smoothed_labels_gives_nan():
     metric = ConfusionMatrix(Multiclass(2), {"top1": Accuracy()})
     scores, smoothed = jnp.eye(2), jnp.array([[0.9, 0.1], [0, 1]])
     assert np.isnan(metric.result(metric.observe(scores, smoothed))["top1"])
     assert metric.result(metric.observe(scores, smoothed, np.array([0, 1])))["top1"] == 1  # guard: the valid row
 
 
-def test_compute_is_one_program_that_is_compiled_once():
+def test_stateful_metric_compute_compiles_a_single_program_once():
     metric = StatefulMetric(BinnedRanking(bins=10))
     programs = []
     for scores, want in (([0.9, 0.4, 0.6, 0.1], 3 / 4), ([0.2, 0.3, 0.8, 0.7], 0)):

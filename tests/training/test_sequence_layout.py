@@ -130,7 +130,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_contradicts_the_layout_of_a_step_is_refused(case, mesh):
+def test_train_and_eval_steps_raise_for_a_contradicting_sequence_layout(case, mesh):
     model, batch, options, match = REFUSED[case]
     modes = [{"check_vma": True}, {"check_vma": False}, {"is_evaluation": True}]
     for mode in modes:
@@ -138,7 +138,7 @@ def test_what_contradicts_the_layout_of_a_step_is_refused(case, mesh):
             traced(mesh, model, batch, **options, **mode)
 
 
-def test_two_sequences_are_not_laid_out():
+def test_make_train_step_raises_for_two_sequence_axes_with_zigzag_layout():
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "cp": 2, "w": 2})
     with pytest.raises(ValueError, match=r"splits other dims over \('cp',\) and over \('w',\); the tokens of one"):
         make_train_step(
@@ -147,14 +147,14 @@ def test_two_sequences_are_not_laid_out():
 
 
 @pytest.mark.parametrize("batch", [BATCH, ZIGZAG], ids=["natural", "laid out"])
-def test_a_batch_that_was_laid_out_is_not_exchanged(batch, mesh):
+def test_batch_already_in_zigzag_layout_needs_no_ppermute(batch, mesh):
     """A batch in zigzag layout needs no exchange, and every argument may name the same layout."""
     placed = shard_batch(batch, mesh, batch_spec=SPEC)
     found = traced(mesh, Model("zigzag", "zigzag"), placed, layout="zigzag")
     assert str(found.jaxpr).count("ppermute[") == (2 if batch is BATCH else 0)  # attention gathers keys
 
 
-def test_on_one_device_of_the_sequence_any_layout_is_natural():
+def test_layouts_on_a_sequence_axis_of_size_1_need_no_ppermute():
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "cp": 1}, devices=jax.devices()[:4])
     for batch in (BATCH, to_zigzag(BATCH, 1)):
         for layout in (None, "zigzag"):

@@ -17,7 +17,7 @@ class MyState(TrainState):
     key: jax.Array
 
 
-def test_one_line_has_the_step_and_what_each_device_keeps():
+def test_repr_of_a_train_state_has_the_step_and_bytes_per_device():
     state = create_train_state(*ARGUMENTS, batch_axes=AXES)
     kept = f"{format_bytes(bytes_per_device(state.params))} per device, leaves: {len(jax.tree.leaves(state.params))}"
     assert re.fullmatch(rf"<TrainState at step 0: params [^;,]*, {kept}; opt_state [^;]*>", repr(state))
@@ -25,12 +25,12 @@ def test_one_line_has_the_step_and_what_each_device_keeps():
     assert repr(abstract) == repr(state).replace("at step 0", "without values")
 
 
-def test_a_notebook_shows_a_table():
+def test_repr_html_of_a_train_state_is_a_table():
     html = create_train_state(*ARGUMENTS, batch_axes=AXES)._repr_html_()
     assert all(text in html for text in ("<pre", "TrainState at step 0", "params", "opt_state", "per device"))
 
 
-def test_traced_deleted_and_missing_values_are_shown_too():
+def test_repr_of_a_train_state_works_for_traced_deleted_and_missing_values():
     state = create_train_state(*ARGUMENTS, batch_axes=AXES)
     seen = []
     jax.eval_shape(lambda state: seen.append(repr(state)), state)
@@ -40,7 +40,7 @@ def test_traced_deleted_and_missing_values_are_shown_too():
     assert all(text.startswith("<TrainState without values: params ") for text in seen)
 
 
-def test_a_state_with_fields_of_its_own_is_as_short():
+def test_repr_of_a_train_state_subclass_stays_short():
     params = {"kernel": jnp.ones((64, 64))}
     mine = MyState.create(apply_fn=None, params=params, tx=optax.adam(1e-3), key=jax.random.key(0))
     assert repr(mine).startswith("<MyState at step 0: params 16 KiB") and len(repr(mine)) < 200

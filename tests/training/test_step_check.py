@@ -143,7 +143,7 @@ MISTAKES = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found_and_named(mistake, mesh, state):
+def test_check_step_finds_and_names_a_mistake_in_a_custom_step(mistake, mesh, state):
     grads_of, check_vma, says = MISTAKES[mistake]
     found = check_step(own_step(grads_of, mesh, state.params, check_vma), state, BATCH, KEY, loss_fn=mean_loss)
     assert not found.ok and found.compared == "gradients"
@@ -153,7 +153,7 @@ def test_a_mistake_is_found_and_named(mistake, mesh, state):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("grads_of", [right, then(sync, of_jax), then(sync, right)], ids=["ours", "jax", "twice"])
-def test_a_right_step_is_found_right(grads_of, check_vma, mesh, state):
+def test_check_step_finds_correct_custom_steps_right(grads_of, check_vma, mesh, state):
     found = check_step(own_step(grads_of, mesh, state.params, check_vma), state, BATCH, KEY, loss_fn=mean_loss)
     assert found.ok, str(found)
     assert max(abs(leaf.ratio - 1) for leaf in found.leaves) < 1e-5 and max(leaf.error for leaf in found.leaves) < 1e-5
@@ -188,12 +188,12 @@ def uneven_mean(params, apply_fn, batch, rng):
         (uneven_mean, "The step minimises another mean. Where examples have weights"),
     ],
 )
-def test_a_loss_that_is_no_mean_of_the_batch_is_found(loss, says, mesh, state):
+def test_check_step_finds_a_loss_other_than_a_mean_of_the_batch(loss, says, mesh, state):
     found = check_step(make_train_step(loss, mesh, AXES), state, BATCH, KEY)
     assert not found.ok and re.search(says, in_one_line(found)), str(found)
 
 
-def test_the_ready_step_is_right_whatever_it_is_told(mesh, state):
+def test_check_step_finds_make_train_step_with_all_options_right(mesh, state):
     with_aux = lambda params, apply_fn, batch, rng: (weighted_loss(params, apply_fn, batch), {"x": 1.0})  # noqa: E731
     step = make_train_step(with_aux, mesh, AXES, 2, weighted=True, has_aux=True)
     found = check_step(step, state, BATCH, KEY)
@@ -203,7 +203,7 @@ def test_the_ready_step_is_right_whatever_it_is_told(mesh, state):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("tx, compared", [(optax.adam(0.1), "updates"), (optax.sgd(0.1), "updates")])
-def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradients(tx, compared, mesh, state):
+def test_check_step_compares_updates_for_a_step_with_a_custom_optimizer(tx, compared, mesh, state):
     own = state.replace(tx=tx, opt_state=sharded_opt_state(tx, state.params, mesh))
     check = partial(check_step, state=own, batch=BATCH, rng=KEY, loss_fn=mean_loss)
     for grads_of, ok in [(right, True), (of_jax, False)]:
@@ -213,7 +213,7 @@ def test_a_step_with_its_own_optimizer_is_compared_by_what_that_makes_of_gradien
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_rounding_alone_is_not_looked_at(mesh):
+def test_check_step_skips_a_gradient_of_pure_rounding(mesh):
     """``check_step`` skips the gradient of attention's key bias, pure rounding because softmax is shift-invariant."""
 
     class Net(nn.Module):
@@ -261,12 +261,12 @@ def of_products(params, apply_fn, batch, rng):
     ],
     ids=["right", "summed", "twice"],
 )
-def test_a_mistake_in_a_step_of_one_leaf_is_found(options, verdict, finding):
+def test_check_step_finds_a_mistake_in_a_step_with_a_single_leaf(options, verdict, finding):
     found = checked_step_of_one_leaf(**options)
     assert found.verdict == verdict and finding in in_one_line(found)
 
 
-def test_a_number_of_devices_is_read_from_a_ratio():
+def test_multiple_of_a_ratio_names_the_mesh_axes_of_a_wrong_sum_or_division():
     ratios = {ratio: Multiple.of(ratio, {"dp": 2, "fsdp": 4}, 1e-3) for ratio in (1.0, 4.0, 8.0, 0.5, 3.0)}
     assert [(found.kind, found.over) for found in ratios.values()] == [
         ("equal", ()),
@@ -277,11 +277,11 @@ def test_a_number_of_devices_is_read_from_a_ratio():
     ]
 
 
-def test_a_ratio_to_nothing_is_1_of_nothing_and_infinite_of_anything():
+def test_ratio_to_zero_is_1_for_zero_and_infinite_otherwise():
     assert [_ratio(got, right) for got, right in ((1.0, 4.0), (0.0, 0.0), (2.0, 0.0))] == [0.25, 1.0, math.inf]
 
 
-def test_copies_of_a_leaf_that_differ_between_devices_are_found():
+def test_copies_differ_finds_replicas_of_a_leaf_with_unequal_values():
     sharding = NamedSharding(mesh_of(1, 2), P())
     for second, differ in ((1.0, ()), (2.0, ("fsdp",))):
         copies = [jax.device_put(x, device) for x, device in zip((1.0, second), jax.devices(), strict=False)]
@@ -289,7 +289,7 @@ def test_copies_of_a_leaf_that_differ_between_devices_are_found():
         assert copies_differ(value) == bool(differ) and differ_along(value) == differ
 
 
-def test_a_step_that_calls_its_optimizer_twice_is_found(mesh, state):
+def test_check_step_finds_a_step_calling_the_optimizer_twice(mesh, state):
     def twice(state, batch, rng):
         _, grads = on_mesh(state.params, batch)
         grads = unbox(grads)
@@ -304,7 +304,7 @@ def test_a_step_that_calls_its_optimizer_twice_is_found(mesh, state):
     assert "the step calls its optimizer 2 times" in in_one_line(found)
 
 
-def test_the_tolerance_is_that_of_rounding():
+def test_compare_leaves_accepts_rounding_and_rejects_larger_differences():
     """A relative difference of 1e-4 (ratio, direction, zero leaf) is an error, 1e-6 is rounding."""
     right = {"w": np.array([1.0, 2.0, -3.0]), "zero": np.zeros(3)}
 

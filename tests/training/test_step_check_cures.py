@@ -77,7 +77,7 @@ PAIRS = {  # name: (wrong loss, message, corrected loss)
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_loss_that_is_no_mean_over_rows_gets_a_cure_that_works(name, state):
+def test_check_step_suggests_a_working_cure_for_a_loss_without_row_mean(name, state):
     wrong, says, right = PAIRS[name]
     found = check(wrong, state)
     assert found.verdict == "wrong"
@@ -86,7 +86,7 @@ def test_a_loss_that_is_no_mean_over_rows_gets_a_cure_that_works(name, state):
         assert (cured := check(right, state, check_vma)).verdict == "right", str(cured)
 
 
-def test_minibatches_that_change_a_loss_are_named(state):
+def test_check_step_names_num_minibatches_as_cause_of_a_changed_loss(state):
     found = check(PAIRS["covariance"][2], state, num_minibatches=2)
     assert found.verdict == "wrong" and "num_minibatches=2 changes it" in in_one_line(found), str(found)
 
@@ -103,7 +103,7 @@ def test_minibatches_that_change_a_loss_are_named(state):
         (lambda p, f, b, r: squared(p, f, b).sum() + sum(map(jnp.sum, jax.tree.leaves(p))), "A part of it is a sum"),
     ],
 )
-def test_what_has_no_gradient_and_what_is_in_part_a_sum_is_named(loss, says, state):
+def test_check_step_names_zero_gradients_and_a_loss_with_a_sum_as_part(loss, says, state):
     found = check(loss, state, check_vma=False)  # with types on a loss of no parameters is refused
     assert found.verdict == "wrong"
     assert re.search(says, in_one_line(found)), str(found)

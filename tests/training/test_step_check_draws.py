@@ -56,7 +56,7 @@ def check(loss, state=None, **options):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rate, minibatches", [(0.1, 1), (0.8, 2)])
-def test_a_mean_is_right_and_a_sum_exactly_that_many_times_off_at_any_dropout(rate, minibatches):
+def test_check_step_with_dropout_accepts_a_mean_and_gives_the_exact_ratio_of_a_sum(rate, minibatches):
     state = state_of(Net(rate))
     right = check(loss_by(jnp.mean), state, num_minibatches=minibatches)
     assert right.verdict == "right", str(right)
@@ -66,21 +66,21 @@ def test_a_mean_is_right_and_a_sum_exactly_that_many_times_off_at_any_dropout(ra
     np.testing.assert_allclose([leaf.ratio for leaf in wrong.leaves], 1 / 8 / minibatches, rtol=1e-5)
 
 
-def test_other_keys_than_the_devices_would_be_noticed(monkeypatch):
+def test_guard_check_step_with_other_dropout_keys_than_the_devices_is_wrong(monkeypatch):
     monkeypatch.setattr(one_device, "_key_of", lambda rng, *at: jax.random.fold_in(rng, 7))
     found = check(loss_by(jnp.mean))
     assert found.verdict == "wrong" and "no multiple of the right ones" in " ".join(str(found).split())
 
 
 @pytest.mark.slow
-def test_without_the_comparison_of_slices_a_sum_would_be_right(monkeypatch):
+def test_guard_check_step_without_slice_comparison_accepts_a_sum_loss(monkeypatch):
     equal = lambda self, key, mean, whole, *rest: (Multiple("equal"), [leaf_of(path) for path in mean.grads], [])  # noqa: E731
     leaf_of = lambda path: comparison.LeafCheck(path, (), 1.0, 0.0, 0.0)  # noqa: E731
     monkeypatch.setattr(checker.Comparison, "objective", equal)
     assert check(loss_by(jnp.sum)).verdict == "right"
 
 
-def test_draws_that_go_by_a_row_s_position_are_no_statistic():
+def test_check_step_judges_random_draws_by_row_position_exactly():
     """Draws by row position, as stratified times of diffusion models, are judged exactly."""
 
     def loss(params, apply_fn, batch, rng, reduce=jnp.mean):
@@ -96,7 +96,7 @@ def test_draws_that_go_by_a_row_s_position_are_no_statistic():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("reduce", [lambda x: x[:-1].mean(), jnp.max], ids=["without the last row", "the worst row"])
-def test_a_row_s_weight_is_not_taken_for_a_draw_that_goes_by_its_position(reduce):
+def test_check_step_does_not_mistake_row_weights_for_draws_by_position(reduce):
     found = check(loss_by(reduce))
     assert found.verdict == "wrong" and "no mean over rows" in " ".join(str(found).split())
 
@@ -105,7 +105,7 @@ def test_a_row_s_weight_is_not_taken_for_a_draw_that_goes_by_its_position(reduce
 @pytest.mark.parametrize(
     "options", [{"gather_dtype": "int8"}, {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}], ids=str
 )
-def test_narrow_traffic_is_rounding_and_no_fault(options):
+def test_check_step_accepts_rounding_of_int8_and_bfloat16_communication(options):
     """``check_step`` compares weights as gathered; narrow sums may err by rounding, far below any factor."""
     wrap = fsdp(replicas=Replicas("dp", reduce_dtype="int8"), **options)
     state = state_of(Net(wrap=wrap))
@@ -144,14 +144,14 @@ def of_its_own(rng, count):
 
 
 @pytest.mark.parametrize("factor, verdict", [(1.0, "right"), (0.125, "wrong")])
-def test_a_step_of_one_s_own_is_compared_exactly_whatever_it_makes_of_its_key(factor, verdict):
+def test_check_step_compares_a_custom_step_exactly_for_any_use_of_the_key(factor, verdict):
     step, state = own_step(by_index, factor)
     found = check_step(step, state, BATCH, KEY, loss_fn=loss_by(jnp.mean))
     assert found.verdict == verdict, str(found)
     np.testing.assert_allclose([leaf.ratio for leaf in found.leaves], factor, rtol=1e-5)
 
 
-def test_keys_that_nobody_can_follow_are_never_right_by_default(monkeypatch):
+def test_check_step_of_untraceable_keys_leaves_the_verdict_open_instead_of_right(monkeypatch):
     """With few keys the means are too uncertain: the verdict is "cannot tell", and names the missing input."""
     monkeypatch.setattr(comparison, "MOST_KEYS", 8)
     step, state = own_step(of_its_own)
@@ -175,7 +175,7 @@ def sample_of(factor, rest, noise):
     "factor, rest, noise, known, equal",
     [(1, 0, 1.0, True, True), (0.125, 0, 1.0, True, False), (1, 1, 0.5, True, False), (1, 0, 1e3, False, None)],
 )
-def test_means_over_keys_tell_what_they_can(factor, rest, noise, known, equal):
+def test_ratios_over_keys_are_known_unless_the_noise_is_too_large(factor, rest, noise, known, equal):
     found, count = comparison.ratios(sample_of(factor, rest, noise))
     ratio = found["w"]
     assert ratio.is_known == known and (known or count == comparison.MOST_KEYS)
@@ -183,7 +183,7 @@ def test_means_over_keys_tell_what_they_can(factor, rest, noise, known, equal):
         assert (np.hypot(ratio.value - 1, ratio.rest) <= ratio.allowed) == equal, ratio
 
 
-def test_constant_keys_draw_the_same_whatever_the_shape_and_the_folds():
+def test_constant_key_draws_equal_values_for_any_shape_fold_or_split():
     for u in CHOICES:
         key = constant_key(u)
         for own in (
@@ -199,7 +199,7 @@ def test_constant_keys_draw_the_same_whatever_the_shape_and_the_folds():
     assert jax.random.poisson(jax.random.key(0), 3.0) >= 0
 
 
-def test_draws_from_other_keys_are_seen():
+def test_traced_detects_draws_from_the_given_key_and_from_other_keys():
     other = jax.random.key(1)
     draw = lambda key, x: x + jax.random.normal(key, x.shape)  # noqa: E731
     mine, x = constant_like({"dropout": KEY})["dropout"], jnp.ones(3)

@@ -72,14 +72,14 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_step_does_behind_its_optimizer_is_found(name, state):
+def test_check_step_finds_changes_to_params_or_opt_state_outside_the_optimizer(name, state):
     change, verdict, says = CHANGES[name]
     found, text = said(after(change), state)
     assert found.verdict == verdict, text
     assert re.search(says, text), text
 
 
-def test_a_record_reads_like_the_state_and_is_of_the_same_training(state):
+def test_recorded_state_reads_like_the_state_and_trains_equally(state):
     kept = recorded_state(state, mesh_of(2, 4))
     assert kept.opt_state[0].count == 0 and len(kept.opt_state) == len(state.opt_state)
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
@@ -92,7 +92,7 @@ def test_a_record_reads_like_the_state_and_is_of_the_same_training(state):
     assert all(moved)  # guard: records of an idle optimizer would be equal
 
 
-def test_a_state_is_compared_leaf_by_leaf_and_counts_to_the_bit():
+def test_of_state_compares_opt_state_leaves_with_tolerance_and_counts_exactly():
     right = {"0/count": np.int32(1), "0/mu/w": np.array([1.0, 2.0], np.float32), "1/hyperparams/learning_rate": 0.1}
     before = {"0/count": np.int32(0), "0/mu/w": np.zeros(2, np.float32), "1/hyperparams/learning_rate": 0.1}
 
@@ -108,14 +108,14 @@ def test_a_state_is_compared_leaf_by_leaf_and_counts_to_the_bit():
     assert "other leaves" in " ".join(of_state({}, right, before, lambda: right, 1e-7))
 
 
-def test_numbers_too_small_for_a_dtype_are_no_difference_and_keys_are_compared():
+def test_compared_alone_ignores_subnormal_values_and_same_bits_compares_keys():
     tiny = {"nu": np.full(3, 1e-40, np.float32)}
     (leaf,) = compared_alone({"nu": np.zeros(3, np.float32)}, tiny, lambda: tiny, 1e-7)
     assert leaf.is_equal
     assert same_bits(KEY, jax.random.key(0)) and not same_bits(KEY, jax.random.key(1))
 
 
-def test_an_optimizer_that_cannot_run_on_one_device_leaves_the_verdict_open(state):
+def test_check_step_leaves_the_verdict_open_for_an_optimizer_failing_on_a_single_device(state):
     def update(updates, opt_state, params=None):
         if jax.typeof(jax.tree.leaves(updates)[0]).sharding.mesh.size == 1:
             raise RuntimeError("on a mesh alone")

@@ -21,12 +21,12 @@ def sample():
 
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("entry, setting", list(sample()))
-def test_the_verdict_is_not_false_and_names_the_cause(entry, setting):
+def test_check_step_verdict_on_a_corpus_entry_is_correct_and_names_the_cause(entry, setting):
     outcome = outcome_of(entry, setting)
     assert column(outcome) not in FAULTS, (str(setting), outcome)
 
 
-def test_a_label_that_is_not_so_would_be_seen():
+def test_guard_is_proved_fails_for_corpus_entries_with_a_wrong_label():
     wrong = next(entry for entry in ENTRIES if entry.verdict == "wrong")
     right = next(entry for entry in ENTRIES if entry.verdict == "right")
     for entry in (wrong, right):
@@ -36,20 +36,20 @@ def test_a_label_that_is_not_so_would_be_seen():
 
 
 @pytest.mark.parametrize("index", range(len(ENTRIES)), ids=lambda index: ENTRIES[index].title)
-def test_the_kept_outcomes_have_every_entry_and_no_false_verdict(index):
+def test_recorded_outcomes_cover_each_corpus_entry_without_false_verdicts(index):
     kept = KEPT.get(ENTRIES[index].title, {})
     assert list(kept)[:ROUNDS] == [str(setting) for setting in in_rounds(index)[:ROUNDS]]
     faults = {setting: outcome for setting, outcome in kept.items() if column(outcome) in FAULTS}
     assert not faults, faults
 
 
-def test_the_kept_rounds_have_every_dropout_and_both_modes_and_apis():
+def test_recorded_outcomes_cover_all_dropout_rates_vma_modes_and_apis():
     kept = [setting for i, entry in enumerate(ENTRIES) for setting in in_rounds(i)[: len(KEPT[entry.title])]]
     rates, modes, apis = (set(values) for values in zip(*(setting[:3] for setting in kept), strict=True))
     assert (rates, modes, apis) == ({0.0, 0.1, 0.5, 0.8}, {True, False}, {"linen", "nnx"})
 
 
-def test_the_corpus_is_as_large_as_its_page_says():
+def test_corpus_of_step_verdicts_has_the_documented_size():
     verdicts = [entry.verdict for entry in ENTRIES]
     assert verdicts.count("wrong") >= 40 and verdicts.count("right") >= 30
     assert len({entry.title for entry in ENTRIES}) == len(ENTRIES) and KEPT.keys() == {e.title for e in ENTRIES}

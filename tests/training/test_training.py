@@ -75,7 +75,7 @@ def global_weighted_mean(params, apply_fn, batch):
 
 @pytest.mark.one_in(2)
 @BOTH_MODES
-def test_averages_are_known_again_and_not_divided_twice(check_vma):
+def test_repeated_sync_gradients_does_not_divide_an_average_twice(check_vma):
     """``sync_gradients`` divides its averages once; a scaled copy counts as a sum under ``check_vma=True``."""
 
     def again(params, batch, changed=False):
@@ -96,7 +96,7 @@ def test_averages_are_known_again_and_not_divided_twice(check_vma):
     assert check_vma != np.allclose(bias, want["Dense_0"]["bias"], rtol=0.1)  # guard: a scaled average counts as a sum
 
 
-def test_what_is_known_of_averages_goes_when_they_go():
+def test_records_of_averaged_gradients_are_dropped_with_the_arrays():
     grads = run_grads(lambda p, b: (jnp.float32(0), sync_gradients(p, AXES)), mesh_of(1, 1), True)
     gc.collect()
     assert not any(average() is not None for average, _ in gather._averages.known)
@@ -109,7 +109,7 @@ def test_what_is_known_of_averages_goes_when_they_go():
     [(2, 4, weighted, check_vma) for weighted in (False, True) for check_vma in (True, False)]
     + [(1, 8, False, True), (1, 8, True, False), (8, 1, False, False), (8, 1, True, True), (1, 1, True, True)],
 )
-def test_value_and_grad_is_that_of_the_whole_batch(weighted, dp, fsdp_size, check_vma):
+def test_value_and_grad_matches_the_gradient_of_the_global_batch(weighted, dp, fsdp_size, check_vma):
     loss = weighted_loss if weighted else mean_loss
     fn = value_and_grad(lambda p, b: loss(p, WRAPPED.apply, b), AXES, weighted=weighted)
     got_loss, got = run_grads(fn, mesh_of(dp, fsdp_size), check_vma)
@@ -118,7 +118,7 @@ def test_value_and_grad_is_that_of_the_whole_batch(weighted, dp, fsdp_size, chec
     assert_same_params(got, want)
 
 
-def test_a_mean_of_means_would_be_wrong_where_weights_differ():
+def test_guard_mean_of_device_means_differs_from_the_global_weighted_mean():
     """Guard of the weighted case: devices have different weights, and one device has weight 0."""
     weights = BATCH["weight"].reshape(8, 2).sum(1)
     assert weights.min() == 0 and len(set(weights.tolist())) > 4
@@ -129,7 +129,7 @@ def test_a_mean_of_means_would_be_wrong_where_weights_differ():
 
 @pytest.mark.one_in(2)
 @BOTH_MODES
-def test_no_weight_at_all_gives_zero_and_not_nan(check_vma):
+def test_weighted_loss_with_zero_total_weight_gives_zero_instead_of_nan(check_vma):
     batch = {**BATCH, "weight": jnp.zeros(16)}
     fn = value_and_grad(lambda p, b: weighted_loss(p, WRAPPED.apply, b), AXES, weighted=True)
     loss, grads = run_grads(fn, mesh_of(2, 4), check_vma, batch=batch)
@@ -138,7 +138,7 @@ def test_no_weight_at_all_gives_zero_and_not_nan(check_vma):
 
 @pytest.mark.one_in(2)
 @BOTH_MODES
-def test_a_weight_that_is_a_python_number_counts_on_every_device(check_vma):
+def test_weight_given_as_a_python_number_counts_on_every_device(check_vma):
     def loss(params, batch):
         return len(batch["x"]) * mean_loss(params, WRAPPED.apply, batch), len(batch["x"])
 
@@ -147,14 +147,14 @@ def test_a_weight_that_is_a_python_number_counts_on_every_device(check_vma):
     assert_same_params(got, whole_batch(mean_loss)[1])
 
 
-def test_the_weight_is_a_constant_to_the_gradient():
+def test_weight_of_a_weighted_loss_is_constant_in_the_gradient():
     """The weight is a constant for the gradient; otherwise the gradient of w x / w would be 0."""
     step = value_and_grad(lambda w, x: (jnp.sum(w * x), w * jnp.sum(x)), AXES, weighted=True)
     loss, grad = on_mesh(step, mesh_of(2, 4), True, (P(), P(AXES)), P())(jnp.float32(2), jnp.arange(16.0))
     assert_allclose([loss, grad], [1, 1 / 2], rtol=1e-6)
 
 
-def test_of_narrow_losses_and_leaves_sums_over_devices_run_in_float32():
+def test_sums_of_bfloat16_losses_and_gradients_over_devices_run_in_float32():
     step = value_and_grad(lambda w, x: (jnp.sum(w * x), 257.0), "fsdp", weighted=True)  # 256 in bfloat16
     run = on_mesh(step, mesh_of(1, 1), True, (P(), P("fsdp")), P())
     assert run(jnp.bfloat16(1), jnp.full(1, 256, jnp.bfloat16))[0] == jnp.bfloat16(256 / 257)
@@ -165,7 +165,7 @@ def test_of_narrow_losses_and_leaves_sums_over_devices_run_in_float32():
     assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} == {"float32"}
 
 
-def test_aux_is_what_this_device_computed():
+def test_value_and_grad_returns_the_local_aux_of_each_device():
     def local(params, batch):
         fn = value_and_grad(lambda p, b: (mean_loss(p, WRAPPED.apply, b), jnp.sum(b["x"])), AXES, has_aux=True)
         (_, aux), _ = fn(params, batch)
@@ -177,7 +177,7 @@ def test_aux_is_what_this_device_computed():
     assert_allclose(got, BATCH["x"].reshape(8, -1).sum(1), rtol=1e-4, atol=1e-5)
 
 
-def test_without_types_a_loss_that_is_already_averaged_gives_the_same():
+def test_value_and_grad_without_check_vma_accepts_an_already_averaged_loss():
     fn = value_and_grad(lambda p, b: lax.pmean(mean_loss(p, WRAPPED.apply, b), AXES), AXES)
     loss, grads = run_grads(fn, mesh_of(2, 4), check_vma=False)
     assert_allclose(loss, whole_batch(mean_loss)[0], rtol=1e-5)
@@ -185,7 +185,7 @@ def test_without_types_a_loss_that_is_already_averaged_gives_the_same():
 
 
 @pytest.mark.parametrize("axes, batch, missing, size", [("dp", "dp", "fsdp", 4), ("fsdp", AXES, "dp", 2)], ids=str)
-def test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it(axes, batch, missing, size):
+def test_value_and_grad_raises_for_a_batch_axis_missing_from_axis_names(axes, batch, missing, size):
     """Batch axes that omit an axis raise: gradients of replicated leaves would be sums over the omitted axis."""
     mesh = mesh_of(2, 4)
     params = boxed_params(mesh)
@@ -201,7 +201,7 @@ def test_an_axis_that_is_left_out_is_refused_where_the_type_shows_it(axes, batch
 
 
 @pytest.mark.filterwarnings("ignore:.scale., and 1 of 1 parameters in all, are trained in float16")
-def test_the_gradient_norm_of_narrow_gradients_is_summed_in_float32():
+def test_grad_norm_of_float16_gradients_is_summed_in_float32():
     class Half(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -214,7 +214,7 @@ def test_the_gradient_norm_of_narrow_gradients_is_summed_in_float32():
     assert_allclose(metrics["grad_norm"], 300 * 8, rtol=1e-3)  # the square exceeds float16
 
 
-def test_plain_grad_and_one_sync_give_the_same_in_both_modes():
+def test_jax_grad_with_a_single_sync_gradients_is_exact_in_both_vma_modes():
     for check_vma in (True, False):
 
         def local(params, batch):
@@ -239,7 +239,7 @@ def test_rng_folded_over_axes_differs_on_every_device():
     "weighted, count, check_vma",
     [(False, 2, True), (False, 2, False), (True, 2, True), (True, 2, False), (True, 1, True)],
 )
-def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_vma):
+def test_accumulate_gradients_matches_the_gradient_of_the_global_batch(weighted, count, check_vma):
     loss = weighted_loss if weighted else mean_loss
 
     def local(params, batch):
@@ -252,7 +252,7 @@ def test_accumulation_is_the_gradient_of_the_whole_batch(weighted, count, check_
     assert_same_params(got, want)
 
 
-def test_aux_of_a_weighted_loss_is_divided_by_the_weight_of_the_batch():
+def test_aux_of_a_weighted_loss_is_divided_by_the_total_weight():
     """Auxiliary outputs of a weighted loss are divided by the batch's weight: one device, minibatch weights 1 and 3."""
 
     def loss(w, batch, rng):
@@ -287,7 +287,7 @@ def test_aux_of_minibatches_is_averaged_like_the_loss(check_vma):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("count, check_vma", [(2, False), (1, True)])
-def test_aux_says_how_it_is_reduced(count, check_vma):
+def test_aux_cells_define_the_reduction_over_devices_and_minibatches(count, check_vma):
     """Auxiliary cells define their reduction over devices and minibatches: a mean would count 2 of 16 tokens."""
 
     def loss(params, apply_fn, batch, rng):
@@ -308,7 +308,7 @@ def test_aux_says_how_it_is_reduced(count, check_vma):
     assert_allclose([metrics["sum"], metrics["mean"]], [y.sum(), y.mean()], rtol=1e-5)
 
 
-def test_narrow_gradients_are_summed_over_minibatches_in_float32():
+def test_accumulate_gradients_sums_float16_and_bfloat16_in_float32():
     """Minibatches sum gradients in float32: weights of 10^5 overflow float16, and bfloat16 lacks 16 + 1/128."""
 
     def run(dtype, values, weight):
@@ -326,7 +326,7 @@ def test_narrow_gradients_are_summed_over_minibatches_in_float32():
     assert got.dtype == jnp.bfloat16 and got == jnp.bfloat16(128.5)
 
 
-def test_double_precision_stays_double():
+def test_accumulate_gradients_keeps_float64_precision():
     with jax.enable_x64(True):
         batch = jnp.arange(16, dtype=jnp.float64) / 3
 
@@ -340,7 +340,7 @@ def test_double_precision_stays_double():
     assert_allclose([loss, grad], want, rtol=1e-14)
 
 
-def test_minibatches_get_keys_of_their_own():
+def test_accumulate_gradients_gives_each_minibatch_a_different_key():
     def local(params, batch):
         def loss(p, b, rng):
             noise = jax.random.uniform(rng)
@@ -358,7 +358,7 @@ def test_minibatches_get_keys_of_their_own():
 # ------------------------------------------------------------------------------------------------------------ the step
 
 
-def test_state_is_split_like_parameters_and_keeps_its_places():
+def test_optimizer_state_is_sharded_like_parameters_and_keeps_shardings_over_steps():
     mesh = mesh_of(2, 4)
     state = create_train_state(WRAPPED, optax.adamw(1e-3), mesh, KEY, BATCH["x"], batch_axes=AXES)
     moments = state.opt_state[0].mu
@@ -379,7 +379,7 @@ def test_state_is_split_like_parameters_and_keeps_its_places():
 
 @pytest.mark.one_in(2)
 @BOTH_MODES
-def test_loss_and_gradient_norm_are_the_global_ones(check_vma):
+def test_metrics_loss_and_grad_norm_are_global_values(check_vma):
     mesh = mesh_of(2, 4)
     state = create_train_state(WRAPPED, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     _, metrics = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)(state, BATCH, KEY)
@@ -390,7 +390,7 @@ def test_loss_and_gradient_norm_are_the_global_ones(check_vma):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("count", [2, 1])
-def test_a_weighted_step_over_minibatches_with_aux(count):
+def test_weighted_train_step_over_minibatches_with_aux_matches_a_single_device(count):
     def loss(params, apply_fn, batch, rng):
         return weighted_loss(params, apply_fn, batch), {"weighted_y": jnp.sum(batch["y"][:, 0] * batch["weight"])}
 
@@ -435,7 +435,7 @@ def test_dropout_differs_by_device_example_and_step():
     assert any(value not in (0.0, 1.0, 2.0) for value in masks[0])
 
 
-def test_integer_leaves_ride_along_untouched():
+def test_train_step_leaves_integer_parameters_unchanged():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -452,7 +452,7 @@ def test_integer_leaves_ride_along_untouched():
     assert not np.allclose(unbox(state.params)["Dense_0"]["kernel"], before["Dense_0"]["kernel"])
 
 
-def test_a_step_can_be_lowered_without_being_run():
+def test_train_step_lowers_with_all_gather_and_reduce_scatter():
     mesh = mesh_of(2, 4)
     state = create_train_state(WRAPPED, optax.adamw(1e-3), mesh, KEY, BATCH["x"], batch_axes=AXES)
     text = make_train_step(mean_loss, mesh, AXES).lower(state, BATCH, KEY).as_text()

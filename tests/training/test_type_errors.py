@@ -26,7 +26,7 @@ def of_dense(change):
     return lambda params, apply_fn, batch, rng: jnp.mean(change(apply_fn({"params": params}, batch)) ** 2)
 
 
-def test_a_collective_over_a_vmapped_axis_says_what_works():
+def test_train_step_raises_for_a_psum_over_a_vmapped_axis_with_a_cure():
     with pytest.raises(ValueError, match=r"jax.lax.psum over .* reduces over 'v', as jax.vmap or nn.vmap"):
         trace(Vmapped(("v", *AXES)), with_statistics)
     with pytest.raises(ValueError, match=r"an axis that the mesh does not have, as jax.vmap.*Pass check_vma=False"):
@@ -34,7 +34,7 @@ def test_a_collective_over_a_vmapped_axis_says_what_works():
     trace(Vmapped(("v", *AXES)), with_statistics, check_vma=False)
 
 
-def test_a_mean_over_axes_along_which_a_value_is_equal_says_what_works():
+def test_train_step_raises_for_batch_norm_over_a_mesh_axis_without_batch_rows():
     """BatchNorm over a mesh axis that does not split the batch raises an error with the cure."""
     mesh, model = jax.sharding.AbstractMesh((2, 2, 2), (*AXES, "tp")), OfRow((*AXES, "tp"))
     with pytest.raises(ValueError, match=r"'tp'.* is equal along some of these axes.*axis_name= of a BatchNorm"):
@@ -42,7 +42,7 @@ def test_a_mean_over_axes_along_which_a_value_is_equal_says_what_works():
     trace(model, with_statistics, mesh, check_vma=False)
 
 
-def test_without_automatic_casts_the_flag_is_named_and_not_gelu():
+def test_error_without_jax_auto_pcast_names_the_flag_and_not_gelu():
     jax.config.update("jax_auto_pcast", False)
     try:
         with pytest.raises(ValueError, match=r"mixes types, and jax_auto_pcast is False") as raised:
@@ -53,7 +53,7 @@ def test_without_automatic_casts_the_flag_is_named_and_not_gelu():
     assert "gelu" not in str(raised.value)
 
 
-def test_types_that_a_rule_of_jax_mixes_do_not_blame_gelu():
+def test_error_for_mixed_types_in_cond_under_vmap_does_not_mention_gelu():
     def by_row(x):
         row = lambda row: jax.lax.cond(row.sum() > 0, lambda a: a + 1, lambda a: a, 1.0)  # noqa: E731
         return jax.vmap(row)(x)
@@ -64,7 +64,7 @@ def test_types_that_a_rule_of_jax_mixes_do_not_blame_gelu():
     trace(nn.Dense(8), of_dense(by_row), check_vma=False)
 
 
-def test_branches_of_two_types_say_what_works():
+def test_train_step_raises_for_cond_branches_of_two_types_with_a_cure():
     def one_constant(x):
         return jax.lax.cond(jax.lax.psum(x.sum(), AXES) > 0, lambda: x.sum(), lambda: 0.0)
 

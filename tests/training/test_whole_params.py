@@ -54,7 +54,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("model, says", CAUSES.values(), ids=CAUSES)
-def test_a_state_that_is_whole_everywhere_is_told_once_with_cause_and_cure(model, says):
+def test_create_train_state_warns_once_of_fully_replicated_parameters(model, says):
     mesh = mesh_of(2, 4)
     with pytest.warns(UserWarning, match=f"{NOTHING}.*{says}.*pass allow_replicated=True") as told:
         state = create(model, mesh)
@@ -63,13 +63,13 @@ def test_a_state_that_is_whole_everywhere_is_told_once_with_cause_and_cure(model
     traced(state, mesh)
 
 
-def test_an_axis_that_does_not_divide_is_a_cause():
+def test_create_train_state_warns_of_a_dim_not_divisible_by_the_axis():
     with pytest.warns(UserWarning, match=r"4 divides no free dim of shape \(7, 5\).*Pass uneven='pad'"):
         create_train_state(fsdp(nn.Dense)(5), optax.sgd(0.1), mesh_of(2, 4), KEY, jnp.ones((8, 7)), batch_axes=AXES)
 
 
 @pytest.mark.parametrize("whole", ["initialised elsewhere", "lost boxes"])
-def test_a_step_tells_of_parameters_that_nobody_split(whole):
+def test_train_step_warns_of_replicated_parameters_without_boxes(whole):
     model, mesh = fsdp(nn.Dense)(4), mesh_of(2, 4)
     params = model.init(KEY, BATCH["x"])["params"] if whole[0] == "i" else unbox(create(model, mesh).params)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
@@ -79,7 +79,7 @@ def test_a_step_tells_of_parameters_that_nobody_split(whole):
     traced(state, mesh)
 
 
-def test_it_is_silent_where_parameters_are_split_or_one_device_has_all_or_the_user_says_so():
+def test_no_replication_warning_for_split_parameters_a_single_device_or_allow_replicated():
     mesh = mesh_of(2, 4)
     for model, where, options in [
         (fsdp(nn.Dense)(4), mesh, {}),
@@ -156,7 +156,7 @@ PARTLY = {
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["create_train_state", "by hand"])
 @pytest.mark.parametrize("model, classes", PARTLY.values(), ids=PARTLY)
-def test_a_good_part_that_is_replicated_is_told_once_with_the_classes_to_wrap(model, classes, by_hand):
+def test_train_state_or_step_warns_once_of_partly_replicated_parameters(model, classes, by_hand):
     step = make_train_step(tokens_loss, mesh_of(2, 4), AXES)
     make = state_by_hand if by_hand else state_of
     [text] = told_by(lambda: step.trace(make(model), TOKENS, KEY))
@@ -169,13 +169,13 @@ def test_a_good_part_that_is_replicated_is_told_once_with_the_classes_to_wrap(mo
     assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # warned before
 
 
-def test_a_leaf_below_the_threshold_has_another_cure():
+def test_replication_warning_suggests_a_lower_min_weight_size_for_small_leaves():
     [text] = told_by(lambda: state_of(shard_modules(GPT(), (nn.Dense, nn.DenseGeneral, nn.Embed), "fsdp", 2**14)))
     assert re.search(r"4096 values are fewer than min_weight_size=16384.* Lower min_weight_size of the wrapper", text)
     assert "shard_modules(model" not in text
 
 
-def test_frozen_leaves_count_and_those_of_a_model_axis_do_not():
+def test_replication_warning_counts_frozen_leaves_but_no_tensor_parallel_leaves():
     frozen = {"trainable": lambda path: path.startswith("head")}
     assert told_by(lambda: state_of(shard_modules(GPT(), nn.Dense, "fsdp", 64), **frozen))
     split = {"attention/(query|key|value)|up": "column", "attention/out|down": "row", "embed|head": "vocabulary"}
@@ -195,7 +195,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("where, width, mesh, options", SILENT.values(), ids=SILENT)
-def test_nothing_is_said_of_it(where, width, mesh, options):
+def test_no_replication_warning_for_allowed_small_or_intended_replication(where, width, mesh, options):
     model = shard_modules(GPT(width), where, "fsdp", 64)
     if width == 512:  # 2 KiB of biases and scales
         model = shard_modules(model, nn.DenseGeneral, "fsdp", 1024)
@@ -228,7 +228,7 @@ ONE_BY_ONE = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", AT_ONCE.values(), ids=AT_ONCE)
-def test_a_wrapper_around_a_scan_is_told(make):
+def test_create_train_state_warns_of_a_wrapper_around_a_scan(make):
     says = r"'layers' scans over layers of Block within .* all layers at once.*nn\.scan\(shard_module_params\(Block"
     mesh = mesh_of(1, 8)
     with pytest.warns(UserWarning, match=says) as told:
@@ -242,7 +242,7 @@ def test_a_wrapper_around_a_scan_is_told(make):
 
 
 @pytest.mark.parametrize("make", ONE_BY_ONE.values(), ids=ONE_BY_ONE)
-def test_a_scan_around_a_wrapper_is_fine(make):
+def test_scan_around_a_wrapper_gives_no_warning(make):
     with warnings.catch_warnings(record=True) as told:
         traced(create(make(), mesh_of(1, 8)), mesh_of(1, 8))
     assert not [warning for warning in told if re.search("at once", str(warning.message))]
