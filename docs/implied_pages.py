@@ -33,7 +33,7 @@ GROUP = re.compile(r"^```\{toctree\}\n:caption: ([^\n]*)\n:maxdepth: 1\n\n(.*?)^
 KEYWORDS = {
     "howto/find_a_nan": ("NaN", "inf", "not finite", "debug_nans"),
     "howto/out_of_memory": ("out of memory", "OOM", "RESOURCE_EXHAUSTED"),
-    "howto/choose_dtypes": ("bfloat16", "mixed precision", "dtype"),
+    "dtypes": ("bfloat16", "mixed precision", "dtype"),
     "howto/float16": ("float16", "loss scale", "DynamicScale"),
     "howto/contrastive": ("contrastive", "CLIP", "SigLIP", "Barlow Twins", "global batch"),
     "averaging": ("EMA", "exponential moving average"),

@@ -227,7 +227,7 @@ INDEX = ROOT / "docs" / "_build" / "html" / "searchindex.js"
         ("NaN", "howto/find_a_nan"),
         ("out of memory", "howto/out_of_memory"),
         ("OOM", "howto/out_of_memory"),
-        ("bfloat16", "howto/choose_dtypes"),
+        ("bfloat16", "dtypes"),
         ("contrastive", "howto/contrastive"),
         ("EMA", "averaging"),
         ("resume", "howto/stop_and_resume"),
