@@ -135,6 +135,7 @@ FEATURES = [
         ("optimizers/offload.py", "../forecast/training", "../cli"),
         r"\bOffload\b|\bNO_OFFLOAD\b|optimizers\.offload\b",
     ),
+    Feature("norms of each leaf", ("optimizers/leaf_norms.py",), r"\bwith_leaf_norms\b|\bleaf_norms\b"),
     Feature("averages of weights", ("optimizers/ema.py",), r"\bwith_ema\b|\bema_params\b"),
     Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),
     Feature("replay of steps", ("training/replay",), r"\breplayed\b|\bReplayError\b|training\.replay\b"),

@@ -12,6 +12,7 @@ gives a different result on each device, without an error, and replicated leaves
   on_unsharded_matrices     any optax rule for unsharded matrices, run in the same way
   matrix_dimensions     the leaves that ``muon`` and ``on_unsharded_matrices`` update as matrices, and the dims
   with_ema              keeps an average of the weights (EMA) in the optimizer state; anywhere
+  with_leaf_norms       keeps norms of each leaf's gradient, parameter and update in the state; leaf_norms reads them
   with_slow_params      keeps the slow weights of optax.lookahead in the optimizer state; slow_params reads them
   Offload               the parts of a training state to keep in host memory
   skip_nonfinite        skips steps with a non-finite loss or gradient, on all devices alike; anywhere
@@ -23,6 +24,7 @@ and the file to remove the feature.
 
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
 from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
+from xlstm_jax.distributed.optimizers.leaf_norms import leaf_norms, with_leaf_norms
 from xlstm_jax.distributed.optimizers.lookahead import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
 from xlstm_jax.distributed.optimizers.matrices.layout import with_layout
@@ -47,6 +49,7 @@ __all__ = [
     "elementwise_only",
     "ema_params",
     "global_norm",
+    "leaf_norms",
     "matrix_dimensions",
     "muon",
     "on_unsharded_matrices",
@@ -55,5 +58,6 @@ __all__ = [
     "skip_nonfinite",
     "slow_params",
     "with_ema",
+    "with_leaf_norms",
     "with_slow_params",
 ]

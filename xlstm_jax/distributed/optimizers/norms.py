@@ -43,7 +43,7 @@ def global_norm(tree: PyTree) -> jax.Array:
     by_axes: dict[frozenset[str], Any] = {}
     for path, leaf in trees.sharded_leaves(tree):
         if leaf.is_differentiable:
-            axes = _axes_of_values(path, leaf)
+            axes = axes_of_values(path, leaf, "global_norm")
             value = leaf.value
             wide = value.astype(wide_dtype(value.dtype))
             squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
@@ -78,18 +78,18 @@ def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Arr
 _differentiable_sum.defvjp(lambda values, axes: (collectives.psum(values, axes), values), _sum_bwd)
 
 
-def _axes_of_values(path: str, leaf: Sharded) -> frozenset[str]:
+def axes_of_values(path: str, leaf: Sharded, caller: str) -> frozenset[str]:
     """Returns the axes over which a leaf's values are split; none outside of ``shard_map``, where arrays are global."""
     axes = leaf.axes
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
         axes = ()
     elif unbound:
-        raise ValueError(collectives.unbound_message(unbound[0], f"global_norm of '{path}', boxed {leaf.names}"))
+        raise ValueError(collectives.unbound_message(unbound[0], f"{caller} of '{path}', boxed {leaf.names}"))
     stray = sorted(collectives.varying_axes(leaf.value) - set(axes))
     if stray:
         penalty = " For a penalty on parameters within a loss, use optax.add_decayed_weights."
-        raise ValueError(not_averaged(path, leaf, stray, "global_norm") + penalty)
+        raise ValueError(not_averaged(path, leaf, stray, caller) + penalty)
     return frozenset(axes)
 
 
