@@ -281,7 +281,7 @@ def test_wrong_arguments_are_refused():
     of_state = make_train_step(mean_loss, mesh_of(1, DEVICES))
     with pytest.raises(ValueError, match="every=-1: a replay in every how many calls"):
         replayed(of_state, every=-1)
-    evaluation = make_eval_step(lambda params, apply_fn, batch: {}, WeightedMean(), mesh_of(1, DEVICES))
+    evaluation = make_eval_step(lambda params, apply_fn, batch: {}, mesh_of(1, DEVICES), metric=WeightedMean())
     for other in (evaluation, replayed(of_state)):
         with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
             replayed(other)
