@@ -90,6 +90,12 @@ def data(batch: int = 16, features: int = 8, seed: int = 1):
     return {"x": x, "y": y, "weight": weight}
 
 
+def bits_equal(one: Any, other: Any) -> bool:
+    """Returns whether two trees of arrays are equal in every bit."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+
+
 def mean_loss(params, apply_fn, batch, rng=None):
     """Returns the mean squared error over the local batch."""
     del rng

@@ -10,10 +10,12 @@ from jax.sharding import PartitionSpec as P
 from tests.damage import same
 from tests.support import mesh_of
 from xlstm_jax.distributed.checkpoint import (
+    Divided,
     Joined,
     Repeated,
     Stacked,
     Stored,
+    Unstacked,
     apply_publication,
     from_layout,
     publish,
@@ -166,8 +168,22 @@ def test_parts_of_different_sizes_are_joined_along_any_dim(count, dim):
         ([Joined(("a", "c"), "b", 1)], r"two tensors would have the name 'b'"),
         ([Stacked(r"e(?P<n>\d)", "e")], r"the parts of 'e' have the numbers \[0, 2\], not 0, 1"),
         ([Repeated("t", "x")], r"'t' is to repeat 'x', which the model has not"),
+        (
+            [Divided("b", ("b0", "b1"), (1, 2))],
+            r"cannot be split into 2 parts of sizes \[1, 2\] along dim 0. Sizes",
+        ),
+        (
+            [Divided("b", ("b0", "b1"), dim=2)],
+            r"cannot be split into 2 parts of sizes \[0, 0\] along dim 2. Sizes",
+        ),
+        ([Divided("b", ("b0", "b1", "b2"), dim=1)], r"cannot be split into 3 parts of sizes \[1, 1, 1\] along dim 1"),
+        (
+            [Joined(("a", "c"), "ac"), Unstacked("ac", "ac{n}")],
+            r"'ac', float32\[4, 3\], cannot be split into parts along its first dim. Divide it before it is joined",
+        ),
+        ([Unstacked("a", "a")], r"two tensors would have the name 'a'"),
     ],
-    ids=["missing", "shapes", "dim", "name", "numbers", "repeated"],
+    ids=["missing", "shapes", "dim", "name", "numbers", "repeated", *["sizes", "no dim", "unequal", "joined", "n"]],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, message, tmp_path):
     shapes = {"a": (2, 3), "b": (2, 4), "c": (2, 3), "e0": (1,), "e2": (1,)}
@@ -185,3 +201,22 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused():
         from_layout(arrays | {"ab": np.zeros((2, 3))}, layout, like)
     with pytest.raises(ValueError, match=r"'again' repeats 'a', and its values differ"):
         from_layout(arrays | {"again": arrays["ab"] + 1}, layout, like)
+
+
+@pytest.mark.parametrize("repeated_first", [True, False])
+def test_a_tensor_that_is_split_and_repeated_has_equal_values_in_all_places(repeated_first):
+    like = {"ab": np.arange(6.0).reshape(3, 2)}
+    split = Divided("ab", ("a", "b"), (1, 2))
+    layout = [Repeated("again", "ab"), split] if repeated_first else [split, Repeated("again", "b")]
+    arrays = to_layout(like, layout)
+    assert same(arrays, {"a": like["ab"][:1], "b": like["ab"][1:], "again": like["ab"][0 if repeated_first else 1 :]})
+    assert same(from_layout(arrays, layout, like), like)
+    with pytest.raises(ValueError, match=r"repeats 'ab', and its values differ"):
+        from_layout(arrays | {"again": arrays["again"] + 1}, layout, like)
+
+
+def test_a_tensor_of_one_dim_is_taken_apart_to_scalars():
+    like, layout = {"w": np.arange(3)}, [Unstacked("w", "w{n}")]
+    arrays = to_layout(like, layout)
+    assert [array.shape for array in arrays.values()] == [()] * 3
+    assert same(from_layout(arrays, layout, like), like)

@@ -18,10 +18,12 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint import (
     CheckpointError,
+    Divided,
     Joined,
     Repeated,
     Stacked,
     Stored,
+    Unstacked,
     VersionNeededError,
     apply_publication,
     from_layout,
@@ -871,6 +873,20 @@ ROWS = [
         ValueError,
         "layout: two tensors would have the name",
         "layout: two tensors would have the name 'b'",
+    ),
+    tensors(
+        "layout-split",
+        with_layout(Divided("b", ("b0", "b1"), (1, 2))),
+        ValueError,
+        "layout: '…', ……, cannot be split into",
+        "layout: 'b', float64[2, 4], cannot be split into 2 parts of sizes [1, 2] along dim 0",
+    ),
+    tensors(
+        "layout-unstacked",
+        with_layout(Joined(("a", "b"), "ab", 1), Unstacked("ab", "ab{n}")),
+        ValueError,
+        "layout: '…', ……, cannot be split into",
+        "layout: 'ab', float64[2, 7], cannot be split into parts along its first dim. Divide it before",
     ),
     tensors(
         "layout-other-tensors",

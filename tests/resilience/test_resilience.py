@@ -339,7 +339,7 @@ class Loss:
 
 def test_a_donated_loss_is_no_failure_of_a_device():
     assert _failure_of(Loss(donated="loss")) is None and _failure_of(Loss(donated="shard")) is None
-    assert _failure_of(Loss(donated=None)) == "device 0 failed (Gloo: connection closed)"
+    assert _failure_of(Loss(donated=None)) == "device 0 of process 0 failed (Gloo: connection closed)"
     assert _failure_of(jnp.ones(())) is None
 
 

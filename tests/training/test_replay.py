@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -14,99 +13,63 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental import io_callback
 
-from tests.support import AXES, Model, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import ReplayError, create_train_state, make_train_step, replayed
+from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
+from tests.support import AXES, Model, bits_equal, fsdp, mean_loss, mesh_of
+from xlstm_jax.distributed import (
+    ReplayError,
+    create_train_state,
+    make_eval_step,
+    make_train_step,
+    nnx_model,
+    replayed,
+    shard_modules,
+)
+from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
 
 DEVICES = 4
 KEY = jax.random.key(3)
-SITES = ("activation", "weight", "cotangent", "gradient")
-ONCE_FIRST, ONCE_SECOND, ALWAYS = "once in the first run", "once in the second run", "always"
-
-
-class Faults:
-    """Decides on the host, in each run of each device, whether a bit is flipped, and which.
-
-    Runs alternate between the mesh and the mesh on which place p stands on the device of place p - 1.
-    """
-
-    def __init__(self):
-        self.lock, self.calls = threading.Lock(), 0
-        self.none()
-
-    def none(self):
-        self.when, self.device, self.fault = None, 0, (0, 0, 0)
-        self.calls = 0
-
-    def set(self, when, device, site, index, bit):
-        self.calls, self.when, self.device, self.fault = 0, when, device, (SITES.index(site), index, bit)
-
-    def __call__(self, place):
-        with self.lock:
-            run = self.calls // DEVICES
-            self.calls += 1
-        device = int(place) if run % 2 == 0 else (int(place) - 1) % DEVICES
-        hit = self.when == ALWAYS or run == {ONCE_FIRST: 0, ONCE_SECOND: 1}.get(self.when)
-        return np.array([hit and device == self.device, *self.fault], np.int32)
-
-
-def flipped(x, fault, site):
-    """The array with one bit flipped, if the fault is of this site."""
-    active, at, index, bit = fault
-    flat = jax.lax.bitcast_convert_type(x, jnp.uint32).ravel()
-    mask = jnp.where((active == 1) & (at == SITES.index(site)), jnp.uint32(1) << bit.astype(jnp.uint32), 0)
-    flat = flat.at[index % flat.size].set(flat[index % flat.size] ^ mask.astype(jnp.uint32))
-    return jax.lax.bitcast_convert_type(flat.reshape(x.shape), x.dtype)
-
-
-def make_site(forward, backward):
-    """The identity, with a flip of its value and a flip of its cotangent."""
-
-    @jax.custom_vjp
-    def site(x, fault):
-        return flipped(x, fault, forward)
-
-    def fwd(x, fault):
-        return site(x, fault), fault
-
-    def bwd(fault, cotangent):
-        return flipped(cotangent, fault, backward), np.zeros(fault.shape, jax.dtypes.float0)
-
-    site.defvjp(fwd, bwd)
-    return site
-
-
-of_activation, of_weight = make_site("activation", "cotangent"), make_site("weight", "gradient")
-
-
-class FaultyDense(nn.Module):
-    @nn.compact
-    def __call__(self, x, fault):
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], 16))
-        bias = self.param("bias", nn.initializers.zeros, (16,))
-        return of_activation(jnp.tanh(x @ of_weight(kernel, fault) + bias), fault)
 
 
 class FaultyModel(nn.Module):
+    faults: Faults
+
     @nn.compact
-    def __call__(self, x, fault=None):
-        fault = jnp.zeros(4, jnp.int32) if fault is None else fault
-        x = fsdp(FaultyDense, min_weight_size=64)(name="first")(x, fault)
+    def __call__(self, x):
+        x = fsdp(FaultyDense, min_weight_size=64)(16, self.faults, name="first")(x)
         return fsdp(nn.Dense, min_weight_size=64)(8, name="second")(x)
+
+
+class NnxDense(nnx.Module):
+    def __init__(self, faults, rngs):
+        self.kernel = nnx.Param(rngs.params.normal((8, 16)))
+        self.bias = nnx.Param(rngs.params.normal((16,)))
+        self.faults = nnx.static(faults)
+
+    def __call__(self, x):
+        return self.faults.activation(jnp.tanh(x @ self.faults.weight(self.kernel[...]) + self.bias[...]))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, faults, rngs):
+        self.first, self.second = NnxDense(faults, rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.first(x))
 
 
 def faulty_step(faults):
     mesh = mesh_of(1, DEVICES)
 
     def loss(params, apply_fn, batch, rng):
-        fault = io_callback(faults, jax.ShapeDtypeStruct((4,), jnp.int32), jax.lax.axis_index("fsdp"))
         x = batch + 0.1 * jax.random.normal(rng, batch.shape)
-        return jnp.mean(apply_fn({"params": params}, x, fault) ** 2)
+        return jnp.mean(apply_fn({"params": params}, x) ** 2)
 
     x = jax.random.normal(jax.random.key(1), (16, 8))
-    state = create_train_state(FaultyModel(), optax.adam(1e-2), mesh, KEY, x, batch_axes=AXES)
+    state = create_train_state(FaultyModel(faults), optax.adam(1e-2), mesh, KEY, x, batch_axes=AXES)
     return make_train_step(loss, mesh, AXES, check_vma=False), state, x
 
 
@@ -114,15 +77,11 @@ def copied(tree):
     return jax.tree.map(jnp.copy, tree)
 
 
-def bits_equal(one, other):
-    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
-
-
 def test_replayed_step_finds_each_effective_bit_flip_and_names_the_device():
     faults = Faults()
     plain, state, x = faulty_step(faults)
     step = replayed(plain, every=1)
+    faults.watch(step)
     clean = step(copied(state), x, KEY)
     rng, found, exact, without_effect = np.random.default_rng(0), 0, 0, 0
     for trial in range(120):
@@ -157,6 +116,60 @@ def test_replayed_step_updates_as_the_plain_step_and_replays_every_kth_call():
         assert step.replays == call // 3
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
     for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def loss_without_key(params, apply_fn, batch):
+    return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+
+@pytest.mark.parametrize("system", ["linen", "nnx"])
+def test_steps_without_batch_axes_and_losses_without_a_key_are_replayed(system):
+    faults, x, mesh = Faults(), jax.random.normal(jax.random.key(1), (16, 8)), mesh_of(2, 4)
+    model = FaultyModel(faults)
+    if system == "nnx":
+        model = shard_modules(nnx_model(lambda rngs: NnxModel(faults, rngs)), (NnxDense, nnx.Linear), "fsdp", 64)
+    state = create_train_state(model, optax.adam(1e-2), mesh, KEY, x)
+    plain = make_train_step(loss_without_key, mesh, check_vma=False)
+    step, other = replayed(plain, every=2), copied(state)
+    assert step.replays == 0
+    for call in range(1, 5):
+        (state, metrics), (other, wanted) = step(state, x), plain(other, x)
+        assert step.replays == call // 2
+    np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
+    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    faults.watch(step)
+    faults.set(ALWAYS, 6, "cotangent", 3, 22)
+    faults.devices = [0] * 8
+    state, _ = step(state, x)
+    with pytest.raises(ReplayError, match="device 6 of process 0 computed other bits") as raised:
+        step(state, x)
+    assert "grads/first/kernel" in {path.removesuffix("/value") for path in raised.value.leaves}
+
+
+def test_replayed_step_runs_the_checks_of_each_call():
+    mesh, x = mesh_of(2, 4), jnp.ones((16, 8))
+    state = create_train_state(fsdp(nn.Dense)(8), optax.sgd(0.1), mesh, KEY, x)
+    step = replayed(make_train_step(loss_without_key, mesh), every=1)
+    with pytest.raises(TypeError, match=r"step\(state, batch\) was called without 'batch'"):
+        step(state)
+    step(state, x)
+    with pytest.raises(ValueError, match="was handed to a step before"):
+        step(state, x)
+
+
+def test_replayed_step_under_explicit_axes_matches_the_plain_step():
+    mesh, x = jax.make_mesh((2, 4), AXES), jnp.ones((16, 8))
+    with jax.set_mesh(mesh):
+        state = create_train_state(fsdp(nn.Dense)(8), optax.adam(1e-2), mesh, KEY, x)
+        plain = make_train_step(loss_without_key, mesh)
+        step, other = replayed(plain, every=2), copied(state)
+        for _ in range(4):
+            (state, _), (other, _) = step(state, x), plain(other, x)
+    assert step.replays == 2
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        assert got.sharding == want.sharding
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -261,6 +274,14 @@ def test_replayed_raises_for_invalid_step_every_or_abstract_mesh():
         replayed(jax.jit(lambda state, batch, rng: (state, {})))
     with pytest.raises(ValueError, match="every=0: a replay in every how many calls"):
         replayed(plain, every=0)
-    abstract = make_train_step(mean_loss, mesh_of(1, DEVICES).abstract_mesh, AXES)
-    with pytest.raises(ValueError, match="the mesh of the step is abstract"):
-        replayed(abstract)
+    for axes in (AXES, None):
+        abstract = make_train_step(mean_loss, mesh_of(1, DEVICES).abstract_mesh, axes)
+        with pytest.raises(ValueError, match="the mesh of the step is abstract"):
+            replayed(abstract)
+    of_state = make_train_step(mean_loss, mesh_of(1, DEVICES))
+    with pytest.raises(ValueError, match="every=-1: a replay in every how many calls"):
+        replayed(of_state, every=-1)
+    evaluation = make_eval_step(lambda params, apply_fn, batch: {}, mesh_of(1, DEVICES), metric=WeightedMean())
+    for other in (evaluation, replayed(of_state)):
+        with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
+            replayed(other)

@@ -8,7 +8,15 @@ from xlstm_jax.distributed.checkpoint.publication.follow import (
     apply_publication,
     latest_version,
 )
-from xlstm_jax.distributed.checkpoint.publication.layout import Joined, Repeated, Stacked, from_layout, to_layout
+from xlstm_jax.distributed.checkpoint.publication.layout import (
+    Divided,
+    Joined,
+    Repeated,
+    Stacked,
+    Unstacked,
+    from_layout,
+    to_layout,
+)
 from xlstm_jax.distributed.checkpoint.publication.publish import publish
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
@@ -17,11 +25,13 @@ __all__ = [
     "TRANSFORMERS",
     "CheckpointError",
     "Checkpointer",
+    "Divided",
     "Joined",
     "Published",
     "Repeated",
     "Stacked",
     "Stored",
+    "Unstacked",
     "VersionNeededError",
     "apply_publication",
     "export_safetensors",

@@ -1,4 +1,7 @@
-"""The report of devices that disagree: what ``check_replicas`` and a replayed step raise."""
+"""The report of devices that disagree: what ``check_replicas`` and a replayed step raise.
+
+``LoopGuard`` names a device that has failed by the same function.
+"""
 
 from collections.abc import Sequence
 

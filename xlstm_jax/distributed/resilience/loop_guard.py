@@ -29,6 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from xlstm_jax.distributed.processes.exit import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
+from xlstm_jax.distributed.resilience.disagreement import named_devices
 from xlstm_jax.distributed.resilience.watchdog import MAX_TIMEOUT_S, Watchdog
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
@@ -280,7 +281,7 @@ def _failure_of(loss: jax.Array) -> str | None:
         # The main thread may donate the loss during these checks; a donated loss is not a failure.
         if shard is None or loss.is_deleted() or shard.data.is_deleted():
             return None
-        return f"device {shard.device.id} failed ({error})"
+        return f"device {named_devices([shard.device])} failed ({error})"
     return None
 
 

@@ -53,13 +53,17 @@ class CheckedStep:
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.checked_call(self.jitted, *args, **kwargs)
+
+    def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
         call = self._call(args, kwargs)
         run_checks("call", call)
         # Exclude metrics and moments: a maximum starts at minus infinity.
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
             args, kwargs = on_set_mesh((call.args, call.kwargs))
-            returned = self._explained(call._replace(args=args, kwargs=kwargs), self.jitted)
+            returned = self._explained(call._replace(args=args, kwargs=kwargs), function)
             returned = on_set_mesh(returned)
         run_checks("returned", call)
         return returned
@@ -85,11 +89,11 @@ class CheckedStep:
         run_checks("names", call)
         return call
 
-    def _explained(self, call: JittedCall, jitted: Callable[..., Any]) -> Any:
-        """Returns the result of ``jitted`` for a call; where JAX raises, the error names the argument at fault."""
+    def _explained(self, call: JittedCall, function: Callable[..., Any]) -> Any:
+        """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault."""
         run_checks("placed", call)
         try:
-            return jitted(*call.args, **call.kwargs)
+            return function(*call.args, **call.kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             run_checks("refused", call._replace(error=error))
             raise

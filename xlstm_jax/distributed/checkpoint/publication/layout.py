@@ -1,7 +1,9 @@
-"""Layouts in which a reader's tensor consists of several tensors of the model: joined, stacked, or repeated.
+"""Layouts in which a reader's tensor consists of several tensors of the model, or of a part of one.
 
   Joined     q [a, d], k [b, d], v [b, d]     <->  qkv [a + b + b, d]
+  Divided    qkv [a + b + b, d]               <->  q [a, d], k [b, d], v [b, d]
   Stacked    experts.0 [f, d], experts.1 ...  <->  experts [e, f, d]
+  Unstacked  experts [e, f, d]                <->  experts.0 [f, d], experts.1 ...
   Repeated   embed [v, d]                     <->  embed [v, d], lm_head [v, d]
 
 A layout is a sequence of such rules, applied one after the other to the tensors that a map of names gives (names,
@@ -13,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -21,9 +23,14 @@ from jax.typing import DTypeLike
 from xlstm_jax.distributed.checkpoint.tensor_names import compiled
 from xlstm_jax.formatting import listed
 
+Index: TypeAlias = tuple[Any, ...]
+
 
 class Tensor(NamedTuple):
-    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along ``dim``, an existing or a new one."""
+    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along ``dim``, an existing or a new one.
+
+    ``place`` is the part of the model's tensor: indices that are applied one after the other; () for all of it.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -31,6 +38,7 @@ class Tensor(NamedTuple):
     parts: tuple["Tensor", ...] = ()
     dim: int = 0
     is_new_dim: bool = False
+    place: tuple[Index, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -46,14 +54,20 @@ class Tensor(NamedTuple):
     def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
         """Builds the tensor from the model's tensors."""
         if not self.parts:
-            return next(arrays)
+            return self.part_of(next(arrays))
         parts = [part.assembled(arrays) for part in self.parts]
         return np.stack(parts, self.dim) if self.is_new_dim else np.concatenate(parts, self.dim)
 
-    def taken_apart(self, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields the model's tensors, as views."""
+    def part_of(self, array: np.ndarray) -> np.ndarray:
+        """Returns the part at ``place`` of the model's tensor, as a view."""
+        for index in self.place:
+            array = array[index]
+        return array
+
+    def taken_apart(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
+        """Yields the model's tensors, or parts of these, as views."""
         if not self.parts:
-            yield self.name, array
+            yield self, array
         start = 0
         for part in self.parts:
             size = 1 if self.is_new_dim else part.shape[self.dim]
@@ -71,6 +85,7 @@ class LayoutRule(Protocol):
 
 
 Layout = Sequence[LayoutRule]
+NUMBER = "{n}"  # in a name: the number of a part
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,74 @@ class Stacked:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A tensor of the model in several, along a dim: the inverse of ``Joined``.
+
+    Attributes:
+      name: a pattern of the name of the tensor.
+      parts: the names of the parts, which may contain groups of the pattern.
+      sizes: the sizes of the parts along the dim; () for equal sizes.
+      dim: the dim along which the parts lie.
+
+    >>> to_layout({"0.gate_up": np.arange(4)}, [Divided(r"(.+)\\.gate_up", (r"\\1.gate", r"\\1.up"))])
+    {'0.gate': array([0, 1]), '0.up': array([2, 3])}
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
+    dim: int = 0
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result, count = dict(tensors), len(self.parts)
+        for name, tensor in tensors.items():
+            if (match := compiled("layout", self.name).fullmatch(name)) is None:
+                continue
+            del result[name]
+            has_dim = 0 <= self.dim < len(tensor.shape)
+            size = tensor.shape[self.dim] if has_dim else 0
+            sizes = self.sizes or (size // count,) * count
+            if tensor.parts or not has_dim or len(sizes) != count or sum(sizes) != size:
+                raise _cannot_be_split(name, tensor, f"{count} parts of sizes {list(sizes)} along dim {self.dim}")
+            start = 0
+            for part, size in zip(self.parts, sizes, strict=True):
+                index = (*[slice(None)] * self.dim, slice(start, start + size))
+                shape = (*tensor.shape[: self.dim], size, *tensor.shape[self.dim + 1 :])
+                _insert(result, match.expand(part), tensor._replace(shape=shape, place=(*tensor.place, index)))
+                start += size
+        return result
+
+
+@dataclass(frozen=True)
+class Unstacked:
+    """A tensor of the model in as many as its first dim has entries, as experts: the inverse of ``Stacked``.
+
+    Attributes:
+      name: a pattern of the name of the tensor.
+      part: the name of the parts, with ``{n}`` for the number, which counts from 0. May contain groups of the pattern.
+
+    >>> sorted(to_layout({"w": np.ones((2, 3))}, [Unstacked("w", "w{n}")]))
+    ['w0', 'w1']
+    """
+
+    name: str
+    part: str
+
+    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        result = dict(tensors)
+        for name, tensor in tensors.items():
+            if (match := compiled("layout", self.name).fullmatch(name)) is None:
+                continue
+            del result[name]
+            if tensor.parts or not tensor.shape:
+                raise _cannot_be_split(name, tensor, "parts along its first dim")
+            for number in range(tensor.shape[0]):
+                part = tensor._replace(shape=tensor.shape[1:], place=(*tensor.place, (number, ...)))
+                _insert(result, match.expand(self.part).replace(NUMBER, str(number)), part)
+        return result
+
+
+@dataclass(frozen=True)
 class Repeated:
     """A tensor under two names: tied weights, for readers that look for both.
 
@@ -187,7 +270,9 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
 def from_layout(
     arrays: Mapping[str, np.ndarray], layout: Layout, like: Mapping[str, "ShapeAndDtype"]
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of the model, from those of the reader: the inverse of ``to_layout``. They are views.
+    """Returns the tensors of the model, from those of the reader: the inverse of ``to_layout``.
+
+    The tensors are views, except tensors that were split, of which the parts are copied.
 
     Args:
       arrays: tensors of the reader.
@@ -203,7 +288,7 @@ def from_layout(
     tensors = laid_out(like, layout)
     if differ := sorted(tensors.keys() ^ arrays.keys()):
         raise ValueError(f"layout: {listed(differ)} are tensors of the layout or of the arrays, but not of both.")
-    found: dict[str, np.ndarray] = {}
+    given: list[tuple[str, Tensor, np.ndarray]] = []
     for name, tensor in tensors.items():
         array = arrays[name]
         if (array.shape, array.dtype) != (tensor.shape, tensor.dtype):
@@ -211,10 +296,21 @@ def from_layout(
                 f"layout: the tensor '{name}' is {array.dtype}{list(array.shape)}, and "
                 f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
             )
-        for source, part in tensor.taken_apart(array):
-            if source in found and found[source].tobytes() != part.tobytes():
-                raise ValueError(f"layout: '{name}' repeats '{source}', and its values differ.")
-            found.setdefault(source, part)
+        given += [(name, source, part) for source, part in tensor.taken_apart(array)]
+    found: dict[str, np.ndarray] = {}
+    filled: set[tuple[str, str]] = set()
+    # First the tensors that arrive undivided, so that nothing is written into the reader's arrays.
+    for name, source, part in sorted(given, key=lambda one: len(one[1].place)):
+        key, undivided = (source.name, str(source.place)), (source.name, str(()))
+        if source.name not in found:
+            found[source.name] = np.empty(like[source.name].shape, source.dtype) if source.place else part
+        there = source.part_of(found[source.name])
+        if key in filled or undivided in filled:
+            if there.tobytes() != part.tobytes():
+                raise ValueError(f"layout: '{name}' repeats '{source.name}', and its values differ.")
+        elif source.place:
+            there[...] = part
+        filled.add(key)
     return found
 
 
@@ -232,6 +328,11 @@ def _insert(tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     if name in tensors:
         raise ValueError(f"layout: two tensors would have the name '{name}'.")
     tensors[name] = tensor
+
+
+def _cannot_be_split(name: str, tensor: Tensor, into: str) -> ValueError:
+    cure = "Divide it before it is joined or stacked" if tensor.parts else "Sizes must add up to the dim"
+    return ValueError(f"layout: '{name}', {tensor.dtype}{list(tensor.shape)}, cannot be split into {into}. {cure}.")
 
 
 def _together(names: Sequence[str], parts: tuple[Tensor, ...], dim: int, *, is_new_dim: bool) -> Tensor:

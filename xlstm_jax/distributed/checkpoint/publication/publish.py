@@ -63,8 +63,8 @@ def publish(
       directory: a folder that all processes share, for this publication alone.
       since: a version in the folder, not older than the newest full one. None writes a full version.
       names: as in ``export_safetensors``.
-      layout: rules by which tensors are joined, stacked or repeated, under the names that ``names`` gives: ``Joined``,
-        ``Stacked``, ``Repeated``.
+      layout: rules by which tensors are joined, divided, stacked, unstacked or repeated, under the names that ``names``
+        gives: ``Joined``, ``Divided``, ``Stacked``, ``Unstacked``, ``Repeated``.
       max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. What changed of the
         tensors of a process is one file.
     Raises:

@@ -21,7 +21,7 @@ Where digests differ both runs are repeated, to name the device and to notice a 
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +34,12 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
 from xlstm_jax.distributed.training.arguments import ExtraTrees
+from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.replay.watched_sends import watched
 from xlstm_jax.distributed.training.step import StepOptions, TrainStep
+from xlstm_jax.explicit_axes import outside_set_mesh
 from xlstm_jax.introspection import warn_user
 
 DEFAULT_EVERY = 100
@@ -84,45 +86,69 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
     Warns:
       UserWarning: the program does not repeat its bits on this backend; no further call is replayed.
     """
-    options = getattr(inspect.unwrap(step), "__self__", None)
-    if not isinstance(step, CheckedStep) or not isinstance(options, StepOptions):
+    # A step without batch_axes is made at its first call. Until then a step over all axes has the same other options.
+    made = step.of_state(None) if isinstance(step, StepOfState) else step
+    options = getattr(inspect.unwrap(made), "__self__", None)
+    if not isinstance(step, CheckedStep | StepOfState) or not isinstance(options, StepOptions):
         raise TypeError(f"replayed takes a step of make_train_step, not {step!r}. Pass what make_train_step returned.")
     if every < 1:
         raise ValueError(f"{every=}: a replay in every how many calls, 1 or more.")
     mesh = options.layout.mesh
     if not isinstance(mesh, Mesh):
         raise ValueError("replayed: the mesh of the step is abstract, and a replay moves work between devices.")
-    return ReplayedStep(step, options, mesh, every)
+    return ReplayedStep(step, mesh, every)
 
 
 class ReplayedStep:
     """A step that replays every k-th call; see ``replayed``.
 
-    ``replays`` counts the replays so far; ``runs`` are the two programs.
+    ``replays`` counts the replays so far.
     """
 
-    def __init__(self, step: CheckedStep, options: StepOptions, mesh: Mesh, every: int) -> None:
+    def __init__(self, step: CheckedStep | StepOfState, mesh: Mesh, every: int) -> None:
         functools.update_wrapper(self, step)
-        self._step, self._every = step, every
+        self._step, self._mesh, self._every = step, mesh, every
         self._calls = self.replays = 0
         self._repeats = True  # until the program has shown otherwise
-        rolled = rolled_mesh(mesh, options.layout.axes)
+
+    @functools.cached_property
+    def _options(self) -> StepOptions:
+        return inspect.unwrap(self._step).__self__
+
+    @functools.cached_property
+    def runs(self) -> "list[Run]":
+        """The two programs. A step without ``batch_axes`` has programs from its first call."""
+        options, compiler_options = self._options, self._step.options["compiler_options"]
+        rolled = rolled_mesh(self._mesh, options.layout.axes)
         on_rolled = replace(options, layout=replace(options.layout, mesh=rolled))
-        compiler_options = step.options["compiler_options"]
-        self.runs = [Run(options, mesh, compiler_options), Run(on_rolled, rolled, compiler_options)]
-        self._update = jax.jit(
-            functools.partial(_update, options), donate_argnums=(0, 1), compiler_options=compiler_options
+        return [Run(options, self._mesh, compiler_options), Run(on_rolled, rolled, compiler_options)]
+
+    @functools.cached_property
+    def _update(self) -> Callable[..., tuple[Any, ...]]:
+        return jax.jit(
+            functools.partial(_update, self._options),
+            donate_argnums=(0, 1),
+            compiler_options=self._step.options["compiler_options"],
         )
 
-    def __call__(
-        self, state: Any, batch: PyTree, rng: jax.Array, *local: PyTree, extra_trees: ExtraTrees = None
-    ) -> tuple[Any, ...]:
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         self._calls += 1
         if self._calls % self._every or not self._repeats:
-            return self._step(state, batch, rng, *local, extra_trees=extra_trees)
-        # The checks of the step and their errors; traced once.
-        self._step.eval_shape(state, batch, rng, *local, extra_trees=extra_trees)
-        args = (batch, rng, local[0] if local else None, extra_trees or {})
+            return self._step(*args, **kwargs)
+        # The checks of a trace of the step, traced once, and the checks of a call.
+        self._step.eval_shape(*args, **kwargs)
+        return self._step.checked_call(outside_set_mesh(self._replay), *args, **kwargs)
+
+    def _replay(
+        self,
+        state: Any,
+        batch: PyTree,
+        rng: jax.Array | None = None,
+        local: PyTree = None,
+        *,
+        extra_trees: ExtraTrees = None,
+    ) -> tuple[Any, ...]:
+        args = (batch, rng, local, extra_trees or {})
         result = self._compared(state.replace(opt_state=()), *args)
         self.replays += 1
         return self._update(state, result, *args)
