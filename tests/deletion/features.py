@@ -99,6 +99,7 @@ FEATURES = [
     Feature(
         "NNX",
         (
+            "data_parallel/modules/nnx_filters.py",
             "data_parallel/modules/nnx_model.py",
             "data_parallel/modules/nnx_module.py",
             "data_parallel/extensions/nnx_rows.py",
