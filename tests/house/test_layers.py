@@ -123,7 +123,7 @@ READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
 def test_nnx_is_known_by_its_own_modules_and_the_metric_that_is_a_module_of_it():
-    in_modules = {"holders", "nnx_model", "nnx_module", "nnx_rows"}
+    in_modules = {"holders", "nnx_filters", "nnx_model", "nnx_module", "nnx_rows", "nnx_splitting"}
     assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
 
