@@ -336,7 +336,7 @@ def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array 
 def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns this device's output features: [b, t, d] -> [b, t, f / n]."""
     split: _Split = getattr(self, SPLIT)
-    run, n, outputs = _run.get(), split.devices, getattr(self, "out_features", None)
+    run, n, outputs = _run.get(), split.devices, self.out_features
     del out_sharding  # for meshes with explicit axes
     features = outputs if isinstance(outputs, tuple) else (outputs,)
     _check_features(features, split)
