@@ -99,9 +99,11 @@ FEATURES = [
     Feature(
         "NNX",
         (
+            "data_parallel/modules/nnx_filters.py",
             "data_parallel/modules/nnx_model.py",
             "data_parallel/modules/nnx_module.py",
             "data_parallel/extensions/nnx_rows.py",
+            "model_parallel/nnx_splitting.py",
         ),
         r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_",
     ),
@@ -174,6 +176,7 @@ FEATURES = [
             "model_parallel/attention.py",
             "model_parallel/dense.py",
             "model_parallel/embedding.py",
+            "model_parallel/nnx_splitting.py",
             "model_parallel/split_input.py",
             "model_parallel/splitting.py",
             "training/cross_entropy.py",

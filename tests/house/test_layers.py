@@ -124,7 +124,7 @@ READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
 def test_only_designated_modules_import_flax_nnx():
-    in_modules = {"holders", "nnx_model", "nnx_module", "nnx_rows"}
+    in_modules = {"holders", "nnx_filters", "nnx_model", "nnx_module", "nnx_rows", "nnx_splitting"}
     assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
 
 

@@ -10,7 +10,8 @@ These properties follow from the box's ``trainable``, read by ``Sharded.is_diffe
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import EllipsisType
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -21,12 +22,23 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen
 from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name
 from xlstm_jax.formatting import kind_of
 
-Trainable = Callable[[str], Any]
+LeafPredicate = Callable[[str], Any]
+# The argument ``trainable`` of a function that has the model: a predicate, or a selection of another form.
+Trainable = LeafPredicate | Callable[..., Any] | tuple[Any, ...] | list[Any] | EllipsisType
 NARROWEST_BITS = 16
 
 
+@runtime_checkable
+class SelectsLeaves(Protocol):
+    """Protocol of a model that takes further forms of selections of its parameters: an ``NnxModel``, filters of NNX."""
+
+    def leaf_predicate(self, selection: Any) -> LeafPredicate:
+        """Returns a selection as a predicate of a leaf's path."""
+        ...
+
+
 def freeze_params(
-    params: PyTree, trainable: Trainable | None = None, *, frozen_dtype: DTypeLike | None = None
+    params: PyTree, trainable: LeafPredicate | None = None, *, frozen_dtype: DTypeLike | None = None
 ) -> PyTree:
     """Freezes parameters: a frozen leaf has no gradient and no optimizer state, and is stored in ``frozen_dtype``.
 
@@ -42,7 +54,8 @@ def freeze_params(
       params: arrays, boxed if split; inside or outside of ``jit``. Integers and PRNG keys take no gradient
         anyway, and stay unchanged.
       trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the predicate is false.
-        Leaves that are already frozen stay frozen; ``None`` freezes no further leaf.
+        Leaves that are already frozen stay frozen; ``None`` freezes no further leaf. For a filter of NNX pass
+        ``model.leaf_predicate(filter)`` (``NnxModel``).
       frozen_dtype: the dtype in which frozen leaves are stored; ``None``: unchanged. A floating dtype of 16 bits or
         more. Leaves are gathered in this dtype, unless the leaf has a ``gather_dtype``. (A base in 8 or 4 bits:
         docs/howto/quantised_base.md.)
@@ -52,9 +65,11 @@ def freeze_params(
       TypeError: ``trainable`` is not a function, or ``frozen_dtype`` is not a dtype.
       ValueError: ``frozen_dtype`` is given and no leaf is frozen; or ``frozen_dtype`` does not fit a leaf (named).
     """
-    if trainable is not None and not callable(trainable):
+    # A class, as ``nnx.LoRAParam``, is callable, and its instances are true.
+    if trainable is not None and (not callable(trainable) or isinstance(trainable, type)):
         raise TypeError(
-            f"trainable is {kind_of(trainable)}; pass a predicate of a leaf's path, as lambda path: 'lora' in path."
+            f"trainable is {kind_of(trainable)}; pass a predicate of a leaf's path, as lambda path: 'lora' in path. "
+            "For a filter of NNX pass model.leaf_predicate(filter), with the model of nnx_model."
         )
     dtype = dtype_name(frozen_dtype, "frozen_dtype")
     if dtype and jnp.finfo(dtype).bits < NARROWEST_BITS:
@@ -84,8 +99,13 @@ def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
     return leaf.value.astype(cast_dtype(leaf.value, dtype, "frozen_dtype", path))
 
 
-def with_frozen(variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None) -> PyTree:
+def with_frozen(
+    model: object, variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None
+) -> PyTree:
     """Returns variables of ``model.init``, with ``freeze_params`` applied to "params" if an option is not ``None``."""
     if trainable is None and frozen_dtype is None:
         return variables
-    return {**variables, "params": freeze_params(variables.get("params", {}), trainable, frozen_dtype=frozen_dtype)}
+    is_trainable: Any = trainable
+    if trainable is not None and isinstance(model, SelectsLeaves):
+        is_trainable = model.leaf_predicate(trainable)
+    return {**variables, "params": freeze_params(variables.get("params", {}), is_trainable, frozen_dtype=frozen_dtype)}

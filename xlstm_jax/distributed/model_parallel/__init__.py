@@ -4,6 +4,7 @@ dense            products split by columns or rows (tensor parallel), tokens bet
 attention        attention with split heads
 embedding        an embedding with a split vocabulary
 splitting        splits dense layers of a model without an edit of the model
+nnx_splitting    the same for an NNX model
 split_input      norms and dropout on split tokens or heads
 activations      how activations enter and leave split layers, and how tokens are split between such layers
 context          attention over a split sequence: keys are gathered, exchanged for heads, or sent around a ring
@@ -19,6 +20,7 @@ Life of a column-split kernel W[d, f] on the axes "fsdp" and "tp" (f_tp: dim f i
   backward  dW[d_fsdp, f_tp]   the mean over "fsdp"; along "tp" each device has the gradient of its columns
 """
 
+from xlstm_jax.distributed.model_parallel import nnx_splitting  # noqa: F401  # registers itself in ``SPLITTERS``
 from xlstm_jax.distributed.model_parallel.activations import (
     enter_split,
     gather_tokens,

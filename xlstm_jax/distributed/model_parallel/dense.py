@@ -212,7 +212,7 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 # --------------------------------------------------------------------------------------------------------------- layers
 
 
-def _last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
+def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
     """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``."""
     given = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in given)
@@ -275,7 +275,7 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
     return "share" if of_input[0] * devices == of_kernel[0] else ""
 
 
-def _contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
+def contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
     """Contracts ``count`` dims: [..., *inputs], [*inputs, *features] -> [..., *features]."""
     dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
     return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
@@ -387,7 +387,7 @@ class ColumnDense(_SplitDense):
 
         ``x`` is not gathered. Kernel and bias are this device's columns; the bias is None without ``use_bias``.
         """
-        count = _last_dims(self.axis, x, self._called)
+        count = last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
         here = devices_here(self.axis_name, self._called)
         if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
@@ -462,7 +462,7 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
         first.axis_name,
         sequence_dim=first.sequence_dim,
         ring=first.ring,
-        product=partial(_contracted, count=_last_dims(first.axis, x, first._called), precision=first.precision),
+        product=partial(contracted, count=last_dims(first.axis, x, first._called), precision=first.precision),
         caller=first._called,
     )
     return [y if bias is None else y + bias for y, (_, _, bias) in zip(products, given, strict=True)]
@@ -490,7 +490,7 @@ class RowDense(_SplitDense):
     def __call__(self, x: Array) -> Array:
         """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
         self._check_ring()
-        here, count = devices_here(self.axis_name, self._called), _last_dims(self.axis, x, self._called)
+        here, count = devices_here(self.axis_name, self._called), last_dims(self.axis, x, self._called)
         inputs = x.shape[x.ndim - count :]
         if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
             raise ValueError(
@@ -515,7 +515,7 @@ class RowDense(_SplitDense):
             self.axis_name,
             sequence_dim=self.sequence_dim,
             ring=self.ring,
-            product=partial(_contracted, count=count, precision=self.precision),
+            product=partial(contracted, count=count, precision=self.precision),
             caller=self._called,
         )
         if bias is None:

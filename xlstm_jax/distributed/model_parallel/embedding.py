@@ -20,6 +20,37 @@ from xlstm_jax.distributed.model_parallel.activations import devices_here, leave
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_products, split_param
 
 
+def check_integers(tokens: Array, caller: str) -> None:
+    """Raises if tokens are not integers."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{caller}: tokens are {tokens.dtype.name}, and must be integers.")
+
+
+def look_up_split_rows(
+    table: Array, tokens: Array, num_embeddings: int, axis_name: str, sequence_dim: int | None = None, *, caller: str
+) -> Array:
+    """Looks tokens [b, t] up in this device's rows [V / n, d] of a table: [b, t, d], or [b, t / n, d].
+
+    The result is split along ``sequence_dim`` if that is not ``None``; a row is NaN for an invalid token.
+    """
+    size = table.shape[0]
+    if devices_here(axis_name, caller) == 1:
+        return jnp.take(table, tokens, axis=0)
+    # Widen narrow tokens before adding and comparing: in uint8 a size of 256 would overflow to 0.
+    tokens = tokens.astype(common_dtype(tokens.dtype, jnp.int32))
+    tokens = jnp.where(tokens < 0, tokens + num_embeddings, tokens)  # as jnp.take counts from the end
+    known = (tokens >= 0) & (tokens < num_embeddings)
+    # Each token's row is on a single device; the remaining devices add zeros, so the sum equals the row to the last
+    # bit.
+    own = tokens - collectives.axis_index((axis_name,)) * size
+    is_here = (own >= 0) & (own < size)
+    rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
+    rows = jnp.where(is_here[..., None], rows, jnp.where(known, 0, jnp.nan)[..., None].astype(rows.dtype))
+    if sequence_dim is None:
+        return leave_split(rows, axis_name, caller=caller)
+    return scatter_tokens(rows, sequence_dim, axis_name, caller=caller)
+
+
 class SplitEmbed(nn.Module):
     """``nn.Embed`` with rows split over ``axis_name``: the same parameter, initial values and result, bit for bit.
 
@@ -45,25 +76,10 @@ class SplitEmbed(nn.Module):
 
     def __call__(self, tokens: Array) -> Array:
         """Looks up integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for an invalid token."""
-        if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise TypeError(f"'{'/'.join(self.path)}': tokens are {tokens.dtype.name}, and must be integers.")
+        caller = f"'{'/'.join(self.path)}'"
+        check_integers(tokens, caller)
         (table,) = promote_dtype(self.table(), dtype=self.dtype, inexact=False)
-        size, caller = table.shape[0], f"'{'/'.join(self.path)}'"
-        if devices_here(self.axis_name, caller) == 1:
-            return jnp.take(table, tokens, axis=0)
-        # Widen narrow tokens before adding and comparing: in uint8 a size of 256 would overflow to 0.
-        tokens = tokens.astype(common_dtype(tokens.dtype, jnp.int32))
-        tokens = jnp.where(tokens < 0, tokens + self.num_embeddings, tokens)  # as jnp.take counts from the end
-        known = (tokens >= 0) & (tokens < self.num_embeddings)
-        # Each token's row is on a single device; the remaining devices add zeros, so the sum equals the row to the last
-        # bit.
-        own = tokens - collectives.axis_index((self.axis_name,)) * size
-        is_here = (own >= 0) & (own < size)
-        rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
-        rows = jnp.where(is_here[..., None], rows, jnp.where(known, 0, jnp.nan)[..., None].astype(rows.dtype))
-        if self.sequence_dim is None:
-            return leave_split(rows, self.axis_name, caller=caller)
-        return scatter_tokens(rows, self.sequence_dim, self.axis_name, caller=caller)
+        return look_up_split_rows(table, tokens, self.num_embeddings, self.axis_name, self.sequence_dim, caller=caller)
 
     def attend(self, query: Array) -> Array:
         """Returns the logits of this device's entries for hidden [..., d]: [..., V / n]."""

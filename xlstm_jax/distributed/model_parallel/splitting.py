@@ -31,14 +31,16 @@ from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
 from xlstm_jax.distributed.model_parallel.split_input import is_on_split_input, on_split_input
 from xlstm_jax.formatting import kind_of, listed
 
-Model = TypeVar("Model", bound=nn.Module | type[nn.Module])
+Model = TypeVar("Model", bound=nn.Module | type[nn.Module] | ShardsItself)
+Splitter = Callable[[Any, Mapping[re.Pattern[str], str], str], Any]  # of the model, the kinds by pattern, the axis
+SPLITTERS: dict[type[Any], Splitter] = {}  # of models that are no Linen modules, by class: NNX (``nnx_splitting``)
 
 
 class _SplitLogits(ColumnDense):
     """Head with split columns, whose logits are gathered on every device."""
 
     def __call__(self, x: Array) -> Array:
-        return _joined(super().__call__(x), self.axis_name)
+        return joined_logits(super().__call__(x), self.axis_name)
 
 
 class _SplitTable(SplitEmbed):
@@ -48,10 +50,11 @@ class _SplitTable(SplitEmbed):
         """Overrides the ``setup`` of ``nn.Embed``, which makes the unsharded table."""
 
     def attend(self, query: Array) -> Array:
-        return _joined(super().attend(query), self.axis_name)
+        return joined_logits(super().attend(query), self.axis_name)
 
 
-def _joined(logits: Array, axis_name: str) -> Array:
+def joined_logits(logits: Array, axis_name: str) -> Array:
+    """Returns the logits of all devices' vocabulary entries, on every device."""
     return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
 
 
@@ -82,10 +85,11 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     ``check_vma=False``.
 
     Apply ``shard_modules`` first, as ``split_modules(shard_modules(...), ...)``: in the reverse order ``shard_modules``
-    would treat split layers as plain layers.
+    would treat split layers as plain layers. (For an NNX model any order is right.)
 
     Args:
-      model: a Linen module, or a class of Linen modules.
+      model: a Linen module, or a class of Linen modules; or an NNX model, made by ``nnx_model``, with layers of NNX in
+        the place of the Linen layers named below (``nnx.Linear`` for ``nn.Dense``, ``nnx.LinearGeneral``).
       split: maps a pattern (``re``) for the last names of a layer's path, such as "attention/(query|key|value)", to a
         kind. The first pattern that matches counts. Kinds: "column" or "row"; "vocabulary" for an ``nn.Embed``, or for
         the ``nn.Dense`` of the head, whose logits are gathered because the model expects replicated logits (the logits
@@ -96,22 +100,23 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
       ValueError: an unknown kind; in ``init``, a pattern that matches no dense layer (or no module), with a list of
         layers, or a layer with a product other than Flax's; under ``check_vma=False``, a module with parameters that
         runs between a column-split and a row-split layer, and is neither "inside" nor "whole".
-      TypeError: the model is not a Linen module.
+      TypeError: the model is neither a Linen module nor made by ``nnx_model``.
     """
-    splitting = _Splitting({re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}, axis_name)
+    kinds = {re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}
     if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
         raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'.")
+    for of_models, splitter in SPLITTERS.items():
+        if isinstance(model, of_models):
+            return splitter(model, kinds, axis_name)
+    splitting = _Splitting(kinds, axis_name)
     if isinstance(model, nn.Module):
         cls, fields = class_and_fields(model, "split_modules({}, split)")
         return _subclass(cls, splitting)(**fields)
     if isinstance(model, type) and issubclass(model, nn.Module):
         return _subclass(model, splitting)
     cure = ""
-    if isinstance(model, ShardsItself) or is_nnx(model if isinstance(model, type) else type(model)):
-        cure = (
-            " A layer of flax.nnx is split by the metadata of its kernel, kernel_metadata={'out_sharding': (None, "
-            f"{axis_name!r})}}, with enter_split before the layers by columns and leave_split after those by rows."
-        )
+    if is_nnx(model if isinstance(model, type) else type(model)):
+        cure = " For flax.nnx: split_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), split)."
     raise TypeError(f"split_modules takes a Linen module or its class, not {kind_of(model)}.{cure}")
 
 

@@ -94,7 +94,7 @@ def plan_sharding(
     # Calls of modules are recorded, since parameters show neither how a head reads its kernel nor most entries of the
     # sections.
     with noting(sections), recording_parts() as parts:
-        freeze = partial(with_frozen, trainable=trainable, frozen_dtype=frozen_dtype)
+        freeze = partial(with_frozen, model, trainable=trainable, frozen_dtype=frozen_dtype)
         variables = _planned_init(model, mesh, rng, inputs, kwargs, freeze)
         variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
         partition_specs(variables, mesh)  # raises for names that are not mesh axes

@@ -153,9 +153,9 @@ def init_sharded(
         dim divides.
       batch_axes: the axes that the batch is split over. None: every axis of the mesh, except the axes over which the
         model itself splits parameters (see ``default_batch_axes``).
-      trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more), and the dtype in which
-        frozen ones are stored: see ``freeze_params``. Values come from ``model.init``, cast by the device that
-        computes them.
+      trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more; for an NNX model also a
+        filter of NNX, as ``nnx.LoRAParam``), and the dtype in which frozen ones are stored: see ``freeze_params``.
+        Values come from ``model.init``, cast by the device that computes them.
       **kwargs: passed to ``model.init`` unchanged, as ``train=False``.
     Returns:
       The variables: global arrays on the mesh, boxed where they are split.
@@ -198,7 +198,7 @@ def jitted_init(
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if "params" in variables:
                 variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
-            variables = with_frozen(variables, trainable, frozen_dtype)
+            variables = with_frozen(model, variables, trainable, frozen_dtype)
             if "params" in variables:
                 variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
             return variables

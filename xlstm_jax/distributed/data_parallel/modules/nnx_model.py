@@ -23,6 +23,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.modules.nnx_filters import (
+    LeafPredicate,
+    is_filter,
+    leaf_mask,
+    leaf_predicate,
+    modules_taken,
+)
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NNX,
     NOTE_SHAPE,
@@ -181,8 +188,12 @@ class NnxModel:
         """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
         if isinstance(where, UnitRule):
             return self._with_units_by_rule(where, policy)
-        matches, found = as_predicate(where, NNX), modules_of(self._abstract)
-        matching = [path for path, module in found.items() if matches(path, module)]
+        found = modules_of(self._abstract)
+        if is_filter(where) and not isinstance(where, type):
+            matching = modules_taken(where, {path: (self._parts[path], module) for path, module in found.items()})
+        else:
+            matches = as_predicate(where, NNX)
+            matching = [path for path, module in found.items() if matches(path, module)]
         if not matching:
             there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
             raise ValueError(f"where={where!r} matches no module. There are {there}.")
@@ -208,6 +219,38 @@ class NnxModel:
         chosen = rule.choose(seen)
         units = self.units | dict.fromkeys(chosen, policy)
         return dataclasses.replace(self, units=units, reasons={**self.reasons, **chosen})
+
+    def leaf_predicate(self, selection: Any) -> LeafPredicate:
+        """Returns the predicate of a parameter's path, as "blocks/0/kernel", for a filter of NNX.
+
+        ``trainable=`` of ``create_train_state``, ``init_sharded`` and ``plan_sharding`` takes filters itself; pass the
+        predicate to ``freeze_params``, which has no model.
+
+        >>> from flax import nnx
+        >>> model = nnx_model(lambda rngs: nnx.LoRALinear(8, 4, lora_rank=2, rngs=rngs))
+        >>> is_lora = model.leaf_predicate(nnx.LoRAParam)
+        >>> is_lora("lora/lora_a"), is_lora("kernel")
+        (True, False)
+
+        Args:
+          selection: a filter of (path, variable), as ``nnx.LoRAParam``, ``nnx.PathContains("norm")`` and ``nnx.All``,
+            ``nnx.Any`` and ``nnx.Not`` of filters; or a predicate of a path, which is returned.
+        Raises:
+          ValueError: the filter selects no parameter.
+          TypeError: ``selection`` has another form.
+        """
+        params = {path: leaf for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"}
+        return leaf_predicate(selection, {path: (self._parts[path], leaf) for path, leaf in params.items()})
+
+    def leaf_mask(self, selection: Any) -> Callable[[PyTree], PyTree]:
+        """Returns the mask for optax of the parameters that ``leaf_predicate(selection)`` selects.
+
+        >>> from flax import nnx
+        >>> model = nnx_model(lambda rngs: nnx.Linear(8, 4, rngs=rngs))
+        >>> model.leaf_mask(nnx.Not(nnx.PathContains("bias")))({"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)})
+        {'bias': False, 'kernel': True}
+        """
+        return leaf_mask(self.leaf_predicate(selection))
 
     @property
     def modules(self) -> dict[str, nnx.Module]:
@@ -239,6 +282,11 @@ class NnxModel:
         # Not ``nnx.eval_shape``, which applies names in metadata to the current mesh.
         leaves = jax.eval_shape(state)
         return nnx.merge(graphdefs[0], leaves)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, tuple[Any, ...]]:
+        """Paths of the modules and variables as NNX has them, tuples of names and numbers, by path as text."""
+        return {path_of(parts): parts for parts, _ in nnx.iter_graph(self._abstract)}
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:

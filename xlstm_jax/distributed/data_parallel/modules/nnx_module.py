@@ -60,7 +60,9 @@ class _Changed:
         del value, index
         raise ValueError(
             f"the model writes a parameter that is split as {self.get_metadata(BOX).names}. Write it outside of the "
-            "model: by the optimizer, or in the variables that the model is applied to."
+            "model: by the optimizer, or in the variables that the model is applied to. nnx.WeightNorm and "
+            "nnx.SpectralNorm write the kernel of their layer: leave these layers out of where=, as by "
+            "nnx.Not(nnx.PathContains(name))."
         )
 
 
@@ -289,10 +291,10 @@ def _split_variables(module: nnx.Module) -> dict[str, Any]:
 def _unit_type(cls: type[nnx.Module], policy: ShardPolicy) -> Any:
     """Returns a subclass whose public methods gather first. Cached: equal layers share a class and can be stacked."""
     methods = {name: _gathering(cls, name, policy) for name in public_methods(cls, NNX)}
-    return _subclass(cls, methods | {"_shard_policy": policy})
+    return subclass_of(cls, methods | {"_shard_policy": policy})
 
 
-def _subclass(cls: type[Any], fields: dict[str, Any]) -> Any:
+def subclass_of(cls: type[Any], fields: dict[str, Any]) -> Any:
     """Returns a subclass of a module's class that differs only in ``fields``."""
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(cls)
@@ -345,4 +347,4 @@ def _varying_cell_type(cls: type[nnx.RNNCellBase], axes: frozenset[str]) -> Any:
     def initialize_carry(self: nnx.RNNCellBase, *args: Any, **kwargs: Any) -> Any:
         return collectives.to_varying(cls.initialize_carry(self, *args, **kwargs), axes)
 
-    return _subclass(cls, {"initialize_carry": initialize_carry})
+    return subclass_of(cls, {"initialize_carry": initialize_carry})

@@ -60,7 +60,8 @@ def shard_modules(
         modules with the reasons (docs/howto/five_lines.md).
         - a module class or a tuple of classes, subclasses included;
         - a predicate of a path, as "encoder/layer/0", and the module at this path;
-        - ``larger_than(size)``, for a Linen model.
+        - ``larger_than(size)``, for a Linen model;
+        - a filter of NNX on modules, for an NNX model: ``nnx.All(nnx.Linear, nnx.PathContains("mlp"))``.
       axis_name: see ``shard_module_params``, also for the following arguments. None: the axes of the mesh that
         ``create_fsdp_mesh`` makes: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
       min_weight_size: None: 2**18, or 2**14 without ``where``.

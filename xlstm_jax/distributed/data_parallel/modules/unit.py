@@ -149,7 +149,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     raise TypeError(
         f"where is {kind_of(where)}: pass a module class (nn.Dense, nnx.Linear) or a tuple of them, a predicate of "
         "(path, module), as lambda path, module: path.startswith('h/'), or, of a Linen model, "
-        "larger_than(size)."
+        "larger_than(size), or, of an NNX model, a filter of modules (nnx.All, nnx.PathContains)."
     )
 
 

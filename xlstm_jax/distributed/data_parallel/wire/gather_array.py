@@ -183,7 +183,7 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
             f"taken {where}: it would be a mean over the devices of {axes}, unlike the gradients of replicated leaves. "
             "Gather first in the loss function, whole = gather_params(params, axis_name), and differentiate with "
-            "respect to whole."
+            "respect to whole. In an NNX model: Shard the module that calls nnx.vmap, and no module that it runs."
         )
 
 

@@ -1,0 +1,86 @@
+"""Filters of NNX (``nnx.PathContains``, ``nnx.All``, a class, ...) as selections of modules and of parameters.
+
+  shard_modules(model, nnx.All(nnx.Linear, nnx.PathContains("mlp")), "fsdp")    modules: of (path, module)
+  create_train_state(model, ..., trainable=nnx.LoRAParam)                       parameters: of (path, variable)
+  optax.adamw(1e-3, mask=model.leaf_mask(nnx.Not(nnx.PathContains("norm"))))    parameters: of (path, variable)
+
+A filter receives a path as NNX does, as a tuple of names and numbers. The other selections of this library are
+functions of a path as text, as "blocks/0/kernel".
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+from flax.nnx import filterlib
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
+from xlstm_jax.formatting import kind_of, listed
+
+LeafPredicate = Callable[[str], Any]
+FILTERS = (
+    *(filterlib.WithTag, filterlib.PathContains, filterlib.PathIn, filterlib.OfType),
+    *(filterlib.All, filterlib.Any, filterlib.Not, filterlib.Everything, filterlib.Nothing),
+)
+
+
+def is_filter(selection: object) -> bool:
+    """Returns whether a selection is a filter of NNX, and not a function of a path as text.
+
+    Functions and texts, which NNX accepts as filters, too, have another meaning here; both may be part of a filter,
+    as in ``nnx.Any(function)``.
+    """
+    return selection is ... or isinstance(selection, (*FILTERS, type, tuple, list))
+
+
+def modules_taken(selection: Any, modules: Mapping[str, tuple[tuple[Any, ...], Any]]) -> list[str]:
+    """Returns the paths of the modules that a filter selects.
+
+    Args:
+      selection: the filter.
+      modules: for each path as text, the path as NNX has it, and the module.
+    """
+    takes = filterlib.to_predicate(selection)
+    return [name for name, (path, module) in modules.items() if takes(path, module)]
+
+
+def leaf_predicate(selection: Any, variables: Mapping[str, tuple[tuple[Any, ...], Any]]) -> LeafPredicate:
+    """Returns the predicate of a parameter's path, as "blocks/0/kernel", for a filter of a model's parameters.
+
+    Args:
+      selection: a filter, or a predicate of a path as text, which is returned.
+      variables: for each path as text, the path as NNX has it, and the variable.
+    Raises:
+      TypeError: the selection is neither a filter nor a function.
+      ValueError: a filter that is more than ``...`` or ``nnx.Nothing()`` selects no parameter.
+    """
+    if not is_filter(selection):
+        if not callable(selection):
+            raise TypeError(
+                f"the selection of parameters is {kind_of(selection)}; pass a filter of NNX, as nnx.LoRAParam or "
+                "nnx.PathContains('lora'), or a predicate of a leaf's path, as lambda path: 'lora' in path."
+            )
+        return selection
+    takes = filterlib.to_predicate(selection)
+    taken = {name for name, (path, variable) in variables.items() if takes(path, variable)}
+    if not taken and not isinstance(takes, filterlib.Nothing):
+        raise ValueError(
+            f"the filter {selection!r} selects none of the parameters: {listed(sorted(variables), 12)}. A filter "
+            "receives a path as a tuple, as ('blocks', 0, 'kernel'), and a variable."
+        )
+    return taken.__contains__
+
+
+def leaf_mask(predicate: LeafPredicate) -> Callable[[PyTree], PyTree]:
+    """Returns a function of parameters for ``mask=`` of optax: the tree of True and False, a leaf for each parameter.
+
+    The parameters are a tree of arrays or boxes, or an ``nnx.State`` of variables, as ``nnx.Optimizer`` passes.
+    """
+
+    def mask(params: PyTree) -> PyTree:
+        if isinstance(params, nnx.State):
+            return nnx.map_state(lambda path, _: predicate("/".join(map(str, path))), params)
+        return map_leaves_with_path(lambda path, _: predicate(path), params)
+
+    return mask

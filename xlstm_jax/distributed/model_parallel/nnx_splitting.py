@@ -1,0 +1,451 @@
+"""``split_modules`` for an NNX model: splits layers when the model is made, by a subclass and a name in the metadata.
+
+A chosen ``nnx.Linear``, ``nnx.LinearGeneral`` or ``nnx.Embed`` gets a subclass of the same name with the product of
+``ColumnDense``, ``RowDense`` or ``SplitEmbed``; the metadata of its kernel name the split dim, as ``out_sharding`` of a
+user's own layer does. The class contains the kind of the split and nothing of the single layer, so that equal layers
+have equal classes, and can be stacked.
+
+Layers that are not split, and have parameters, get a subclass, too, which refuses to run where the gradients of the
+parameters would be wrong: between a layer that is split by columns and a layer that is split by rows.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import Array
+
+from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
+    NAMES_IN_METADATA,
+    NNX,
+    gathered,
+    is_split,
+    is_variable,
+    modules_of,
+    path_of,
+    subclass_of,
+)
+from xlstm_jax.distributed.data_parallel.modules.unit import is_within, public_methods
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
+from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, parts_of_params
+from xlstm_jax.distributed.model_parallel.dense import (
+    FUSED,
+    check_features_divide,
+    column_products,
+    contracted,
+    last_dims,
+    row_product,
+    several_in_one,
+)
+from xlstm_jax.distributed.model_parallel.embedding import check_integers, look_up_split_rows
+from xlstm_jax.distributed.model_parallel.splitting import BETWEEN, SPLITTERS, joined_logits
+from xlstm_jax.formatting import listed, path_pattern
+
+Kinds = Mapping[re.Pattern[str], str]
+Method = Callable[..., Any]
+DENSE = (nnx.Linear, nnx.LinearGeneral)
+LAYERS: dict[str, tuple[type[nnx.Module], ...]] = {
+    "column": DENSE,
+    "row": DENSE,
+    "vocabulary": (nnx.Linear, nnx.Embed),
+}
+SPLIT = "_split_over"  # attribute of a subclass: the ``_Split``
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Split of a layer: the kind, the mesh axis, and the path of the layer without its number, for errors."""
+
+    kind: str
+    axis_name: str
+    path: str
+
+    @property
+    def called(self) -> str:
+        return f"'{self.path}'"
+
+    @property
+    def devices(self) -> int:
+        return devices_here(self.axis_name, self.called)
+
+
+@dataclass
+class _Run:
+    """State of a running method of the model: the last column-split layer without a row-split layer after it."""
+
+    column: str | None = None
+
+
+_run: ContextVar[_Run | None] = ContextVar("the running method of a split NNX model", default=None)
+
+
+def split_nnx(model: NnxModel, kinds: Kinds, axis_name: str) -> NnxModel:
+    """Returns the model with split layers; see ``split_modules``."""
+    modules = {path: module for path, module in model.modules.items() if path}
+    chosen = _chosen(modules, kinds, type(model.modules[""]).__name__)
+    plain_make = model.make
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        module = plain_make(rngs)
+        for path, inner in modules_of(module).items():
+            split = _Split(chosen.get(path, ""), axis_name, path_pattern(f"{path}/")[:-1])
+            if path in chosen and split.kind not in BETWEEN:
+                _name_axis(inner, split)
+            if not path:
+                _change_class(inner, _starting_run(type(inner)))
+            elif path in chosen or _is_checked(inner):
+                _change_class(inner, _split_class(type(inner), split))
+        return module
+
+    return dataclasses.replace(model, make=make)
+
+
+SPLITTERS[NnxModel] = split_nnx
+
+
+def _change_class(module: nnx.Module, cls: type[nnx.Module]) -> None:
+    # In place: other attributes of the model may refer to this object.
+    object.__setattr__(module, "__class__", cls)
+
+
+def _own_params(module: nnx.Module) -> list[str]:
+    """Returns the names of a module's own parameters that take a gradient."""
+    found = ((name, value) for name, value in vars(module).items() if is_variable(value))
+    return [name for name, x in found if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _is_checked(module: nnx.Module) -> bool:
+    """Returns whether an unsplit module must not run between split layers unnoticed.
+
+    A lookup never does: its input are tokens. (A unit recognises the unchanged method of an ``nnx.Embed``.)
+    """
+    return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
+
+
+# ------------------------------------------------------------------------------------------------------------- choose
+
+
+def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict[str, str]:
+    """Returns the kind of each chosen module by path; the first matching pattern counts.
+
+    Raises:
+      ValueError: a pattern matches nothing, or a layer that cannot be split.
+    """
+    chosen: dict[str, str] = {}
+    matched = set()
+    for path, module in modules.items():
+        is_layer = bool(_own_params(module))
+        found = ((pattern, kind) for pattern, kind in kinds.items() if is_layer or kind in BETWEEN)
+        pattern, kind = next(((pattern, kind) for pattern, kind in found if pattern.search(path)), (None, ""))
+        if pattern is not None:
+            matched.add(pattern)
+            chosen[path] = kind
+            if kind not in BETWEEN:
+                _check_plain(path, module, kind)
+    for pattern, kind in kinds.items():
+        if pattern not in matched:
+            layers = [path for path, module in modules.items() if kind in BETWEEN or isinstance(module, LAYERS[kind])]
+            what = "modules" if kind in BETWEEN else "dense layers"
+            raise ValueError(
+                f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of {model}: "
+                f"{listed(sorted(layers), 12) or 'it has none'}. Patterns are of the last names of these paths."
+            )
+    inside = [path for path, kind in chosen.items() if kind == "inside"]
+    # The module around has entered the parameters.
+    return {path: kind for path, kind in chosen.items() if not _is_below(path, inside)}
+
+
+def _is_below(path: str, others: list[str]) -> bool:
+    return any(path != other and is_within(path, other) for other in others)
+
+
+def _check_plain(path: str, module: Any, kind: str) -> None:
+    """Raises unless the module is a layer of Flax with the product of Flax."""
+    if hasattr(type(module), SPLIT):
+        raise ValueError(f"split_modules: '{path}' is split already. Name each layer once, in a single split=.")
+    if type(module) not in LAYERS[kind]:
+        raise ValueError(
+            f"split_modules: '{path}' is of the class {type(module).__name__}, and {kind!r} is for "
+            f"{listed([f'nnx.{cls.__name__}' for cls in LAYERS[kind]])}. For another layer enter the axis in the "
+            "metadata of its parameters (out_sharding), and call enter_split and leave_split around it: docs/nnx.md."
+        )
+    plain = {
+        "dot_general": (None, jax.lax.dot_general),
+        "dot_general_cls": (None,),
+        "preferred_element_type": (None,),
+        "promote_dtype": (dtypes.promote_dtype,),
+    }
+    for name, values in plain.items():
+        if getattr(module, name, values[0]) not in values:
+            raise ValueError(
+                f"split_modules: '{path}' has {name}={getattr(module, name)!r}, and a split layer has the product of "
+                "Flax. Leave this layer out of split=."
+            )
+    if batch_axis := getattr(module, "batch_axis", None):
+        raise ValueError(
+            f"split_modules: '{path}' has batch_axis={dict(batch_axis)}, and a split layer has no batch dims. Leave "
+            "this layer out of split=."
+        )
+
+
+def _dims(layer: Any) -> tuple[int, int]:
+    """Returns how many dims of the kernel are input features, and how many are output features."""
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.in_features), len(layer.out_features)
+    return 1, 1
+
+
+def _name_axis(layer: Any, split: _Split) -> None:
+    """Enters the axis in the metadata of the split parameters of a layer."""
+    if isinstance(layer, nnx.Embed):
+        _name_dim(layer.embedding, 0, 2, split, "embedding")
+        return
+    inputs, outputs = _dims(layer)
+    by_columns = split.kind != "row"
+    _name_dim(layer.kernel, inputs if by_columns else 0, inputs + outputs, split, "kernel")
+    if by_columns and layer.bias is not None:
+        _name_dim(layer.bias, 0, outputs, split, "bias")
+
+
+def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
+    metadata = variable.get_metadata()
+    given = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
+    # nnx.vmap adds leading dims of layers.
+    names = (None,) * (variable.get_raw_value().ndim - len(given)) + given
+    dim += len(names) - ndim
+    if names[dim] not in (None, split.axis_name) or (names[dim] is None and split.axis_name in names):
+        raise ValueError(
+            f"'{split.path}/{name}' is split along dim {dim} over {split.axis_name!r} by split_modules, and the names "
+            f"of its metadata are {names}. Other dims may have other axes: leave dim {dim} and {split.axis_name!r} to "
+            "split_modules."
+        )
+    variable.set_metadata(out_sharding=(*names[:dim], split.axis_name, *names[dim + 1 :]))
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+
+
+# Cached: NNX compares the structures of models by the classes of their modules.
+@functools.cache
+def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
+    """Returns a subclass with the same name: split, between split layers, or (kind "") only checked."""
+    methods: dict[str, Method] = {}
+    if split.kind in BETWEEN:
+        around = _entered if split.kind == "inside" else _apart
+        methods = {name: _within(getattr(cls, name), around, split) for name in public_methods(cls, NNX)}
+    elif split.kind == "vocabulary" and issubclass(cls, nnx.Embed):
+        methods = {"__call__": _looked_up, "attend": _attended}
+    elif split.kind:
+        methods = {"__call__": {"column": _by_columns, "row": _by_rows, "vocabulary": _logits}[split.kind]}
+    elif "__call__" in public_methods(cls, NNX):
+        methods = {"__call__": _checked(cls.__call__, split)}
+    return subclass_of(cls, {**methods, SPLIT: split})
+
+
+@functools.cache
+def _starting_run(cls: type[nnx.Module]) -> Any:
+    """Returns a subclass of the model's class whose public methods start a ``_Run``."""
+
+    def starting(plain: Method) -> Method:
+        @functools.wraps(plain)
+        def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            if _run.get() is not None:  # called by another method of the model
+                return plain(self, *args, **kwargs)
+            with set_context(_run, _Run()):
+                return plain(self, *args, **kwargs)
+
+        return method
+
+    return subclass_of(cls, {name: starting(getattr(cls, name)) for name in public_methods(cls, NNX)})
+
+
+def _within(plain: Method, around: Callable[[nnx.Module, _Split], Any], split: _Split) -> Method:
+    @functools.wraps(plain)
+    def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        with around(self, split):
+            return plain(self, *args, **kwargs)
+
+    return method
+
+
+@contextmanager
+def _apart(module: nnx.Module, split: _Split) -> Iterator[None]:
+    """Runs a module with unsplit input and output: no split layer is before it."""
+    del module, split
+    run = _run.get() or _Run()
+    before, run.column = run.column, None
+    try:
+        yield
+    finally:
+        run.column = before
+
+
+@contextmanager
+def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
+    """Sums the gradients of a module's parameters over the axis, and makes its random keys differ by device."""
+    if split.devices == 1:
+        with _apart(module, split):
+            yield
+        return
+    variables = {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf)}
+    with _apart(module, split), gathered({path: leaf for path, leaf in variables.items() if is_split(leaf)}):
+        before = {path: leaf.get_raw_value() for path, leaf in variables.items()}
+        for path, leaf in variables.items():
+            # NNX refuses to write a variable of another trace. This write is undone before NNX could notice.
+            object.__setattr__(leaf, "_raw_value", _own_value(leaf, before[path], split))
+        try:
+            yield
+        finally:
+            for path, leaf in variables.items():
+                if isinstance(leaf, nnx.Param | nnx.RngKey):
+                    object.__setattr__(leaf, "_raw_value", before[path])
+
+
+def _own_value(leaf: Any, value: Any, split: _Split) -> Any:
+    if isinstance(leaf, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact):
+        with jax.named_scope("sync_gradients"):  # a gradient is sent, not an activation
+            return enter_split(value, split.axis_name, caller=split.called)
+    if isinstance(leaf, nnx.RngKey) and is_prng_key(value):
+        return jax.random.fold_in(value, collectives.axis_index((split.axis_name,)))
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array | None, int]:
+    """Returns input, kernel and bias in the dtype of the layer, and the number of contracted dims."""
+    count = last_dims(getattr(layer, "axis", -1), x, split.called)
+    bias = None if layer.bias is None else layer.bias[...]
+    x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], bias), dtype=layer.dtype)
+    return x, kernel, bias, count
+
+
+def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
+    """Returns this device's output features: [b, t, d] -> [b, t, f / n]."""
+    split: _Split = getattr(self, SPLIT)
+    run, n, outputs = _run.get(), split.devices, self.out_features
+    del out_sharding  # for meshes with explicit axes
+    features = outputs if isinstance(outputs, tuple) else (outputs,)
+    _check_features(features, split)
+    x, kernel, bias, count = _operands(self, inputs, split)
+    if n > 1 and x.shape[x.ndim - count] * n == kernel.shape[0]:
+        raise ValueError(
+            f"split_modules: {split.called} is split by columns, and runs on what "
+            f"'{(run and run.column) or 'a layer before it'}' returned, which is split by columns, too: its input of "
+            f"shape {x.shape} has {x.shape[x.ndim - count]} of {kernel.shape[0]} features on each of the {n} devices "
+            f"along {split.axis_name!r}. Split {split.called} by 'row'."
+        )
+    (y,) = column_products(
+        x,
+        [kernel],
+        split.axis_name,
+        product=functools.partial(contracted, count=count, precision=self.precision),
+        caller=split.called,
+    )
+    if run is not None and split.kind == "column":
+        run.column = split.path
+    return y if bias is None else y + bias
+
+
+def _check_features(features: tuple[int, ...], split: _Split) -> None:
+    """Raises if the devices along the axis do not divide the first feature dim, or if this dim counts fused layers."""
+    count = parts_of_params(split.axis_name, split.called)
+    check_features_divide(features, count, split.axis_name, split.called)
+    if len(features) == 3 and count > 1 and count == features[0] in FUSED and features[1] not in FUSED:
+        raise several_in_one(features, count, split.axis_name, f"split_modules: {split.called}")
+    if features[0] % count:
+        raise ValueError(
+            f"split_modules: {split.called} has {features[0]} features (or heads), which the {count} devices along "
+            f"{split.axis_name!r} do not divide. Choose a multiple of {count}, or fewer devices along "
+            f"{split.axis_name!r}."
+        )
+
+
+def _logits(self: Any, inputs: Array, out_sharding: None = None) -> Array:
+    """Returns the logits of the full vocabulary, replicated, from a head split by columns."""
+    return joined_logits(_by_columns(self, inputs, out_sharding), getattr(self, SPLIT).axis_name)
+
+
+def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
+    """Returns the sum over the devices: [b, t, f / n] -> [b, t, d]."""
+    split: _Split = getattr(self, SPLIT)
+    del out_sharding
+    x, kernel, bias, count = _operands(self, inputs, split)
+    if (n := split.devices) > 1 and x.shape[x.ndim - count] == kernel.shape[0] * n:
+        raise ValueError(
+            f"split_modules: {split.called} is split by rows, and its input of shape {x.shape} has all "
+            f"{x.shape[x.ndim - count]} features, not the {kernel.shape[0]} of each of the {n} devices along "
+            f"{split.axis_name!r}. Split the layer before {split.called} by 'column' (are the two swapped?), or leave "
+            f"{split.called} out of split=."
+        )
+    product = functools.partial(contracted, count=count, precision=self.precision)
+    y = row_product(x, kernel, split.axis_name, product=product, caller=split.called)
+    if (run := _run.get()) is not None:
+        run.column = None
+    return y if bias is None else y + bias
+
+
+def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
+    """Returns the rows of integers [b, t] from a table that is split along the vocabulary: [b, t, d], replicated."""
+    split: _Split = getattr(self, SPLIT)
+    del out_sharding
+    check_integers(inputs, split.called)
+    _check_features((self.num_embeddings,), split)
+    (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
+    return look_up_split_rows(table, inputs, self.num_embeddings, split.axis_name, caller=split.called)
+
+
+def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
+    """Returns the logits of a tied head, replicated."""
+    split: _Split = getattr(self, SPLIT)
+    del out_sharding
+    query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
+    (own,) = column_products(query, [table.T], split.axis_name, caller=split.called)
+    return joined_logits(own, split.axis_name)
+
+
+def _checked(plain: Method, split: _Split) -> Method:
+    """Returns a method of an unsplit module that refuses to run on split features, if the result would be wrong."""
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        run = _run.get()
+        if run is not None and run.column is not None and split.devices > 1:
+            _check_between(self, run.column, args, split)
+        return plain(self, *args, **kwargs)
+
+    return method
+
+
+def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Split) -> None:
+    axis, n = split.axis_name, split.devices
+    if isinstance(module, DENSE) and args:
+        count = len(module.axis) if isinstance(module, nnx.LinearGeneral) else 1
+        features, rows = args[0].shape[args[0].ndim - count], module.kernel.get_raw_value().shape[0]
+        if features * n == rows:
+            raise ValueError(
+                f"split_modules: {split.called} is not split, and runs on what '{column}' returned, split by columns: "
+                f"its input of shape {args[0].shape} has {features} of {rows} features on each of the {n} devices "
+                f"along {axis!r}. Split {split.called} by 'row', which sums over these devices."
+            )
+    # With check_vma=True JAX sums the gradients.
+    if not collectives.is_tracked(axis):
+        raise ValueError(
+            f"split_modules: {split.called} ({type(module).__name__}) has whole parameters, and runs after '{column}' "
+            f"is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its input is "
+            f"split over {axis!r} (check_vma=False needs this to sum its gradients), or as 'whole' if its input and "
+            "output are replicated."
+        )
