@@ -74,7 +74,7 @@ def some_state(mesh):
 
 
 @pytest.mark.parametrize("make", [OrbaxBackend, NumpyBackend])
-def test_a_state_comes_back_on_another_mesh_and_old_steps_go(make, tmp_path):
+def test_backend_restores_a_state_on_another_mesh_and_removes_old_steps(make, tmp_path):
     backend: Backend = make(tmp_path, 2, 60)
     assert {name for name in dir(Backend) if name[0] != "_"} <= {name for name in dir(backend) if name[0] != "_"}
     state, target = some_state(mesh_of(1, 8)), some_state(mesh_of(4, 2))
@@ -91,7 +91,7 @@ def test_a_state_comes_back_on_another_mesh_and_old_steps_go(make, tmp_path):
 
 
 @pytest.mark.parametrize("make, damaged", [(OrbaxBackend, "leaves/metadata"), (NumpyBackend, "arrays.npz")])
-def test_a_damaged_step_is_passed_over_and_moved_away(make, damaged, tmp_path):
+def test_restore_warns_of_a_damaged_step_and_save_moves_the_step_aside(make, damaged, tmp_path):
     state = some_state(mesh_of(1, 8))
     with Checkpointer(tmp_path, backend=make) as checkpointer:
         for step in (1, 2):
@@ -104,7 +104,7 @@ def test_a_damaged_step_is_passed_over_and_moved_away(make, damaged, tmp_path):
     assert {folder.name for folder in tmp_path.iterdir() if folder.is_dir()} == {"1", "2", "2.damaged"}
 
 
-def test_folders_of_a_step_that_was_damaged_again_are_numbered(tmp_path):
+def test_repeatedly_damaged_step_gets_numbered_folder_names(tmp_path):
     for _ in range(3):
         (tmp_path / "2").mkdir()
         (tmp_path / "2" / "half").touch()

@@ -82,7 +82,7 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("dp, fsdp_size", [(2, 4), (1, 1)])
-def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
+def test_restore_preserves_value_type_and_sharding_of_each_kind_of_leaf(dp, fsdp_size, tmp_path):
     mesh = mesh_of(dp, fsdp_size)
     state = everything(mesh, sharded_state(mesh, fsdp(nn.Dense)(16)))
     with Checkpointer(tmp_path) as checkpointer:
@@ -106,7 +106,7 @@ NOT_STORED = ["uint2", "uint4", "float8_e4m3"]  # TensorStore lacks these dtypes
 KEYS = ["threefry2x32", "rbg", "unsafe_rbg"]
 
 
-def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
+def test_read_structs_takes_the_target_sharding_for_each_dtype_and_none_for_numbers():
     """Processes read shards of arrays of each dtype; a Python number of the same dtype has no sharding."""
     sharding = NamedSharding(mesh_of(2, 4), P(AXES))
     arrays = {name: jax.ShapeDtypeStruct((8, 3), name, sharding=sharding) for name in NUMBERS}
@@ -117,7 +117,7 @@ def test_arrays_of_each_dtype_are_read_in_the_sharding_of_the_target():
     }
 
 
-def test_every_dtype_is_read_shard_by_shard(tmp_path):
+def test_restore_reads_each_dtype_by_shard_and_save_raises_for_unsupported_dtypes(tmp_path):
     """Split and replicated arrays of every dtype, 64-bit dtypes included, are read shard by shard."""
     mesh = mesh_of(2, 4)
     values = np.random.default_rng(0).integers(0, 2, (8, 3))
@@ -140,7 +140,7 @@ def test_every_dtype_is_read_shard_by_shard(tmp_path):
     assert not [path for path, like in likes.items() if structs[path].sharding != like.sharding]
 
 
-def test_an_abstract_state_is_the_state_without_values(on_eight):
+def test_abstract_train_state_matches_create_train_state_without_allocation(on_eight):
     model, mesh, want = MODEL, mesh_of(2, 4), on_eight
     rng, x = jax.eval_shape(lambda: (jax.random.key(0), X))
     got = abstract_train_state(model, TX, mesh, rng, x, batch_axes=AXES)
@@ -155,7 +155,7 @@ def test_an_abstract_state_is_the_state_without_values(on_eight):
     assert abstract.params["kernel"].value.sharding.shard_shape((2**15, 2**24)) == (2**15, 2**22)
 
 
-def test_a_run_goes_on_as_if_it_had_not_been_cut(on_eight, tmp_path):
+def test_restored_run_continues_bit_equal_to_the_uninterrupted_run(on_eight, tmp_path):
     """A run restored on another mesh continues as if uninterrupted; the saved states were donated."""
     model, key = MODEL, jax.random.key(1)
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
@@ -175,7 +175,7 @@ def test_a_run_goes_on_as_if_it_had_not_been_cut(on_eight, tmp_path):
     assert damage.same(unbox(resumed), unbox(state)) and float(last["loss"]) == float(metrics["loss"])
 
 
-def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
+def test_sharded_checkpoint_restores_into_the_plain_model_and_back(on_eight, tmp_path):
     sharded = on_eight
     plain = TrainState.create(apply_fn=Model().apply, params=Model().init(jax.random.key(9), X)["params"], tx=TX)
     with Checkpointer(tmp_path / "sharded") as one, Checkpointer(tmp_path / "plain") as two:
@@ -191,7 +191,7 @@ def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
     got = jax.jit(lambda params: Model().apply({"params": params}, X))(got.params)  # nothing is tied to a device
 
 
-def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
+def test_restore_params_ignores_the_optimizer_and_fits_other_meshes_and_tree_paths(on_eight, tmp_path):
     """Parameters restore into the plain model and onto another mesh, for any optimizer and place in the tree."""
     model, key = Model(fsdp()), jax.random.key(9)
     adamw = on_eight
@@ -231,7 +231,7 @@ def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
     ],
     ids=["two parts", "shape", "name", "no part", "no sharding"],
 )
-def test_parameters_that_do_not_fit_are_named(like, path, message, tmp_path):
+def test_restore_params_raises_for_mismatched_absent_or_ambiguous_parameters(like, path, message, tmp_path):
     w = {"w": jnp.ones(3)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(20, {"a": {"params": w, "opt": w}, "b": {"params": w}})
@@ -241,7 +241,7 @@ def test_parameters_that_do_not_fit_are_named(like, path, message, tmp_path):
         assert checkpointer.restore_params(checkpointer.restore_params({"opt": w, "params": w}, path="a"), path="a")
 
 
-def test_parameters_are_checked_and_an_older_step_is_taken(tmp_path):
+def test_restore_params_verifies_checksums_and_falls_back_to_an_older_step(tmp_path):
     folder = damage.written(
         tmp_path / "checkpoints", lambda step: {"params": damage.state_of(step), "other": np.ones(3)}
     )
@@ -251,7 +251,7 @@ def test_parameters_are_checked_and_an_older_step_is_taken(tmp_path):
     assert damage.same(got, damage.state_of(OLDER))
 
 
-def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
+def test_synced_metric_state_restores_on_another_mesh_and_local_state_raises(tmp_path):
     def fed(mesh):
         update = jax.jit(
             jax.shard_map(
@@ -287,7 +287,7 @@ def test_checksums_are_computed_from_shards():
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["views", "on the device"])
-def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
+def test_save_writes_the_values_at_the_call_despite_later_donation(on_device, tmp_path, monkeypatch):
     """A save writes the state of the call, although buffers are overwritten before checksums are read."""
     if on_device:  # emulates an accelerator: programs started before the donation
         monkeypatch.setattr(checksums, "is_in_host_memory", lambda _: False)
@@ -320,7 +320,7 @@ def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
     ],
     ids=str,
 )
-def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
+def test_checksums_of_shards_sum_to_the_checksum_of_the_unsharded_array(spec, dtype):
     values = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16, 3)) * 100).astype(dtype)
     array = jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))
     sums = checksums.SavedSums(
@@ -335,7 +335,7 @@ def test_sums_of_shards_are_the_checksum_of_the_whole(spec, dtype):
 # ------------------------------------------------------------------------------------------- targets that do not fit
 
 
-def test_a_python_nan_fits_a_narrow_float(tmp_path):
+def test_python_nan_and_infinity_restore_as_narrow_floats_and_1e300_raises(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, {"best": float("nan"), "worst": float("-inf"), "large": 1e300})
         likes = {"best": jnp.float32(0), "worst": jnp.bfloat16(0)}
@@ -345,7 +345,7 @@ def test_a_python_nan_fits_a_narrow_float(tmp_path):
     assert np.isnan(got["best"]) and got["worst"] == -np.inf and got["large"] == 1e300
 
 
-def test_steps_go_forward(tmp_path):
+def test_save_skips_existing_steps_and_raises_for_negative_or_conflicting_steps(tmp_path):
     with Checkpointer(tmp_path, 10) as checkpointer:
         with pytest.raises(ValueError, match=r"step=-10 is negative"):
             checkpointer.save(-10, {"a": 1})
@@ -376,7 +376,7 @@ def test_steps_go_forward(tmp_path):
         ("note/run/checkpoints", r"note/run/checkpoints lies beneath .*note, which is a file"),
     ],
 )
-def test_a_place_for_no_folders_is_refused(directory, message, tmp_path, monkeypatch):
+def test_checkpointer_raises_for_an_unusable_directory(directory, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "note").write_text("no folder")
     with pytest.raises(ValueError, match=message):
@@ -424,14 +424,14 @@ def folder(intact, tmp_path):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_damage_leads_to_an_older_step_or_an_error(hurt, want, sound, folder):
+def test_restore_from_a_damaged_directory_returns_an_older_step_or_raises(hurt, want, sound, folder):
     """A sample of the damage of tests/faults/test_damage.py leads to an older step or an error."""
     hurt(folder, np.random.default_rng(0))
     got = damage.outcome(folder, sound)
     assert want is None or got == want
 
 
-def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folder):
+def test_restore_raises_for_a_step_folder_renamed_to_another_number(sound, folder):
     damage.exchange_steps(folder, None)
     with Checkpointer(folder) as checkpointer:
         with pytest.raises(
@@ -447,7 +447,7 @@ def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folde
 
 
 @pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
-def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
+def test_latest_step_and_restore_report_a_lost_step(hurt, tmp_path):
     """Every method reports a lost step, ``latest_step`` too; the next save moves the lost step away."""
     folder = damage.written(tmp_path / "run", lambda step: {"n": step})
     hurt(folder, None)
@@ -472,7 +472,7 @@ def test_a_lost_step_is_told_whoever_asks(hurt, tmp_path):
 
 
 @pytest.mark.parametrize("entry", [damage.WRONG_ENTRIES, [], {}, 3], ids=lambda entry: type(entry).__name__)
-def test_a_record_that_describes_no_arrays_is_damage(entry):
+def test_from_json_raises_for_a_record_without_valid_array_entries(entry):
     good = {"shape": [3], "dtype": "int64", "checksum": [1, 2]}
     assert record.from_json(record.to_json({"w": good}, 1), 1) == {"w": good}  # guard
     wrong = [{"w": good | change if change else change} for change in entry] if isinstance(entry, tuple) else [entry]
@@ -483,7 +483,7 @@ def test_a_record_that_describes_no_arrays_is_damage(entry):
             record.from_json(record.to_json(leaves, 1), 1)
 
 
-def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
+def test_checkpointer_raises_for_a_dangling_link_as_directory(tmp_path):
     """A dangling link as directory raises; treated as empty, the run would start anew."""
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
     (tmp_path / "loop").symlink_to("loop")
@@ -492,7 +492,7 @@ def test_a_directory_that_is_a_link_to_nowhere_is_no_empty_one(tmp_path):
             Checkpointer(tmp_path / name)
 
 
-def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, folder):
+def test_restore_names_leaves_of_a_damaged_step_and_the_next_save_moves_the_step_aside(sound, folder):
     damage.swap_steps(folder, None)
     (folder / "30").mkdir()
     with Checkpointer(folder, 5) as checkpointer:
@@ -535,7 +535,7 @@ def interrupted_at(call, work):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # TensorStore's unfinished reads
-def test_ctrl_c_is_no_damage(sound, folder):
+def test_keyboard_interrupt_during_restore_is_not_treated_as_damage(sound, folder):
     """Ctrl-C at thirty moments of a restore is no damage, whatever a library makes of it; no step is moved aside."""
     names = {path.name for path in folder.iterdir()}
     with Checkpointer(folder) as checkpointer:
@@ -559,7 +559,7 @@ def test_ctrl_c_is_no_damage(sound, folder):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interruption_is_found_in_the_errors_of_libraries(kind):
+def test_read_together_reraises_an_interruption_wrapped_in_other_errors(kind):
     def chained(cause):
         try:
             try:
@@ -580,7 +580,7 @@ def test_an_interruption_is_found_in_the_errors_of_libraries(kind):
                 read_together(partial(work, cause), "step 1", "read step 1", 10)
 
 
-def test_damage_is_damage_while_an_interruption_is_handled(sound, folder):
+def test_restore_warns_of_damage_inside_an_except_block_for_an_interruption(sound, folder):
     """Damage is recognised in an ``except`` block, where each error has the interruption as its context."""
     damage.flip_record(folder, np.random.default_rng(0))
     with Checkpointer(folder) as checkpointer:
@@ -617,7 +617,7 @@ def test_two_processes_save_and_restore(two_processes):
         assert out["by a link"]  # process 1 sees the directory under another path
 
 
-def test_both_fall_back_where_only_one_reads_damage(two_processes):
+def test_both_processes_fall_back_to_an_older_step_if_only_process_1_reads_damage(two_processes):
     for out in two_processes[1]:
         assert out["fell back"] and out["parameters fell back"]
         (warned,) = out["warned"]
@@ -625,7 +625,7 @@ def test_both_fall_back_where_only_one_reads_damage(two_processes):
         assert "step 2 is damaged: process 1: " in out["explicit"]
 
 
-def test_two_processes_export_one_model(two_processes):
+def test_two_processes_export_a_single_safetensors_model(two_processes):
     folder, printed = two_processes
     for out in printed:
         assert out["imported"] and "model.safetensors exists" in out["exported twice"]
@@ -634,12 +634,12 @@ def test_two_processes_export_one_model(two_processes):
     assert np.array_equal(got["split"], want) and np.array_equal(got["whole"], want[0, :3])
 
 
-def test_what_differs_between_processes_is_refused(two_processes):
+def test_save_raises_for_a_host_value_different_between_processes(two_processes):
     for out in two_processes[1]:
         assert out["differs"].startswith("'position': processes 0 and 1 have different values")
 
 
-def test_one_process_restores_what_two_have_saved(two_processes):
+def test_single_process_restores_a_checkpoint_of_two_processes(two_processes):
     folder, _ = two_processes
     values = np.random.default_rng(2).normal(size=(4, 5000)).astype(np.float32)
     like = jax.ShapeDtypeStruct((4, 5000), jnp.float32, sharding=NamedSharding(mesh_of(1, 8), P(None, "fsdp")))

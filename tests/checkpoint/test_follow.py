@@ -77,7 +77,7 @@ def published(versions, tmp_path):
     return tmp_path
 
 
-def test_a_reader_follows_and_a_delta_is_as_large_as_what_changed(versions, published):
+def test_reader_follows_versions_and_delta_size_matches_the_changed_entries(versions, published):
     start, arrays = apply_publication({}, published)
     assert start == 5 and same(arrays, flat(versions[4]))
     for number in range(1, 5):
@@ -92,7 +92,7 @@ def test_a_reader_follows_and_a_delta_is_as_large_as_what_changed(versions, publ
     assert latest_version(published) == 5
 
 
-def test_what_is_passed_stays_and_what_has_not_changed_is_passed_on(versions, published):
+def test_apply_publication_keeps_input_arrays_and_shares_unchanged_tensors(versions, published):
     mine = {name: np.asfortranarray(array) for name, array in flat(versions[3]).items()}
     before = {name: array.copy() for name, array in mine.items()}
     version, got = apply_publication(mine, published)
@@ -122,7 +122,7 @@ def test_arrays_of_no_version_are_refused_and_the_needed_version_is_named(versio
     assert same(apply_publication(flat(versions[0]), published).arrays, flat(versions[2]))
 
 
-def test_since_is_a_version_of_the_folder(versions, published):
+def test_publish_raises_for_since_outside_the_published_versions(versions, published):
     with pytest.raises(ValueError, match=r"since=9 cannot be built on: .* has the versions 1, 2, 3, 4 and 5\."):
         publish(versions[0], published, since=9)
     assert publish(versions[0], published) == 6
@@ -193,7 +193,7 @@ def test_a_version_that_goes_while_it_is_read_is_not_mixed_with_the_next(version
     assert (version, calls) == (7, [5, 7]) and same(arrays, flat(versions[1]))
 
 
-def test_tensors_come_go_and_change_their_shape(tmp_path):
+def test_delta_publications_add_remove_and_reshape_tensors(tmp_path):
     first = {"a": np.arange(6.0), "b": np.ones(3, np.float32), "c": np.array(2, np.int8)}
     second = {"a": np.arange(6.0).reshape(2, 3), "c": np.array(3, np.int8), "d": np.array([True, False])}
     third = second | {"d": np.array([True, True]), "e": np.zeros((0, 2), np.float32)}
@@ -204,7 +204,7 @@ def test_tensors_come_go_and_change_their_shape(tmp_path):
         assert same(apply_publication(start, tmp_path).arrays, third)
 
 
-def test_an_export_is_no_publication(tmp_path):
+def test_apply_publication_raises_for_an_export_or_an_absent_folder(tmp_path):
     export_safetensors({"a": np.ones(10), "b": np.ones(10)}, tmp_path, max_file_bytes=80)
     with pytest.raises(ValueError, match=r"index.json is damaged, or no index that `publish` wrote"):
         apply_publication({}, tmp_path)
@@ -229,7 +229,7 @@ def test_a_delta_gives_the_same_bits_and_is_never_larger_than_the_tensor(share, 
 
 
 @pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 510, 511, 512, 65535, 65536, 200_000])
-def test_gaps_of_every_length(gap):
+def test_delta_encodes_gaps_of_every_length_between_changes(gap):
     for others in ([], list(range(0, 60, 3))):  # so that 8, 16 and 32 bits are chosen
         before = np.zeros(gap + 61, np.int16)
         after = before.copy()

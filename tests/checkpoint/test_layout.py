@@ -113,7 +113,7 @@ CASES = {"llama": (LLAMA_NAMES, LLAMA), "mixtral": (MIXTRAL_NAMES, MIXTRAL)}
 
 
 @pytest.mark.parametrize("model", CASES)
-def test_a_reader_finds_its_tensors_and_the_way_back_is_the_inverse(model, tmp_path):
+def test_publish_writes_the_layout_of_the_reader_and_from_layout_inverts_to_layout(model, tmp_path):
     names, layout = CASES[model]
     params = params_of(model)
     split = jax.tree.map(
@@ -130,7 +130,7 @@ def test_a_reader_finds_its_tensors_and_the_way_back_is_the_inverse(model, tmp_p
     assert same(to_layout(back, layout), got)
 
 
-def test_a_delta_is_in_the_layout_of_the_reader(tmp_path):
+def test_delta_publication_uses_the_layout_and_changes_only_affected_tensors(tmp_path):
     params = params_of("llama")
     publish(params, tmp_path, names=LLAMA_NAMES, layout=LLAMA)
     arrays = apply_publication({}, tmp_path).arrays
@@ -142,7 +142,7 @@ def test_a_delta_is_in_the_layout_of_the_reader(tmp_path):
 
 
 @pytest.mark.parametrize("count, dim", [(2, 0), (3, 1), (3, 2)])
-def test_parts_of_different_sizes_are_joined_along_any_dim(count, dim):
+def test_joined_concatenates_parts_of_different_sizes_along_any_dim(count, dim):
     rng = np.random.default_rng(0)
     arrays = {
         f"{layer}.{part}": rng.normal(size=[(2, 3, 4), (2, 3, 4 + part)][dim == 2] if dim else (2 + part, 3, 4))
@@ -185,13 +185,13 @@ def test_parts_of_different_sizes_are_joined_along_any_dim(count, dim):
     ],
     ids=["missing", "shapes", "dim", "name", "numbers", "repeated", *["sizes", "no dim", "unequal", "joined", "n"]],
 )
-def test_a_layout_that_does_not_fit_is_refused(layout, message, tmp_path):
+def test_publish_raises_for_a_layout_inconsistent_with_the_tensors(layout, message, tmp_path):
     shapes = {"a": (2, 3), "b": (2, 4), "c": (2, 3), "e0": (1,), "e2": (1,)}
     with pytest.raises(ValueError, match=message):
         publish({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path, layout=layout)
 
 
-def test_tensors_that_are_not_those_of_the_layout_are_refused():
+def test_from_layout_raises_for_tensors_inconsistent_with_the_layout():
     like = {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))}
     layout = [Joined(("a", "b"), "ab"), Repeated("again", "ab")]
     arrays = to_layout(like, layout)

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs/howto/local_checkpoints.md"
 
 
 @pytest.mark.slow  # the page shows orbax's managers; what the library restores by itself is in tests/faults
-def test_the_program_of_the_page_prints_the_output_of_the_page(tmp_path):
+def test_local_checkpoints_page_program_prints_the_output_shown(tmp_path):
     blocks = re.findall(r"^```(py|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     program = "\n".join(text for kind, text in blocks if kind == "py")
     shown = "".join(text for kind, text in blocks if kind == "text")

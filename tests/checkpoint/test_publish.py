@@ -128,7 +128,7 @@ def killed_at(monkeypatch, module, name, number):
 
 
 @pytest.mark.parametrize("operation", ["replace", "fsync"])
-def test_a_publication_that_ends_anywhere_leaves_the_version_before(operation, tmp_path, monkeypatch):
+def test_interrupted_publication_leaves_the_previous_version_readable(operation, tmp_path, monkeypatch):
     first, second = [{name: np.full(10, i + len(name), np.float32) for name in ("a", "bb", "ccc")} for i in range(2)]
     publish(first, tmp_path, max_file_bytes=40)
     for number in range(20):
@@ -167,7 +167,7 @@ def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
     ]
 
 
-def test_the_version_before_stays_for_its_readers_and_older_ones_go(tmp_path):
+def test_publish_keeps_the_previous_version_and_removes_older_versions(tmp_path):
     like = {"w": np.zeros(3)}
     for version in range(1, 5):
         (tmp_path / f".model-{version:08}-00007-00000.safetensors.tmp").write_bytes(b"of a killed writer")
@@ -177,7 +177,7 @@ def test_the_version_before_stays_for_its_readers_and_older_ones_go(tmp_path):
         assert there == {max(1, version - 1), version}
 
 
-def test_a_host_has_one_file_and_the_tensors_of_a_round_in_memory(tmp_path):
+def test_publish_holds_a_single_file_and_a_round_of_tensors_in_host_memory(tmp_path):
     """64 leaves of 4 MB, in files of 32 MB; NumPy reports what it allocates."""
     for process in results("measure", tmp_path, 2, 256):
         assert process["written MB"] == 134
@@ -196,14 +196,14 @@ def test_the_largest_tensors_are_assigned_first():
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
-def test_one_process_on_several_devices(spec, tmp_path):
+def test_single_process_publishes_arrays_sharded_over_devices(spec, tmp_path):
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     params = {"w": jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))}
     publish(params, tmp_path)
     assert same(import_safetensors(tmp_path, params), {"w": values})
 
 
-def test_a_folder_with_a_single_file_is_refused(tmp_path):
+def test_publish_raises_for_a_folder_with_a_single_file_model(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(FileExistsError, match=r"model\.safetensors exists, and readers would take it"):
         publish({"w": np.ones(2)}, tmp_path)

@@ -57,7 +57,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_checksums_are_those_of_numpy(name):
+def test_checksums_of_device_and_host_arrays_equal_numpy(name):
     """Checksums of device arrays and of host arrays equal NumPy's."""
     array = ARRAYS[name]
     want = checksum_of_numpy(words_of(array))
@@ -67,7 +67,7 @@ def test_checksums_are_those_of_numpy(name):
     assert checksum_each({"x": array.ravel()[::-1].copy()})["x"] != want or not array.any()
 
 
-def test_what_was_read_is_compared_in_shape_dtype_and_every_bit():
+def test_check_sound_raises_for_a_difference_in_shape_dtype_or_a_single_bit():
     arrays = {"w": np.arange(6, dtype=np.int32), "b": np.zeros(2, np.float32)}
     record = record_of(arrays, arrays)
     check_sound(record, arrays)
@@ -79,7 +79,7 @@ def test_what_was_read_is_compared_in_shape_dtype_and_every_bit():
             check_sound(record, arrays | {"w": other})
 
 
-def test_copies_that_differ_are_damage():
+def test_check_sound_raises_for_replicas_with_different_values():
     mesh = mesh_of(2, 4)
     spread = NamedSharding(mesh, P())
     equal = [jax.device_put(np.arange(6.0, dtype=np.float32), device) for device in mesh.devices.flat]
@@ -91,7 +91,7 @@ def test_copies_that_differ_are_damage():
         check_sound(record, {"w": differing})
 
 
-def test_a_record_that_was_changed_is_refused():
+def test_from_json_raises_for_a_modified_record_or_another_step_number():
     content = to_json(record_of({"n": 3}, {"n": np.int64(3)}), step=7)
     assert from_json(content, 7)["n"]["dtype"] == "int"
     leaf = {"n": content["leaves"]["n"] | {"dtype": "bool"}}
@@ -109,7 +109,7 @@ def test_a_record_that_was_changed_is_refused():
         from_json(without, 7)
 
 
-def test_the_record_is_written_as_ever():
+def test_record_format_checksums_and_digests_stay_unchanged():
     """The format of the record is stable; a change makes existing checkpoints unreadable."""
     content = to_json(
         record_of({"n": 3, "w": np.zeros(2, np.float32)}, {"n": np.int64(3), "w": np.zeros(2, np.float32)}), 7
@@ -125,7 +125,7 @@ def test_the_record_is_written_as_ever():
     )
 
 
-def test_keys_of_each_kind_are_their_own():
+def test_random_keys_of_different_implementations_have_different_record_dtypes():
     keys = {kind: jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg")}
     data = {kind: jax.random.key_data(key) for kind, key in keys.items()}
     assert record_of(keys, data)["rbg"]["dtype"] != record_of(keys, data)["threefry2x32"]["dtype"]

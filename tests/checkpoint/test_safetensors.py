@@ -42,7 +42,7 @@ def on_eight():
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one file", "several files"])
-def test_the_library_reads_what_is_written(split, on_eight, tmp_path):
+def test_safetensors_library_reads_exported_files(split, on_eight, tmp_path):
     params = on_eight
     want = {path: np.asarray(leaf) for path, leaf in leaves_with_path(unbox(params))}
     export_safetensors(params, tmp_path / "out", **({"max_file_bytes": 3000} if split else {}))
@@ -67,7 +67,7 @@ def test_the_library_reads_what_is_written(split, on_eight, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_goes_there_and_back(dtype, tmp_path):
+def test_export_and_import_round_trip_each_dtype_bit_for_bit(dtype, tmp_path):
     rng = np.random.default_rng(0)
     values = rng.integers(0, 2, (8, 3)) if dtype == "bool" else 4 ** rng.integers(0, 3, (8, 3))
     want = {
@@ -85,7 +85,7 @@ def test_every_dtype_goes_there_and_back(dtype, tmp_path):
         assert same(import_safetensors(tmp_path / f"{name}.safetensors", want), want)
 
 
-def test_a_model_moves_to_another_mesh(on_eight, tmp_path):
+def test_import_places_an_exported_model_on_another_mesh_or_in_the_plain_model(on_eight, tmp_path):
     params = on_eight
     export_safetensors(params, tmp_path, max_file_bytes=4000)
     target = params_on(mesh_of(1, 2), min_weight_size=8)
@@ -99,7 +99,7 @@ def test_a_model_moves_to_another_mesh(on_eight, tmp_path):
     jax.jit(lambda params, x: Model().apply({"params": params}, x))(got, X)
 
 
-def test_one_leaf_at_a_time_is_in_memory(tmp_path):
+def test_export_holds_a_single_leaf_in_host_memory_at_a_time(tmp_path):
     """An export holds one leaf in memory, by NumPy's allocations. (Arrays on several devices, so that NumPy copies.)"""
     split = NamedSharding(mesh_of(1, 8), P("fsdp"))
     params = {f"w{i}": jax.device_put(np.full((512, 512), i, np.float32), split) for i in range(8)}
@@ -115,7 +115,7 @@ def test_one_leaf_at_a_time_is_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
-def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
+def test_import_reads_only_the_shard_of_each_device(spec, tmp_path, monkeypatch):
     values, read = np.arange(64 * 32, dtype=np.float32).reshape(64, 32), []
 
     class Watched:
@@ -136,7 +136,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)
-def test_the_callers_settings_hold(spec, tmp_path):
+def test_import_respects_enable_x64_and_default_device_of_the_caller(spec, tmp_path):
     """``enable_x64`` and ``default_device`` of the caller's thread apply, although other threads read the file."""
     values = np.arange(1, 17) / 3
     export_safetensors({"w": values, "v": values}, tmp_path)
@@ -147,7 +147,7 @@ def test_the_callers_settings_hold(spec, tmp_path):
         assert got["w"].sharding == placed.sharding and got["v"].devices() == {jax.devices()[3]}
 
 
-def test_damaged_files_are_refused(tmp_path):
+def test_import_raises_for_truncated_or_corrupted_files(tmp_path):
     params = {"w": np.ones((30, 4), np.float32), "b": np.zeros(2, np.float32)}
     export_safetensors(params, tmp_path)
     file = tmp_path / "model.safetensors"
@@ -169,7 +169,7 @@ def test_damaged_files_are_refused(tmp_path):
         assert same(got, params)
 
 
-def test_a_model_in_several_files_must_be_whole(tmp_path):
+def test_import_raises_for_an_index_inconsistent_with_the_files_or_a_missing_file(tmp_path):
     params = {name: np.full(100, i, np.float32) for i, name in enumerate("abc")}
     export_safetensors(params, tmp_path, max_file_bytes=400)
     index = tmp_path / "model.safetensors.index.json"
@@ -187,7 +187,7 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
         import_safetensors(tmp_path, params)
 
 
-def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eight(tmp_path):
+def test_values_of_split_files_start_at_multiples_of_eight_bytes(tmp_path):
     """Values begin at multiples of eight for names of every length, thanks to padding after the header."""
     for length in range(1, 9):
         params = {name * length: np.full(100, i, np.float32) for i, name in enumerate("ab")}
@@ -201,7 +201,7 @@ def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eigh
         assert same(import_safetensors(folder, params), params)
 
 
-def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
+def test_export_syncs_each_file_before_the_rename(tmp_path, monkeypatch):
     """A file is synced before the rename; otherwise, after a crash, the name may exist without the bytes."""
     synced, renamed, fsync, replace = {}, [], os.fsync, os.replace
 
@@ -224,7 +224,7 @@ def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
     )
 
 
-def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
+def test_import_raises_for_a_tensor_in_two_files_of_an_index(tmp_path):
     """A tensor in two files of an index raises; the choice between the files once depended on PYTHONHASHSEED."""
     save_file({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}, tmp_path / "one.safetensors")
     save_file({"b": np.ones(2, np.float32), "c": np.ones(2, np.float32)}, tmp_path / "two.safetensors")
@@ -239,7 +239,7 @@ def test_a_tensor_in_two_files_of_an_index_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("spec", [None, P("fsdp")], ids=str)
-def test_a_byte_that_is_no_boolean_is_refused(spec, tmp_path):
+def test_import_raises_for_bool_bytes_other_than_0_and_1(spec, tmp_path):
     content = np.arange(16, dtype=np.uint8).reshape(8, 2) % 2
     like = np.zeros((8, 2), bool)
     like = like if spec is None else jax.device_put(like, NamedSharding(mesh_of(1, 8), spec))
@@ -254,7 +254,7 @@ def test_a_byte_that_is_no_boolean_is_refused(spec, tmp_path):
             import_safetensors(tmp_path, {"b": like})
 
 
-def test_a_tensor_without_a_name_is_seen(tmp_path):
+def test_import_raises_for_a_tensor_with_an_empty_name_unless_ignored(tmp_path):
     save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
     params = {"w": np.zeros(2)}
     with pytest.raises(ValueError, match=r"it has '', 'v\(', which the parameters have not"):
@@ -273,7 +273,7 @@ EIGHT = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "f
 
 
 @pytest.mark.parametrize("narrow", [*EIGHT, "float16", "bfloat16", "float32"])
-def test_a_float_is_read_into_each_that_has_all_of_its_values(narrow, tmp_path):
+def test_import_casts_floats_without_loss_and_raises_for_lossy_dtypes(narrow, tmp_path):
     """A float is read into every dtype that represents all values, as NumPy casts; other dtypes raise."""
     count = 8 if narrow in EIGHT else 16
     bits = np.arange(2**count, dtype=f"uint{count}")
@@ -291,7 +291,7 @@ def test_a_float_is_read_into_each_that_has_all_of_its_values(narrow, tmp_path):
             import_safetensors(tmp_path, like)
 
 
-def test_an_export_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_export_raises_for_existing_files_and_leaves_no_partial_files(tmp_path, monkeypatch):
     params = {"w": np.ones(3, np.float32)}
     with pytest.raises(
         FileNotFoundError, match=r"there is no .*model.safetensors, and no model.safetensors.index.json"
@@ -339,7 +339,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text, message", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_header_is_refused(text, message, tmp_path):
+def test_import_raises_for_malformed_headers_and_accepts_a_sound_header(text, message, tmp_path):
     content = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
     params = {"w": np.ones(1, np.float32)}
@@ -351,19 +351,19 @@ def test_a_hostile_header_is_refused(text, message, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
-def test_a_pipe_is_not_waited_for(name, tmp_path):
+def test_import_raises_for_a_named_pipe_without_blocking(name, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(ValueError, match=rf"{name} is no regular file"):
         import_safetensors(tmp_path, {"w": np.ones(1)})
 
 
-def test_an_index_that_names_no_file_is_refused(tmp_path):
+def test_import_raises_for_an_index_pointing_to_a_directory(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": ".."}}')
     with pytest.raises(ValueError, match=r"\.\. is no regular file"):
         import_safetensors(tmp_path, {"w": np.ones(1)})
 
 
-def test_a_name_that_no_reader_takes_is_refused(tmp_path):
+def test_export_raises_for_reserved_or_non_unicode_leaf_names(tmp_path):
     with pytest.raises(ValueError, match="name of the metadata"):
         export_safetensors({"__metadata__": np.ones(2), "w": np.ones(2)}, tmp_path)
     with pytest.raises(ValueError, match=r"the leaf 'a/\\ud83d' has a name that is not Unicode"):
@@ -375,7 +375,7 @@ def test_a_name_that_no_reader_takes_is_refused(tmp_path):
     assert same(import_safetensors(tmp_path, params), params)
 
 
-def test_a_planted_link_is_not_written_through(tmp_path):
+def test_export_does_not_write_through_a_symlink_at_the_temporary_path(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / ".model.safetensors.tmp").symlink_to(tmp_path / "precious")
     export_safetensors({"w": np.ones(2)}, tmp_path)

@@ -46,7 +46,7 @@ def params():
     ]
 
 
-def test_leaves_of_a_scan_are_tensors_of_layers_and_come_back_on_another_mesh(params, tmp_path):
+def test_scanned_layers_export_as_a_tensor_per_layer_and_import_on_another_mesh(params, tmp_path):
     export_safetensors(params, tmp_path, names=NAMES)
     tensors, whole = load_file(tmp_path / "model.safetensors"), jax.tree.map(np.asarray, unbox(params))
     assert len(tensors) == 1 + 3 * 4
@@ -62,7 +62,7 @@ def test_leaves_of_a_scan_are_tensors_of_layers_and_come_back_on_another_mesh(pa
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, unbox(again), whole)))
 
 
-def test_narrower_floats_are_widened_and_what_no_leaf_needs_is_left_out(params, tmp_path):
+def test_import_widens_bfloat16_and_skips_tensors_matched_by_ignore(params, tmp_path):
     export_safetensors(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), unbox(params)), tmp_path, names=NAMES)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"model.layers.0.rotary_emb.inv_freq": np.ones(4, np.float32)}, file)
@@ -74,7 +74,7 @@ def test_narrower_floats_are_widened_and_what_no_leaf_needs_is_left_out(params, 
         assert np.array_equal(leaf, np.asarray(want).astype(jnp.bfloat16).astype(np.float32))
 
 
-def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
+def test_tied_leaves_import_from_a_shared_tensor_and_export_raises(tmp_path):
     table = np.arange(6, dtype=np.float32).reshape(3, 2)
     save_file({"tied.weight": table}, tmp_path / "model.safetensors")
     names = {"embed/embedding": "tied.weight", "head/kernel": Stored("tied.weight", "d v -> v d")}
@@ -85,7 +85,7 @@ def test_two_leaves_may_read_one_tensor_and_not_write_it(tmp_path):
         export_safetensors(both, tmp_path / "again", names=names)
 
 
-def test_a_leaf_of_a_rank_that_no_choice_has_is_stored_as_it_is(tmp_path):
+def test_kernel_with_a_rank_outside_all_choices_is_stored_unchanged(tmp_path):
     """A kernel of one dim is stored unchanged beside choices for two and more dims."""
     kernel = np.arange(3.0)
     export_safetensors({"a": {"kernel": kernel}}, tmp_path, names=TRANSFORMERS)
@@ -96,14 +96,14 @@ def test_a_leaf_of_a_rank_that_no_choice_has_is_stored_as_it_is(tmp_path):
     )
 
 
-def test_another_shape_is_refused_with_leaf_tensor_and_both_shapes(tmp_path):
+def test_import_raises_for_a_shape_mismatch_with_leaf_tensor_and_both_shapes(tmp_path):
     export_safetensors({"a": {"kernel": np.zeros((4, 2))}}, tmp_path, names=TRANSFORMERS)
     problem = "'a/kernel' is float64[2, 4] as 'a.weight' in the file, and float64[5, 2] in abstract_params"
     with pytest.raises(ValueError, match=re.escape(problem.replace("float64[5, 2]", "float64[2, 5]"))):
         import_safetensors(tmp_path, {"a": {"kernel": np.zeros((5, 2))}}, names=TRANSFORMERS)
 
 
-def test_a_convolution_has_its_window_last_in_a_file(tmp_path):
+def test_convolution_kernel_is_stored_with_the_spatial_dims_last(tmp_path):
     kernel = np.random.default_rng(0).normal(size=(3, 5, 2, 4))
     export_safetensors({"conv": {"kernel": kernel}}, tmp_path, names=TRANSFORMERS)
     stored = load_file(tmp_path / "model.safetensors")["conv.weight"]
@@ -112,7 +112,7 @@ def test_a_convolution_has_its_window_last_in_a_file(tmp_path):
     assert np.array_equal(again["conv"]["kernel"], kernel)
 
 
-def test_layers_that_are_split_over_devices_are_read_layer_by_layer(tmp_path):
+def test_leaf_sharded_along_the_layer_dim_imports_from_a_tensor_per_layer(tmp_path):
     names = {"(.+)/kernel": Stored(r"\1.{layer}.weight", "i o -> o i")}
     kernel = np.random.default_rng(0).normal(size=(8, 2, 4)).astype(np.float32)
     export_safetensors({"a": {"kernel": kernel}}, tmp_path, names=names)

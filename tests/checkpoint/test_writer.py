@@ -71,7 +71,7 @@ def limited(what, soft):
     ],
     ids=["wait", "save, not due", "save", "latest_step", "restore", "close"],
 )
-def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
+def test_next_call_raises_for_a_failed_save_and_only_once(told_by, tmp_path):
     """The next call reports a failed save, once; a limit of 10 kB per file emulates a full disk."""
     with Checkpointer(tmp_path, 10, async_timeout_s=10) as checkpointer:
         checkpointer.save(10, SMALL)
@@ -88,7 +88,7 @@ def test_a_failed_save_is_told_by_the_next_call_and_once(told_by, tmp_path):
         assert np.array_equal(checkpointer.restore(LARGE)["w"], LARGE["w"])
 
 
-def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
+def test_wait_raises_for_a_save_timeout_and_reports_the_clock_jump(tmp_path, monkeypatch):
     """A clock that jumps by an hour during a save is named as the cause of the timeout."""
     real, jumps = time.time, []
 
@@ -106,7 +106,7 @@ def test_a_clock_that_jumps_is_said_to(tmp_path, monkeypatch):
             checkpointer.wait()
 
 
-def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
+def test_calls_raise_for_a_commit_beyond_async_timeout_until_the_rename_ends(tmp_path, monkeypatch):
     """A commit that exceeds ``async_timeout_s`` raises until the rename ends; the directory stays locked."""
     ends, real = threading.Event(), os.rename
     with Checkpointer(tmp_path, async_timeout_s=3) as checkpointer:
@@ -131,7 +131,7 @@ def test_a_commit_is_bounded_and_told_until_it_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_program_whose_commit_hangs_ends(tmp_path):
+def test_program_with_a_hanging_commit_exits_with_1_and_reports_the_timeout(tmp_path):
     code, errors = ended("hangs", tmp_path)
     assert code == 1 and steps_in(tmp_path) >= {"1"} and "2" not in steps_in(tmp_path)
     assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
@@ -150,13 +150,13 @@ def ended(mode, folder):
 
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no threads at its end")
-def test_a_program_that_ends_without_close_finishes_its_save(tmp_path):
+def test_program_exit_without_close_finishes_the_save(tmp_path):
     assert ended("ends", tmp_path) == (0, "")
     with Checkpointer(tmp_path) as checkpointer:
         assert np.array_equal(checkpointer.restore({"w": np.zeros(200_000, int)}, 2)["w"], np.arange(200_000))
 
 
-def test_a_program_whose_last_save_fails_says_so_and_exits_with_1(tmp_path):
+def test_program_with_a_failed_last_save_exits_with_1_and_reports_the_error(tmp_path):
     code, errors = ended("fails", tmp_path)
     assert code == 1 and steps_in(tmp_path) >= {"1"}
     assert f"saving step 2 to {tmp_path} failed: " in errors and "File too large" in errors
@@ -166,7 +166,7 @@ def test_a_program_whose_last_save_fails_says_so_and_exits_with_1(tmp_path):
 # ------------------------------------------------------------------------------------------------------------- the lock
 
 
-def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path):
+def test_save_raises_for_a_directory_locked_by_another_process_until_the_process_ends(tmp_path):
     first = spawn("writer", tmp_path)
     try:
         assert first.stdout.readline().startswith("saved"), first.stderr.read()[-3000:]
@@ -191,7 +191,7 @@ def may_write(folder):
     return True
 
 
-def test_the_lock_outlives_copies_of_the_folder_and_a_look_at_it(tmp_path):
+def test_writer_lock_survives_a_copy_of_the_directory_and_a_second_reader(tmp_path):
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, SMALL)
         checkpointer.wait()
@@ -211,7 +211,7 @@ class ForkedError(Exception):
     pass
 
 
-def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_path, monkeypatch):
+def test_child_forked_while_the_lock_is_taken_or_released_closes_the_lock_file(tmp_path, monkeypatch):
     """A child forked while the lock is taken or released closes the lock; this process runs the fork handler."""
 
     def forked_at_once(file, _):
@@ -239,7 +239,7 @@ def test_a_child_forked_while_the_lock_is_taken_or_given_back_has_it_closed(tmp_
     real()
 
 
-def test_a_checkpointer_that_is_gone_is_no_second_writer(tmp_path):
+def test_new_checkpointer_waits_for_the_save_of_a_discarded_checkpointer(tmp_path):
     """A new ``Checkpointer`` waits for the save of a discarded one, as in a notebook cell that runs twice."""
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, LARGE)
@@ -252,7 +252,7 @@ def test_a_checkpointer_that_is_gone_is_no_second_writer(tmp_path):
 @pytest.mark.parametrize(
     "plant", [lambda path: path.symlink_to("precious"), os.mkfifo, os.mkdir], ids=["link", "pipe", "folder"]
 )
-def test_a_planted_lock_is_refused(plant, tmp_path):
+def test_save_raises_for_a_link_pipe_or_folder_at_the_lock_path(plant, tmp_path):
     (tmp_path / "precious").write_text("mine")
     plant(tmp_path / ".writer")
     with Checkpointer(tmp_path) as checkpointer:
@@ -274,7 +274,7 @@ def replaced_folder(where):
 
 
 @pytest.mark.parametrize("change", [moved_link, replaced_folder])
-def test_a_folder_that_becomes_another_under_its_writer_is_told(change, tmp_path):
+def test_calls_raise_for_a_directory_replaced_after_the_writer_locked_the_original(change, tmp_path):
     (tmp_path / "one").mkdir()
     shutil.copytree(tmp_path / "one", tmp_path / "other")
     with Checkpointer(tmp_path / "other") as checkpointer:
@@ -334,7 +334,7 @@ def failing_once(error):
 
 
 @pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)
-def test_an_error_of_the_system_is_no_damage(error, two_steps):
+def test_restore_raises_os_error_for_io_failures_and_keeps_the_step(error, two_steps):
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
         with pytest.raises(OSError, match=r"step 2 in .* could not be read: .*error of the system and no damage"):
@@ -345,7 +345,7 @@ def test_an_error_of_the_system_is_no_damage(error, two_steps):
 
 
 @pytest.mark.parametrize("error", DAMAGES.values(), ids=DAMAGES)
-def test_damage_is_none_of_the_system(error, two_steps):
+def test_restore_warns_of_damaged_data_and_save_moves_the_step_aside(error, two_steps):
     """Guard of the test above: damage is no I/O error."""
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
@@ -355,7 +355,7 @@ def test_damage_is_none_of_the_system(error, two_steps):
     assert steps_in(two_steps) == {"1", "2", "2.damaged"}
 
 
-def test_an_error_of_the_system_in_one_process_wins_over_damage_in_another(monkeypatch):
+def test_os_error_in_a_process_takes_precedence_over_damage_in_another_process(monkeypatch):
     """A failing storage that gives process 0 a short read and process 1 an OS error counts as an OS error."""
 
     def read(error, *others):
@@ -374,7 +374,7 @@ def test_an_error_of_the_system_in_one_process_wins_over_damage_in_another(monke
         read(DAMAGES["cut"], "null")
 
 
-def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps):
+def test_restore_raises_os_error_without_free_file_descriptors(two_steps):
     with Checkpointer(two_steps) as checkpointer:
         free = os.open(os.devnull, os.O_RDONLY)
         os.close(free)
@@ -385,7 +385,7 @@ def test_a_process_without_free_descriptors_does_not_pass_over_a_step(two_steps)
             checkpointer.restore(ZEROS)
 
 
-def test_a_step_that_its_writer_removes_meanwhile_is_not_there(two_steps, monkeypatch):
+def test_step_removed_between_listing_and_reading_is_ignored(two_steps, monkeypatch):
     with Checkpointer(two_steps) as checkpointer:
         listed = [*os.listdir(two_steps), "3"]
         monkeypatch.setattr(steps.os, "listdir", lambda _: listed)
@@ -419,7 +419,7 @@ def in_the_way(folder, name):
 
 
 @pytest.mark.parametrize("name", ["notes{}", "001{}", "-{}", "1{}.orbax-checkpoint-tmp", "1{}.damaged", "\u0661{}"])
-def test_what_is_no_step_is_passed_over(name, tmp_path):
+def test_directory_entries_without_the_name_of_a_step_are_ignored(name, tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, SMALL)
         checkpointer.wait()
@@ -435,7 +435,7 @@ def test_what_is_no_step_is_passed_over(name, tmp_path):
     assert all(os.path.lexists(path) or path.name.endswith("-tmp") for path in strays.values())
 
 
-def test_what_has_the_name_of_a_step_is_passed_over_or_named(tmp_path):
+def test_directory_entries_named_like_a_step_are_ignored_or_reported_as_damaged(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(2, SMALL)
         checkpointer.wait()
@@ -451,7 +451,7 @@ def test_what_has_the_name_of_a_step_is_passed_over_or_named(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["leaves/metadata", "state/manifest.ocdbt", "state/d/more"])
-def test_a_pipe_in_a_step_is_not_waited_for(what, tmp_path):
+def test_named_pipe_inside_a_step_is_reported_as_damage_without_blocking(what, tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, SMALL)
         checkpointer.save(2, SMALL)
@@ -461,7 +461,7 @@ def test_a_pipe_in_a_step_is_not_waited_for(what, tmp_path):
             assert np.array_equal(checkpointer.restore(ZEROS)["w"], SMALL["w"])
 
 
-def test_a_directory_is_the_same_by_whichever_link(tmp_path):
+def test_restore_through_a_symlink_allows_a_changed_state_in_the_link_target(tmp_path):
     (tmp_path / "latest").symlink_to("run")
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, SMALL)
@@ -473,7 +473,7 @@ def test_a_directory_is_the_same_by_whichever_link(tmp_path):
         assert checkpointer.save(2, SMALL | {"more": 1})
 
 
-def test_an_evaluation_removes_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch):
+def test_second_checkpointer_removes_no_files_of_a_save_in_progress(tmp_path, monkeypatch):
     held = []
     with Checkpointer(tmp_path) as training:
         training.save(1, SMALL)

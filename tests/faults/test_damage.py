@@ -51,12 +51,12 @@ def copy_of(folder, tmp_path, trial):
     return copy
 
 
-def test_there_are_enough_trials():
+def test_damage_suite_has_at_least_100_trials():
     assert sum(TRIALS.values()) >= 100
 
 
 @pytest.mark.parametrize("hurt", TRIALS, ids=lambda hurt: hurt.__name__)
-def test_never_wrong_data(hurt, folder, sound, tmp_path):
+def test_damaged_checkpoint_restores_sound_data_of_a_step_or_raises(hurt, folder, sound, tmp_path):
     found = Counter()
     for trial in range(TRIALS[hurt]):
         copy = copy_of(folder, tmp_path, trial)
@@ -75,7 +75,7 @@ def test_never_wrong_data(hurt, folder, sound, tmp_path):
         assert found[OLDER] > TRIALS[hurt] / 2 and not found["refused"]
 
 
-def test_without_checksums_the_same_flips_give_wrong_data(folder, sound, tmp_path):
+def test_orbax_without_checksums_restores_wrong_data_after_bit_flips(folder, sound, tmp_path):
     """The guard: what orbax reads by itself."""
     wrong = 0
     for trial in range(10):

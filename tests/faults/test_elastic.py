@@ -55,7 +55,7 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("count", COUNTS, ids="restored on {}".format)
-def test_every_pair_of_device_counts(saved, count):
+def test_checkpoint_restores_bit_equal_for_each_pair_of_device_counts(saved, count):
     folder, want = saved
     dp = 2 if count > 2 else 1  # another mesh, too
     where = (mesh_of(dp, count // dp), jax.random.key(0), X)
@@ -75,7 +75,7 @@ def test_every_pair_of_device_counts(saved, count):
     record("restored on 1, 2, 4 or 8 devices", 1, None, "nothing", "bit-equal")
 
 
-def test_the_leaves_are_what_they_should_be_for_this_test():
+def test_elastic_model_has_indivisible_leaves_and_a_leaf_split_in_a_single_tree():
     """The guard: there is a leaf that does not divide, and one that is whole in one tree and split in the other."""
 
     def boxed(size, count):
@@ -87,7 +87,7 @@ def test_the_leaves_are_what_they_should_be_for_this_test():
     assert "Dense_0/kernel" in boxed(SAVED_MIN_SIZE, 8)
 
 
-def test_a_chain_of_restarts(tmp_path):
+def test_chain_of_restarts_on_other_device_counts_keeps_the_state_bit_for_bit(tmp_path):
     """8 to 4 to 2 to 1 to 8, each restored from what the one before it saved."""
     want = None
     for step, count in enumerate([8, 4, 2, 1, 8], start=1):

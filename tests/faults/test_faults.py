@@ -52,7 +52,7 @@ def goes_on(folder, processes, want):
 
 @pytest.mark.parametrize("fault, promised_s", [("exception", GONE_S), ("stuck", TIMEOUT_S + 2)])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_after_a_fault_in_one_process_all_are_gone_in_time(fault, promised_s, victim, undisturbed, tmp_path):
+def test_fault_in_a_single_process_ends_all_processes_in_time(fault, promised_s, victim, undisturbed, tmp_path):
     at = job.SAVE_EVERY * 2 + 3
     with job.started(tmp_path, 2, "--step-timeout", TIMEOUT_S, fault=fault, at=at, on=(victim,)) as processes:
         assert processes.wait_for(lambda: f"FAULT {fault}" in processes.stderr(victim))
@@ -88,7 +88,7 @@ def test_sigterm_commits_a_checkpoint_on_all_processes_and_loses_nothing(process
     record(f"SIGTERM to process {victim} of {processes}", 1, gone, "0 steps", "bit-equal")
 
 
-def test_killing_the_launcher_ends_its_processes_with_a_checkpoint(tmp_path):
+def test_killed_launcher_ends_all_processes_with_a_checkpoint(tmp_path):
     (tmp_path / "corpus.txt").write_text(job.CORPUS)
     options = ["--data", tmp_path / "corpus.txt", "--checkpoint-dir", tmp_path / "run", "--steps", 100_000]
     command = [sys.executable, "-m", "benchmarks.train_lm", *job.SIZES.split(), *map(str, options), "--processes", "2"]
@@ -114,7 +114,7 @@ def test_killing_the_launcher_ends_its_processes_with_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("processes", [1, 4])
-def test_a_job_goes_on_with_another_number_of_processes(processes, undisturbed, tmp_path):
+def test_job_resumes_with_another_number_of_processes(processes, undisturbed, tmp_path):
     with job.started(tmp_path, 2) as running:
         assert running.wait_for(lambda: job.steps_done(tmp_path) >= 8)
         running.children[0].send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ def small_disk(folder, size):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(undisturbed, tmp_path):
+def test_full_disk_ends_the_job_with_the_reason_and_keeps_the_last_good_step(undisturbed, tmp_path):
     options = ("--step-timeout", TIMEOUT_S, "--out", tmp_path / "run/metrics")
     with small_disk(tmp_path / "disk", DISK_BYTES) as disk:
         with job.started(tmp_path, 2, *options, checkpoints=disk) as processes:
@@ -175,7 +175,7 @@ def test_a_full_disk_ends_the_job_with_its_reason_and_leaves_the_last_good_step(
         ("text", ["--data", "nowhere"], "nowhere"),
     ],
 )
-def test_processes_that_differ_are_told_so_at_once(what, differing, named, tmp_path):
+def test_processes_with_different_settings_exit_promptly_with_the_difference(what, differing, named, tmp_path):
     with job.started(tmp_path, 2, per_process={1: differing}) as processes:
         processes.wait_gone(job.STARTING_S)
         took = time.time() - job.last_arrival(processes)
@@ -187,7 +187,7 @@ def test_processes_that_differ_are_told_so_at_once(what, differing, named, tmp_p
     record(f"another {what} in process 1", 1, took, "", "refused, with its name")
 
 
-def test_a_process_with_other_code_is_found(tmp_path):
+def test_process_with_different_code_is_reported_by_all_processes(tmp_path):
     """A copy of the packages with one more comment, as after a deployment that reached some hosts only."""
     copy = tmp_path / "copy"
     for package in ("benchmarks", "xlstm_jax", "tests"):
@@ -203,6 +203,6 @@ def test_a_process_with_other_code_is_found(tmp_path):
     record("other code in process 1", 1, took, "", "refused, with the file")
 
 
-def test_rows_have_no_gap_and_no_copy(undisturbed):
+def test_undisturbed_job_has_a_single_metrics_row_per_step(undisturbed):
     """Guard of all comparisons of rows: there are as many as steps."""
     assert [int(row["step"]) for row in undisturbed["rows"]] == list(range(1, job.STEPS + 1))

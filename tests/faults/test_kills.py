@@ -50,7 +50,7 @@ def moment(phase, rng, folder):
     return in_a_save
 
 
-def test_killed_at_random_the_job_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+def test_job_killed_at_random_resumes_to_the_undisturbed_result(undisturbed, tmp_path):
     number, want, start_timeout_s = undisturbed
     kill_until_done(number, want, ROUNDS[number], tmp_path, start_timeout_s=start_timeout_s)
 
@@ -89,7 +89,7 @@ def kill_until_done(number, want, wanted_rounds, tmp_path, phases=PHASES, start_
     assert max(saves) <= 1  # the one that was under way
 
 
-def test_the_comparison_sees_another_seed(tmp_path, undisturbed):
+def test_comparison_of_final_states_detects_another_seed(tmp_path, undisturbed):
     """Guard of the comparison above."""
     number, want, _ = undisturbed
     if number != 2:

@@ -27,7 +27,7 @@ def trained(wrap, learning_rate=1e-2):
 
 
 @pytest.mark.parametrize("options", [{}, {"gather_dtype": jnp.float32}, {"reshard_after_forward": True}], ids=str)
-def test_the_wrapped_model_trains_as_the_plain_one(options):
+def test_wrapped_model_on_a_single_device_trains_like_the_plain_model(options):
     losses, params = trained(fsdp(**options))
     want_losses, want = trained(plain)
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)

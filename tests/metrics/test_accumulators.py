@@ -25,7 +25,7 @@ NEUTRAL = {"sum": 0.0, "max": -np.inf, "min": np.inf}
 
 
 @pytest.mark.parametrize("operation", ["sum", "max", "min"])
-def test_updates_stay_on_their_device_until_sync(operation):
+def test_accumulator_updates_stay_local_to_the_device_until_sync(operation):
     accumulator = MetricAccumulator(jnp.float32(NEUTRAL[operation]), operation)
     accumulator.update(5)
     want = np.array([5.0] + [NEUTRAL[operation]] * 7, np.float32)
@@ -48,7 +48,7 @@ def test_updates_stay_on_their_device_until_sync(operation):
 
 
 @pytest.mark.parametrize("shape, initial", [((), 1.5), ((2, 3), np.ones((2, 3), np.int32))], ids=["number", "array"])
-def test_before_sync_the_value_is_what_this_process_has_seen_in_the_shape_of_the_initial_value(shape, initial):
+def test_accumulator_value_before_sync_is_the_process_total_in_the_initial_shape(shape, initial):
     accumulator = MetricAccumulator(initial, mesh=mesh_of(2, 4), axes="dp")  # "fsdp" repeats the rows
     assert accumulator.value.shape == shape
     np.testing.assert_array_equal(accumulator.value, initial)
@@ -79,7 +79,7 @@ def placed(shape, spec):
     ],
     ids=["a number", "a value for each device", "a metric"],
 )
-def test_an_update_does_not_wait_for_a_value_that_is_being_computed(make, arrange):
+def test_accumulator_update_does_not_wait_for_a_pending_value(make, arrange):
     accumulator, x = make(), jnp.eye(256)
     for _ in range(2):  # the first call compiles
         value = arrange(half_a_second_of_work(x))
@@ -90,7 +90,7 @@ def test_an_update_does_not_wait_for_a_value_that_is_being_computed(make, arrang
 
 
 @pytest.mark.parametrize("place", ["cpu", "cpu:3", 3, -1])
-def test_a_state_moves_to_a_platform_or_to_a_device_by_its_number(place):
+def test_metric_to_moves_the_state_to_a_platform_or_device_number(place):
     metric = MaxMetric()
     metric.update(4.0)
     metric.to(place)
@@ -102,12 +102,12 @@ def test_a_state_moves_to_a_platform_or_to_a_device_by_its_number(place):
 
 
 @pytest.mark.parametrize("place", ["gpu", "abacus", 8, "cpu:8", "cpu:x"])
-def test_a_device_that_is_not_there_is_refused(place):
+def test_accumulator_to_raises_for_an_absent_device(place):
     with pytest.raises(ValueError, match=rf"to\({place!r}\): this process has no such device, but cpu:0, cpu:1"):
         MetricAccumulator(0.0).to(place)
 
 
-def test_a_number_counts_once_whatever_the_number_of_devices_and_so_does_the_initial_value():
+def test_scalar_update_and_initial_value_count_once_on_any_number_of_devices():
     for mesh in (mesh_of(1, 1), mesh_of(2, 4), mesh_of(1, 8)):
         accumulator = MetricAccumulator(jnp.float32(10), mesh=mesh)
         accumulator.update(1.5)
@@ -128,7 +128,7 @@ def test_arrays_numbers_and_bools_are_accepted_by_every_operation(operation, val
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8, jnp.uint32, bool])
-def test_shape_and_dtype_are_those_of_the_initial_value(dtype):
+def test_accumulator_keeps_shape_and_dtype_of_the_initial_value(dtype):
     operation = "max" if dtype is bool else "sum"
     accumulator = MetricAccumulator(jnp.zeros((2, 3), dtype), operation)
     accumulator.update(np.ones((2, 3), bool))
@@ -138,7 +138,7 @@ def test_shape_and_dtype_are_those_of_the_initial_value(dtype):
     np.testing.assert_array_equal(accumulator.value.astype(jnp.float32), np.full((2, 3), 1 if dtype is bool else 9))
 
 
-def test_sums_do_not_stop_at_2_to_the_24_nor_wrap_unseen():
+def test_sums_grow_beyond_2_to_the_24_and_raise_for_int32_overflow():
     accumulator = MetricAccumulator(jnp.float32(2**24))
     for _ in range(6):
         accumulator.update(1)
@@ -158,7 +158,7 @@ def test_sums_do_not_stop_at_2_to_the_24_nor_wrap_unseen():
     assert int(count.value) == 2**31 - 1
 
 
-def test_an_update_that_is_refused_changes_nothing():
+def test_rejected_update_leaves_the_accumulator_unchanged():
     accumulator = MetricAccumulator(jnp.float32(1))
     accumulator.sync()
     with pytest.raises(ValueError, match="shape"):
@@ -166,7 +166,7 @@ def test_an_update_that_is_refused_changes_nothing():
     assert accumulator.is_synchronized and float(accumulator.value) == 1
 
 
-def test_local_values_move_with_their_device_and_a_saved_state_goes_to_any_number_of_devices():
+def test_state_dict_of_an_accumulator_loads_on_any_number_of_devices():
     accumulator = MetricAccumulator(jnp.float32(0))
     accumulator.update(PER_DEVICE)
     saved = accumulator.state_dict()
@@ -202,7 +202,7 @@ def test_local_values_move_with_their_device_and_a_saved_state_goes_to_any_numbe
         (lambda s: s["synchronized"].update(high=0.0), "dtype None; this metric's has .* float32"),
     ],
 )
-def test_a_state_dict_that_does_not_fit_is_refused_and_loses_nothing(change, message):
+def test_load_state_dict_raises_for_a_mismatch_and_keeps_the_accumulated_value(change, message):
     accumulator = MetricAccumulator(jnp.float32(0))
     accumulator.update(7.0)
     state = accumulator.state_dict()
@@ -243,7 +243,7 @@ class Everything(Metric):
         return self.parts[0].compute(), self.parts[1].value, self.named["mean"].compute(), self.count.value
 
 
-def test_a_metric_of_ten_lines_syncs_resets_moves_and_is_saved():
+def test_custom_metric_syncs_resets_moves_and_restores_from_a_state_dict():
     metric = MaxMetric()
     metric.update(-3)
     metric.update(-2.5)
@@ -259,7 +259,7 @@ def test_a_metric_of_ten_lines_syncs_resets_moves_and_is_saved():
     assert float(metric.compute()) == -2.5
 
 
-def test_a_metric_reaches_all_its_parts_and_syncs_them_together():
+def test_nested_metric_parts_are_saved_and_synced_in_a_single_collective():
     metric = Everything()
     for value in (2.0, -4.0, 5.0):
         metric.update(value)
@@ -278,7 +278,7 @@ def test_a_metric_reaches_all_its_parts_and_syncs_them_together():
 
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_the_catalogue_with_a_state_of_its_own_equals_numpy(tensor_parallel):
+def test_stateful_metric_of_catalogue_metrics_equals_numpy(tensor_parallel):
     mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2}) if tensor_parallel else mesh_of(2, 4)
     axes = ("dp",) if tensor_parallel else AXES
     metric = StatefulMetric(Compose({"mean": WeightedMean(), "sum": Sum(), "max": Max()}), mesh, axes)

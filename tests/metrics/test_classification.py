@@ -212,7 +212,7 @@ def reference(name, statistic, average, scores, labels, weight):
 
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("check_vma, kind", [(True, "fractional"), (True, "ones"), (False, "fractional")])
-def test_statistics_over_uneven_shares_are_those_of_scikit_learn(check_vma, kind, name):
+def test_classification_statistics_over_uneven_shards_match_scikit_learn(check_vma, kind, name):
     for statistic, average in GRID:
         got = computed(check_vma, kind)[name][f"{statistic}/{average}"]
         want = reference(name, statistic, average, *seen(name, kind))
@@ -221,7 +221,7 @@ def test_statistics_over_uneven_shares_are_those_of_scikit_learn(check_vma, kind
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_share_counts(name):
+def test_classification_statistics_change_without_the_largest_shard(name):
     whole, part = (computed(True, "fractional", without)[name] for without in (None, LARGEST_SHARE))
     for key in whole:
         assert not np.allclose(whole[key], part[key], rtol=0, atol=100 * TOLERANCE, equal_nan=True), key
@@ -243,7 +243,7 @@ def test_balanced_accuracy_is_macro_recall_of_the_classes_that_occur(kind):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_statistic_of_nothing_is_the_declared_value(name):
+def test_statistic_without_rows_returns_the_zero_division_value(name):
     values = computed(True, "none")[name]
     for statistic, average in GRID:
         declared = {"one": 1.0, "nan": np.nan}.get(statistic.partition("_")[2], 0.0)
@@ -256,14 +256,14 @@ def value_of(statistic, task, *observed):
     return jax.jit(lambda *rows: metric.result(metric.observe(*rows))["it"])(*observed)
 
 
-def test_the_weighted_mean_without_support_is_the_plain_mean():
+def test_weighted_average_without_support_is_the_plain_mean_of_classes():
     labels, predictions = np.array([-1, -1, -1]), np.array([0, 0, 1])
     got = value_of(Precision(average="weighted", zero_division=1.0), Multiclass(4), predictions, labels)
     assert_allclose(got, (0 + 0 + 1 + 1) / 4)
 
 
 @pytest.mark.parametrize("weight", [np.array([0.5, 2.0]), np.array([[0.5, 1, 0], [2, 0, 3]])], ids=["rows", "tokens"])
-def test_leading_dims_are_rows_and_the_weight_has_some_of_them(weight):
+def test_accuracy_treats_leading_dims_as_rows_and_broadcasts_the_weight(weight):
     scores = np.random.default_rng(2).normal(size=(2, 3, 4))
     labels = np.array([[0, 1, 2], [3, 2, 1]])
     each = np.broadcast_to(weight[:, None] if weight.ndim == 1 else weight, labels.shape)
@@ -271,20 +271,20 @@ def test_leading_dims_are_rows_and_the_weight_has_some_of_them(weight):
     assert_allclose(value_of(Accuracy(), Multiclass(4), scores, labels, weight), want, rtol=TOLERANCE)
 
 
-def test_a_label_of_a_multilabel_row_may_have_its_own_weight():
+def test_multilabel_statistics_accept_a_weight_per_label():
     scores, labels = np.array([[0.9, 0.1], [0.9, 0.9]]), np.array([[1, 1], [0, 1]])
     weight = np.array([[1.0, 2.0], [4.0, 0.0]])
     assert_allclose(value_of(Accuracy(), Multilabel(2), scores, labels, weight), 1 / 7, rtol=TOLERANCE)
     assert_allclose(value_of(Recall(average="per_class"), Multilabel(2), scores, labels, weight), [1, 0])
 
 
-def test_of_equal_scores_the_lower_class_is_the_higher():
+def test_equal_scores_rank_the_lower_class_first():
     scores, labels = np.zeros((4, 4)), np.arange(4)
     assert value_of(Accuracy(), Multiclass(4), scores, labels) == 0.25
     assert value_of(Accuracy(), Multiclass(4, top_k=3), scores, labels) == 0.75
 
 
-def test_a_label_that_does_not_exist_is_wrong_and_no_class_missed_it():
+def test_invalid_label_counts_as_a_false_positive_and_no_false_negative():
     cells = ConfusionMatrix(Multiclass(3), {}).observe(jnp.array([1, 1, 7]), jnp.array([1, -1, 2]))
     assert {name: total.value.tolist() for name, total in cells.items()} == {
         "tp": [0, 1, 0],
@@ -300,7 +300,7 @@ def test_a_threshold_is_not_rounded_to_the_dtype_of_the_scores():
     assert value_of(Accuracy(), Binary(threshold=0.7), below, np.array([0])) == 1
 
 
-def test_nan_shows_where_it_counts():
+def test_nan_scores_with_weight_make_affected_statistics_nan():
     scores, labels = np.array([[np.nan, 0.9], [0.9, 0.9]]), np.array([[1, 1], [1, 0]])
     assert_allclose(value_of(Precision(average="per_class"), Multilabel(2), scores, labels), [np.nan, 0.5])
     assert np.isnan(value_of(Recall(average="macro"), Multilabel(2), scores, labels))
@@ -320,7 +320,7 @@ def both(scores, labels, weight):
 
 @pytest.mark.parametrize("kind", ["ones", "fractional"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_ranking_over_uneven_shares_is_that_of_the_binned_scores(check_vma, kind):
+def test_binned_ranking_over_uneven_shards_matches_scikit_learn_on_binned_scores(check_vma, kind):
     got = computed(check_vma, kind)["ranking"]
     scores, labels, weight = seen("ranking", kind)
     exact, binned = both(scores, labels, weight), both((np.floor(scores * BINS) + 0.5) / BINS, labels, weight)
@@ -352,20 +352,20 @@ def values_of_few(scores, labels, weight=1.0):
     labels=st_numpy.arrays(np.int32, 16, elements=st.integers(0, 1)),
     weight=st_numpy.arrays(np.float32, 16, elements=st.sampled_from([0.25, 1.0, 3.0, 1000.0])),
 )
-def test_the_error_by_binning_is_within_its_bound(scores, labels, weight):
+def test_binning_error_of_a_ranking_is_within_the_error_bound(scores, labels, weight):
     hypothesis.assume(0 < labels.sum() < 16)
     got, exact = values_of_few(scores, labels, weight), both(scores, labels, weight.astype(np.float64))
     for name in exact:
         assert abs(got[name] - exact[name]) <= got[f"{name}_error_bound"] + TOLERANCE
 
 
-def test_the_bound_is_reached():
+def test_binned_ranking_error_bound_is_reached_in_a_single_bin():
     got = values_of_few([0.51, 0.52, 0.53], [1, 0, 0])  # one bin: the positive may have any rank
     assert_allclose([got["auroc"], got["auroc_error_bound"]], [0.5, 0.5])
     assert_allclose([got["average_precision"], got["average_precision_error_bound"]], [1 / 3, 2 / 3], rtol=TOLERANCE)
 
 
-def test_scores_alone_in_their_bins_rank_exactly():
+def test_binned_ranking_is_exact_for_scores_in_separate_bins():
     got = values_of_few([-np.inf, 0.2, 0.4, 0.8, np.inf], [0, 1, 0, 1, 1])
     assert_allclose([got["auroc"], got["auroc_error_bound"]], [5 / 6, 0], rtol=TOLERANCE)
     assert_allclose(got["average_precision"], (1 + 1 + 3 / 4) / 3, rtol=TOLERANCE)
@@ -374,19 +374,19 @@ def test_scores_alone_in_their_bins_rank_exactly():
 @pytest.mark.parametrize(
     "labels, auroc, average_precision", [([], 0.25, 0.75), ([0, 0], 0.25, 0.75), ([1, 1], 0.25, 1.0)], ids=str
 )
-def test_without_a_class_a_ranking_is_the_declared_value(labels, auroc, average_precision):
+def test_binned_ranking_without_a_class_returns_the_declared_value(labels, auroc, average_precision):
     got = values_of_few([0.2, 0.7][: len(labels)], labels)
     assert_allclose([got["auroc"], got["average_precision"]], [auroc, average_precision])
     assert got["auroc_error_bound"] == got["average_precision_error_bound"] == 0
 
 
-def test_a_nan_score_that_counts_shows_in_the_ranking():
+def test_nan_score_with_weight_makes_the_binned_ranking_nan():
     got = values_of_few([np.nan, 0.5, 0.2], [1, 1, 0])
     assert np.isnan(list(got.values())).all()
     assert np.isfinite(list(values_of_few([np.nan, 0.5, 0.2], [1, 1, 0], [0, 1, 1]).values())).all()
 
 
-def test_large_weights_keep_six_digits():
+def test_binned_ranking_with_large_weights_keeps_six_digits():
     metric, rng = BinnedRanking(), np.random.default_rng(3)
     bins, labels = rng.integers(0, 1000, 3000), rng.integers(0, 2, 3000)
     weight = rng.uniform(1, 1e9, 3000).astype(np.float32)

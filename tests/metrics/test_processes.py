@@ -47,6 +47,6 @@ WANT = {
 
 
 @pytest.mark.parametrize("name", WANT)
-def test_both_processes_have_the_numbers_of_all_four_devices(printed, name):
+def test_metrics_in_both_processes_cover_all_four_devices(printed, name):
     for process in printed:
         np.testing.assert_allclose(process[name], WANT[name], rtol=1e-6)

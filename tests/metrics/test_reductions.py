@@ -42,7 +42,7 @@ def collective_counts(fn, *args):
 
 @pytest.mark.parametrize("operation", ["mean", "sum", "max", "min"])
 @pytest.mark.parametrize("jitted", [False, True])
-def test_global_arrays_become_scalars_and_the_rest_passes_through(batch_mesh, operation, jitted):
+def test_reductions_turn_global_arrays_into_scalars_and_pass_other_values_through(batch_mesh, operation, jitted):
     split = jax.device_put(VALUES.reshape(8, 1), NamedSharding(batch_mesh, P("batch")))
     reduce = getattr(m, f"reduce_{operation}")
     arrays = {"loss": split, "nested": {"count": jnp.asarray(COUNTS)}, "scalar": jnp.float32(7)}
@@ -56,11 +56,11 @@ def test_global_arrays_become_scalars_and_the_rest_passes_through(batch_mesh, op
     assert float(out["scalar"]) == 7 and out["loss"].shape == ()
 
 
-def test_the_mean_of_integers_is_a_fraction():
+def test_reduce_mean_of_integers_returns_a_fraction():
     assert float(m.reduce_mean({"x": jnp.array([1, 2])})["x"]) == 1.5
 
 
-def test_each_metric_has_its_own_operation_the_mean_where_none_is_named():
+def test_reduce_custom_applies_the_named_operation_or_by_default_the_mean():
     x = jnp.asarray(VALUES)
     metrics = {"loss": x, "tokens": x, "norm": x, "lr": x, "other": x, "deep": {"a": x, "b": x}, "whole": {"c": x}}
     reduce_fn = {"loss": "mean", "tokens": "sum", "norm": "max", "lr": None, "deep": {"a": "min"}, "whole": "sum"}
@@ -77,7 +77,7 @@ def test_each_metric_has_its_own_operation_the_mean_where_none_is_named():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("operation", list(COLLECTIVES))
-def test_collectives_reduce_over_devices_in_both_modes(batch_mesh, check_vma, operation):
+def test_collective_reductions_cover_all_devices_with_and_without_check_vma(batch_mesh, check_vma, operation):
     def local(x, counts):
         metrics = {"loss": x[0], "nested": {"count": counts}, "half": x.astype(jnp.bfloat16), "flag": counts > 4}
         out = COLLECTIVES[operation](metrics | PASSED)
@@ -95,7 +95,7 @@ def test_collectives_reduce_over_devices_in_both_modes(batch_mesh, check_vma, op
 
 @pytest.mark.parametrize("operation", ["max", "min", "sum", "mean"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_not_a_number_on_one_device_is_the_result_and_signs_keep_their_order(batch_mesh, operation, dtype):
+def test_collective_reductions_propagate_nan_and_keep_negative_and_infinite_values(batch_mesh, operation, dtype):
     run = on_mesh(lambda x: COLLECTIVES[operation]({"x": x})["x"], batch_mesh, True, P("batch"), P())
     for values in (VALUES, -np.abs(VALUES), [-np.inf, 1, 0, 0, 0, 0, 0, 2], [-0.0] * 8):
         x = jnp.asarray(values, dtype)
@@ -105,7 +105,7 @@ def test_not_a_number_on_one_device_is_the_result_and_signs_keep_their_order(bat
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_constant_counts_once_per_device_in_both_modes(batch_mesh, check_vma):
+def test_reduce_sum_collective_counts_a_constant_once_per_device(batch_mesh, check_vma):
     out = on_mesh(
         lambda x: m.reduce_sum_collective({"n": jnp.int32(3), "x": x}), batch_mesh, check_vma, P("batch"), P()
     )(VALUES)
@@ -113,7 +113,7 @@ def test_a_constant_counts_once_per_device_in_both_modes(batch_mesh, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_weighted_means_are_right_for_uneven_shares_and_ignore_devices_without_any(check_vma):
+def test_weighted_mean_is_exact_for_uneven_shards_and_ignores_empty_devices(check_vma):
     mesh = mesh_of(2, 4)
 
     def local(x, counts):
@@ -146,7 +146,7 @@ def test_all_gather_adds_a_device_dim_in_the_order_of_the_axes(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_twenty_metrics_take_one_collective_per_operation_and_dtype_and_a_gather_one_in_all(batch_mesh, check_vma):
+def test_twenty_metrics_take_a_collective_per_operation_and_dtype_or_a_single_all_gather(batch_mesh, check_vma):
     def metrics_of(x):
         return {f"f{i}": x * i for i in range(10)} | {f"i{i}": x.astype(jnp.int32) + i for i in range(10)}
 
@@ -179,7 +179,7 @@ def pmapped(x, counts):
     }
 
 
-def test_functions_and_class_run_inside_pmap():
+def test_metric_functions_and_distributed_metrics_run_inside_pmap():
     out = pmapped(VALUES, COUNTS)
     for result in (out["custom"], out["class"]):
         np.testing.assert_allclose(result["loss"], np.full(N, VALUES.mean()), rtol=1e-6)
@@ -189,7 +189,7 @@ def test_functions_and_class_run_inside_pmap():
     np.testing.assert_array_equal(out["gathered"]["loss"], np.tile(VALUES, (N, 1)))
 
 
-def test_outside_arrays_become_lists_with_a_value_per_device():
+def test_collect_from_devices_returns_lists_with_a_value_per_device():
     out = m.collect_from_devices(pmapped(VALUES, COUNTS)["custom"] | {"name": "x", "one": jnp.float32(3), "np": COUNTS})
     assert [float(x) for x in out["count"]] == [float(COUNTS.sum())] * N and isinstance(out["count"], list)
     assert out["name"] == "x" and float(out["one"]) == 3 and out["np"] is COUNTS
@@ -208,7 +208,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_methods_static_twins_and_functions_agree(batch_mesh, check_vma):
+def test_distributed_metrics_methods_static_methods_and_functions_agree(batch_mesh, check_vma):
     def local(x):
         metrics = {"a": x, "deep": {"b": x[0] * 2}}
         return {name: [f(metrics) for f in (getattr(m.DistributedMetrics(), name), *statics(name))] for name in METHODS}
@@ -229,7 +229,7 @@ def test_methods_static_twins_and_functions_agree(batch_mesh, check_vma):
     assert lists[0] == lists[1] == m.collect_from_devices(gathered)["x"]
 
 
-def test_the_class_is_a_stateless_attribute_of_a_users_nnx_module(batch_mesh):
+def test_distributed_metrics_is_a_stateless_attribute_of_an_nnx_module(batch_mesh):
     class Trainer(nnx.Module):
         def __init__(self, rngs):
             self.layer = nnx.Linear(1, 1, rngs=rngs)

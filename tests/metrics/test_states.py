@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4)])
-def test_the_catalogue_equals_numpy_on_uneven_shares(dp, fsdp, check_vma):
+def test_catalogue_metrics_equal_numpy_on_uneven_shards(dp, fsdp, check_vma):
     metric = Compose({name: case for name, (case, _) in CASES.items()})
     values, weights = uneven()
     split = P(AXES)
@@ -109,7 +109,7 @@ def test_the_catalogue_equals_numpy_on_uneven_shares(dp, fsdp, check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_norm_throughput_and_integer_sums(check_vma):
+def test_global_norm_throughput_and_integer_metrics_equal_numpy(check_vma):
     values, _ = uneven()
     values = np.nan_to_num(values)
     norm = run(GlobalNorm(), mesh_of(2, 4), AXES, check_vma, values)
@@ -129,7 +129,7 @@ def test_norm_throughput_and_integer_sums(check_vma):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_norm_of_parameters_counts_a_replicated_leaf_and_a_tensor_parallel_axis_once(check_vma):
+def test_global_norm_counts_replicated_leaves_and_a_tensor_parallel_axis_once(check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
     rng = np.random.default_rng(0)
     tree = {"kernel": rng.normal(size=(8, 4)).astype(np.float32), "bias": rng.normal(size=(4,)).astype(np.float32)}
@@ -190,13 +190,13 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
         assert abs(float(np.float64(cell.high) + np.float64(cell.low)) - exact) <= 15 * 3 * U**2 * size
 
 
-def test_cells_are_importable_from_where_older_code_has_them():
+def test_cells_are_importable_from_the_metrics_package():
     from xlstm_jax.distributed import metrics
 
     assert all(getattr(metrics, cell.__name__) is cell for cell in (Total, Count, Maximum, Minimum))
 
 
-def test_identities_are_the_true_ones():
+def test_max_and_min_identities_are_the_extreme_values_of_the_dtype():
     assert float(Max().compute(Max().state_of({}))) == -np.inf
     assert float(Min().compute(Min().state_of({}))) == np.inf
     assert int(Max(jnp.int32).compute(Max(jnp.int32).state_of({}))) == np.iinfo(np.int32).min
@@ -205,14 +205,14 @@ def test_identities_are_the_true_ones():
 
 
 @pytest.mark.parametrize("metric", [*[case for case, _ in CASES.values()], GlobalNorm(), Throughput(), Sum(jnp.int32)])
-def test_of_nothing_every_metric_has_a_declared_value(metric):
+def test_compute_of_an_empty_metric_returns_the_declared_value(metric):
     value = float(metric.compute(metric.state_of({})))
     assert not np.isnan(value)
     if isinstance(metric, WeightedMean) and not isinstance(metric, Perplexity):
         assert value == 0 and float(WeightedMean(-1.0).compute(metric.state_of({}))) == -1
 
 
-def test_not_a_number_and_infinity_show():
+def test_nan_and_infinity_propagate_to_computed_metrics():
     for values, want in (([1, np.inf], np.inf), ([1, -np.inf, 3], -np.inf), ([np.nan, 1], np.nan)):
         split = np.array(values + [0] * (8 - len(values)), np.float32)[None]
         for metric in (Sum(), WeightedMean(), Max() if want != -np.inf else Min()):
@@ -239,7 +239,7 @@ def way(request, monkeypatch):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_sync_issues_one_collective_or_one_per_operation_and_dtype_and_update_none(way, check_vma):
+def test_sync_takes_a_single_gather_or_four_reductions_and_update_no_collective(way, check_vma):
     mesh, split = mesh_of(2, 4), P(AXES)
     local = TWENTY.empty(AXES, mesh)
 
@@ -261,7 +261,7 @@ def test_sync_issues_one_collective_or_one_per_operation_and_dtype_and_update_no
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_both_ways_to_synchronize_agree_with_numpy(way, check_vma):
+def test_gathered_and_reduced_sync_agree_with_numpy(way, check_vma):
     """Both ways to synchronize equal NumPy: sums of any size, NaN, infinities, counts beyond 32 bits, bools."""
     # Merged in pairs, or summed as halves of 12 bits, which is exact to a pair only for values of similar size.
     error = 8 * {"gathered": 3 * U**2, "reduced": U}[way]
@@ -290,7 +290,7 @@ def test_both_ways_to_synchronize_agree_with_numpy(way, check_vma):
     assert (got["any"].dtype, got["half"].dtype, got["small"].dtype) == (bool, jnp.bfloat16, jnp.int8)
 
 
-def test_a_state_too_large_to_be_gathered_from_all_devices_is_reduced():
+def test_sync_reduces_a_state_too_large_to_gather():
     class Wide(MeanSquare):
         def identity(self):
             return {"total": Total.identity((states.GATHER_BYTES // 64 + 1,)), "count": Count.identity()}
@@ -300,7 +300,7 @@ def test_a_state_too_large_to_be_gathered_from_all_devices_is_reduced():
     assert "all_gather" not in sync.as_text() and count_collectives(sync.as_text()) == 2
 
 
-def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
+def test_state_has_a_vector_per_dtype_for_any_number_of_metrics():
     shapes = {name.split("-")[0]: x.shape for name, x in TWENTY.empty().vectors.items()}
     assert shapes == {"float32": (1, 2 * 20 + 4 + 4), "int32": (1, 1), "uint32": (1, 2)}
     assert jax.tree.structure(TWENTY.empty().cells) == jax.tree.structure(TWENTY.identity())
@@ -311,7 +311,7 @@ def test_a_state_is_a_few_vectors_whatever_the_number_of_metrics():
 # -------------------------------------------------------------------------------------------------------- large numbers
 
 
-def test_a_float_sum_goes_on_beyond_2_to_the_24():
+def test_float_sum_stays_exact_beyond_2_to_the_24():
     add = jax.jit(lambda s, n: jax.lax.fori_loop(0, n, lambda _, s: Sum().update(s, 1.0), s))
     state = add(Sum().as_local(Sum().state_of(Total.of(2.0**24 - 10)), "fsdp", mesh_of(1, 1)).replace(axes=()), 1000)
     assert float64(state.cells)[0] == 2**24 + 990
@@ -342,7 +342,7 @@ def test_ten_billion_samples_are_counted_and_averaged(check_vma):
     assert np.float32(1.25e9) + np.float32(1) == np.float32(1.25e9)  # guard
 
 
-def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way(way):
+def test_sync_of_sums_of_similar_size_loses_no_precision(way):
     """Sums of similar size stay exact: gathers merge pairs; reductions send halves, whose sums are exact."""
     del way
     values = (1e8 + np.random.default_rng(0).uniform(0, 1e8, 8)).astype(np.float32)
@@ -352,7 +352,7 @@ def test_sums_of_devices_of_similar_size_lose_nothing_on_the_way(way):
     assert abs(float(np.float32(exact)) - exact) > 8 * 2.0**-36 * exact  # guard: a single float32 would err more
 
 
-def test_counts_of_any_sign_and_size():
+def test_count_merges_integers_of_any_sign_and_size():
     numbers = [0, 1, -1, 2**31 - 1, -(2**31), 2**40 + 3, -(2**40) - 3]
     for x in numbers:
         for y in numbers:
@@ -365,7 +365,7 @@ def test_counts_of_any_sign_and_size():
     assert int(cell.from_pieces(quarters).exact()) == 0x1FFFF + (0xFFFF << 16)
 
 
-def test_with_x64_on_floats_and_counts_have_64_bits():
+def test_metric_floats_and_counts_have_64_bits_with_enable_x64():
     with jax.enable_x64(True):
         mean = WeightedMean()
         state = mean.update(mean.empty(), jnp.array([1.0, 2.0**-40], jnp.float64))
@@ -380,7 +380,7 @@ def test_with_x64_on_floats_and_counts_have_64_bits():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_an_axis_along_which_devices_see_the_same_is_not_counted_twice(check_vma):
+def test_metrics_count_values_replicated_along_another_axis_once(check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"dp": 4, "tp": 2})
     v = np.arange(8, dtype=np.float32)
     metric = Compose({"sum": Sum(), "n": Sum(jnp.int32)})
@@ -396,7 +396,7 @@ def test_an_axis_along_which_devices_see_the_same_is_not_counted_twice(check_vma
     assert float(got["sum"]) == v.sum() and float(got["n"]) == 8
 
 
-def test_local_and_synchronized_states_are_not_mixed_up():
+def test_metric_calls_raise_for_the_wrong_kind_of_state_or_argument():
     metric, mesh = WeightedMean(), mesh_of(1, 8)
     local = metric.empty(AXES, mesh)
     synced = metric.state_of({})
@@ -424,7 +424,7 @@ def test_local_and_synchronized_states_are_not_mixed_up():
 # ------------------------------------------------------------------------------------------ jit, pmap, scan, train step
 
 
-def test_under_plain_jit_the_state_is_one_of_global_arrays():
+def test_metric_state_under_plain_jit_accumulates_global_arrays():
     values, weights = uneven()
     place = NamedSharding(mesh_of(2, 4), P(AXES))
     update = jax.jit(WeightedMean().update, donate_argnums=0)
@@ -436,7 +436,7 @@ def test_under_plain_jit_the_state_is_one_of_global_arrays():
     np.testing.assert_allclose(got, np.average(values[real], weights=weights[real]), rtol=1e-6)
 
 
-def test_inside_pmap_a_state_goes_round_and_syncs():
+def test_metric_state_updates_and_syncs_inside_pmap():
     metric = Compose({"mean": WeightedMean(), "max": Max()})
     step = jax.pmap(lambda s, v, w: metric.update(s, mean=(v, w), max=(v, w)), axis_name="batch")
     state = jax.pmap(lambda _: metric.empty("batch"), axis_name="batch")(np.arange(8))
@@ -450,7 +450,7 @@ def test_inside_pmap_a_state_goes_round_and_syncs():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_state_is_carried_through_scan(check_vma):
+def test_metric_state_is_carried_through_lax_scan(check_vma):
     metric = Compose({"mean": WeightedMean(), "n": Sum(jnp.int32), "max": Max()})
 
     def local(v):
@@ -464,7 +464,7 @@ def test_a_state_is_carried_through_scan(check_vma):
     assert (float(got["mean"]), float(got["n"]), float(got["max"])) == (19.5, 40, 39)
 
 
-def test_a_log_step_returns_an_empty_state():
+def test_log_step_returns_the_values_and_an_empty_state():
     mesh, metric = mesh_of(1, 2), Sum(jnp.int32)
     log_step = make_log_step(metric, mesh, AXES)
     first, emptied = log_step(metric.as_local(metric.state_of(Count.of(jnp.int32(7))), AXES, mesh))
@@ -480,7 +480,7 @@ def observed_loss(params, apply_fn, batch, rng):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("num_minibatches", [2, 1])
-def test_the_train_step_carries_the_state_without_a_further_collective(check_vma, num_minibatches):
+def test_train_step_carries_a_metric_state_without_additional_collectives(check_vma, num_minibatches):
     mesh, metric = mesh_of(2, 4), Compose({"error": WeightedMean(), "square": MeanSquare(), "n": Sum(jnp.int32)})
     batch = data(batch=32)
     model = Model(wrap=fsdp)
@@ -508,7 +508,7 @@ def test_the_train_step_carries_the_state_without_a_further_collective(check_vma
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("devices", [4, 8])
-def test_a_state_is_checkpointed_with_the_train_state_and_goes_on_on_any_number_of_devices(tmp_path, devices):
+def test_metric_state_resumes_from_a_checkpoint_on_any_number_of_devices(tmp_path, devices):
     metric = Compose({"mean": WeightedMean(), "max": Max(), "n": Sum(jnp.int32)})
     values, weights = uneven()
     split = P(AXES)

@@ -157,7 +157,7 @@ RUNS = [(shape, *HOW[(number + turn) % 4]) for turn in range(4) for number, shap
 
 @pytest.mark.one_in(44)
 @pytest.mark.parametrize("shape, optimizer, check_vma", RUNS, ids=str)
-def test_ten_accumulated_steps_on_a_mesh_are_those_of_one_device(shape, optimizer, check_vma):
+def test_ten_accumulated_steps_match_a_single_device_on_meshes_with_model_axes(shape, optimizer, check_vma):
     """Ten clipped, accumulated steps equal one device; "tp" splits tokens between layers unless the mesh has "cp"."""
     mesh = mesh_of({"dp": 1, "fsdp": 1} | shape)
     model = Decoder(

@@ -98,7 +98,7 @@ CASES = [(impl, layout, mask) for impl in ("ring", "ulysses", "gather") for layo
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case, check_vma", list(zip(CASES, cycle([True, False, False, True]))), ids=str)
-def test_values_and_gradients_are_those_of_one_device(case, check_vma, mesh):
+def test_context_attention_values_and_gradients_match_a_single_device(case, check_vma, mesh):
     impl, layout, mask = case
     got = with_gradients(over_devices(mesh, check_vma, layout, impl=impl, **MASKS[mask]))
     same(got, with_gradients(lambda *arrays: of_one_device(*arrays, **MASKS[mask])))
@@ -108,12 +108,12 @@ def test_values_and_gradients_are_those_of_one_device(case, check_vma, mesh):
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("shape", [{"dp": 1, "cp": 8}, {"dp": 2, "cp": 1}, {"dp": 1, "cp": 2}], ids=str)
 @pytest.mark.parametrize("impl", ["ring", "gather"])
-def test_on_other_meshes_too(impl, shape, check_vma):
+def test_context_attention_matches_a_single_device_on_other_meshes(impl, shape, check_vma):
     mesh = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[: math.prod(shape.values())])
     same(with_gradients(over_devices(mesh, check_vma, "zigzag", impl=impl)), with_gradients(of_one_device))
 
 
-def test_guard_a_layout_that_is_not_the_batchs_gives_another_result(mesh):
+def test_layout_argument_different_from_the_batch_layout_changes_the_result(mesh):
     attend = over_devices(mesh, True, "contiguous", impl="gather")
     got = from_zigzag(jax.jit(attend)(*(x.value for x in to_zigzag((QUERY, KEY, VALUE), 4))), 4)
     assert np.abs(got - of_one_device(QUERY, KEY, VALUE)).max() > 0.1
@@ -134,7 +134,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
+def test_attention_parameter_gradients_in_a_step_match_a_single_device(check_vma, mesh):
     x = normal(5, BATCH, TOKENS, 6)
     params = Attention().init(jax.random.key(0), x)
     model = Attention("ring")
@@ -150,7 +150,7 @@ def test_in_a_step_parameters_have_the_gradients_of_one_device(check_vma, mesh):
     same(jax.tree.leaves(grads), jax.tree.leaves(want[1]))
 
 
-def test_narrow_inputs_are_summed_in_float32(mesh):
+def test_ring_attention_sums_bfloat16_inputs_in_float32(mesh):
     """Narrow inputs are summed in float32, and in the ring values may have another size than keys."""
     narrow = [x.astype(jnp.bfloat16) for x in (QUERY, KEY, jnp.concatenate([VALUE, VALUE], axis=-1))]
     got = jax.jit(over_devices(mesh, False, "contiguous", impl="ring"))(*narrow)
@@ -172,19 +172,19 @@ def gradients(*arrays, **options):
     return jax.grad(lambda *arrays: context_attention(*arrays, **options).sum(), (0, 1, 2))(*arrays)
 
 
-def test_the_ring_sends_each_shard_once_round(mesh):
+def test_ring_attention_sends_each_key_and_value_shard_around_once(mesh):
     forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring"))
     assert forward.count("ppermute") == 2 * 3 and "all_gather" not in forward  # keys and values, to 3 other devices
     both = traced(mesh, lambda *arrays: gradients(*arrays, impl="ring")[0])
     assert both.count("ppermute") == 2 * (3 + 3 + 4)  # keys again, and their gradients, which return home
 
 
-def test_a_window_ends_the_ring_where_no_one_looks(mesh):
+def test_window_ends_the_ring_after_the_last_visible_shard(mesh):
     forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring", window=3))
     assert forward.count("ppermute") == 2 * 1  # a device has 4 tokens, and sees the previous device's tokens
 
 
-def test_the_ring_keeps_what_is_local(mesh):
+def test_ring_attention_stores_only_local_residuals_for_the_backward_pass(mesh):
     """The ring keeps local query, key, value, result, and a number per query: no logits, and no remote keys."""
     kept = []
 
@@ -199,7 +199,7 @@ def test_the_ring_keeps_what_is_local(mesh):
     assert 0 < sum(x.size for x in kept) <= of_arrays + 4 * TOKENS  # and positions
 
 
-def test_in_a_loop_over_layers_the_ring_keeps_no_masks(mesh):
+def test_ring_attention_in_a_layer_loop_stores_no_hoisted_masks(mesh):
     """In a loop over layers, JAX computes masks per pair of blocks; hoisted masks would be as large as the logits."""
 
     def loss(*arrays):
@@ -217,7 +217,7 @@ def test_in_a_loop_over_layers_the_ring_keeps_no_masks(mesh):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
+def test_compiled_tpu_ring_uses_async_permutes_and_stores_no_logits():
     devices, tokens, heads, size = 8, 4096, 8, 128
     mesh = jax.sharding.AbstractMesh((devices,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     split = P(None, "cp")
@@ -235,7 +235,7 @@ def test_on_tpus_the_ring_permutes_beside_its_products_and_keeps_no_logits():
 
 
 @pytest.mark.parametrize("layout, shares", [("contiguous", [3, 7, 11, 15]), ("zigzag", [9, 9, 9, 9])])
-def test_zigzag_gives_all_devices_the_same_work(layout, shares):
+def test_zigzag_balances_work_between_devices_and_contiguous_does_not(layout, shares):
     """With zigzag each device computes the same number of pairs of half shards."""
     order = zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
     halves = order.reshape(4, 2, 2)
@@ -244,7 +244,7 @@ def test_zigzag_gives_all_devices_the_same_work(layout, shares):
     assert [sum(map(bool, row)) for row in pairs] == shares
 
 
-def test_a_kernel_is_called_on_what_it_can_take(mesh):
+def test_custom_kernel_gets_a_mask_for_gather_and_is_causal_for_ulysses(mesh):
     calls = {}
 
     def kernel(query, key, value, **options):
@@ -261,7 +261,7 @@ def test_a_kernel_is_called_on_what_it_can_take(mesh):
 # -------------------------------------------------------------------------------------------------------------- layouts
 
 
-def test_a_batch_is_laid_out_and_back():
+def test_to_zigzag_reorders_a_batch_and_from_zigzag_inverts_the_order():
     batch = {"tokens": np.arange(48).reshape(2, 24), "x": jnp.arange(96).reshape(2, 24, 2)}
     there = to_zigzag(batch, 3)
     tokens = there["tokens"].value
@@ -277,7 +277,7 @@ def test_a_batch_is_laid_out_and_back():
         from_zigzag(last, 4, dim=-1)
 
 
-def test_of_one_device_a_zigzag_sequence_may_be_odd():
+def test_zigzag_on_a_single_device_accepts_an_odd_sequence_length():
     odd, window = QUERY[:, :7], np.int64(3)
     np.testing.assert_array_equal(to_zigzag(odd, 1).value, odd)
     assert context_positions(7, "cp", "zigzag").tolist() == list(range(7))
@@ -286,7 +286,7 @@ def test_of_one_device_a_zigzag_sequence_may_be_odd():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_positions_are_those_of_the_layout(layout, mesh):
+def test_context_positions_match_the_layout_without_a_global_table(layout, mesh):
     positions = jnp.arange(16)[None]
     want = to_zigzag(positions, 4).value if layout == "zigzag" else positions
     places = {"mesh": mesh, "in_specs": (), "out_specs": P("cp")}
@@ -303,7 +303,7 @@ def test_positions_are_those_of_the_layout(layout, mesh):
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_devices_exchange_their_chunks(devices):
+def test_in_layout_exchanges_chunks_between_devices_like_to_zigzag(devices):
     """``in_layout`` equals ``to_zigzag`` for leaves of several dtypes and ranks, also over two axes."""
     shape = {"a": 2, "b": 2} if devices == 4 else {"a": devices}
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices]), tuple(shape)
@@ -328,7 +328,7 @@ def values_of(batch):
     return {name: getattr(leaf, "value", leaf) for name, leaf in batch.items()}
 
 
-def test_what_jax_keeps_of_an_inner_function_is_of_its_layout(mesh):
+def test_jit_cache_of_an_inner_function_distinguishes_layouts(mesh):
     """The trace cache of ``jit`` distinguishes layouts: an inner function is traced once per layout."""
 
     @jax.jit

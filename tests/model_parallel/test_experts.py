@@ -97,7 +97,7 @@ CASES = [(mesh, name) for name in OPTIONS for mesh in MESHES]
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("case, check_vma", list(zip(CASES, cycle([True, False, False, True, False]))), ids=str)
-def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(case, check_vma):
+def test_step_with_experts_matches_initial_values_loss_and_gradients_of_a_single_device(case, check_vma):
     (shape, axes), name = case
     options = OPTIONS[name]
     # With a capacity: as many groups of rows as devices that split the rows.
@@ -109,7 +109,7 @@ def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(
     assert_same_params(state.opt_state, grads)
 
 
-def test_a_device_that_initialises_in_shard_map_has_its_part_of_the_experts():
+def test_init_inside_shard_map_gives_each_device_the_local_experts():
     mesh = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
 
     def init(key, x):
@@ -124,7 +124,7 @@ def test_a_device_that_initialises_in_shard_map_has_its_part_of_the_experts():
 
 
 @pytest.mark.slow
-def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
+def test_ten_clipped_adamw_steps_with_experts_match_a_single_device():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
@@ -138,7 +138,7 @@ def test_ten_clipped_steps_of_adamw_are_those_of_one_device():
     assert_same_params(state.params, train_on_one_device(plain, tx, params, loss_fn, X, 10)[0], 1e-4)
 
 
-def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
+def test_sync_gradients_in_a_custom_step_handles_expert_parameters():
     (shape, axes), options = MESHES[0], OPTIONS["top 2"]
     mesh = DeviceMeshManager.create_device_mesh(shape)
     model = Experts(MLP(), COUNT, batch_axes=axes, **options)
@@ -153,7 +153,7 @@ def test_in_a_step_of_ones_own_sync_gradients_knows_the_experts():
 
 
 @pytest.mark.parametrize("expert, where", [(MLP, (Experts, nn.Dense)), (shard_module_params(MLP, "fsdp", 8), nn.Embed)])
-def test_what_is_chosen_or_wrapped_within_an_expert_is_split_with_it(expert, where):
+def test_modules_chosen_or_wrapped_inside_an_expert_are_split_with_the_expert(expert, where):
     """Modules within an expert are split with the expert: their gather would run in a loop that differs by device."""
     mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
 
@@ -195,7 +195,7 @@ class NormedMLP(nn.Module):
         return nn.Dense(DIM, bias_init=bias, name="down")(hidden)
 
 
-def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
+def test_rows_of_an_expert_split_over_tp_stay_replicated_by_type_along_tp():
     """Rows stay replicated by type along "tp" for an expert split by rows, which sums its results."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
 
@@ -214,7 +214,7 @@ def test_rows_of_a_split_expert_stay_equal_by_type_along_its_axis():
 
 
 @pytest.mark.parametrize("axes, check_vma", [(("dp", "ep"), True), (("dp",), True), (("dp",), False)])
-def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vma):
+def test_step_with_expert_layers_split_over_tp_matches_a_single_device(axes, check_vma):
     """Layers within an expert may be split over "tp", whether or not the axis of experts splits the batch."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "ep": 2, "tp": 2})
     options = {"num_experts": 4, "top_k": 2, "block_size": 4}
@@ -238,13 +238,13 @@ def test_layers_within_an_expert_may_be_split_over_a_further_axis(axes, check_vm
     assert min(jax.tree.leaves(moved)) > 1e-4  # guard: every leaf was trained
 
 
-def test_guard_rows_must_come_back_to_their_tokens(monkeypatch):
+def test_loss_differs_from_a_single_device_with_wrong_row_offsets(monkeypatch):
     monkeypatch.setattr(experts_file, "starts_of", lambda sizes: jnp.cumsum(sizes))
     _, metrics, _ = step_on({"ep": 8}, ("ep",), False, top_k=2)
     assert abs(metrics["loss"] / of_one_device(top_k=2)[1] - 1) > 1e-3
 
 
-def test_guard_gradients_of_tokens_that_are_the_same_come_from_all_devices(monkeypatch):
+def test_gradients_are_doubled_without_the_custom_rule_for_replicated_tokens(monkeypatch):
     """Guard: without types, slice and gather need a custom rule; the default gradients are twice as large."""
     monkeypatch.setattr(experts_file, "all_parts", collectives.all_gather_equal)
     state, _, _ = step_on({"dp": 4, "ep": 2}, "dp", False, top_k=2)
@@ -271,14 +271,14 @@ def evaluated(axes, **options):
 
 
 @pytest.mark.parametrize("axes, said", [(("fsdp", "ep"), {}), ("fsdp", {"batch_axes": "fsdp"})], ids=str)
-def test_without_types_an_evaluation_has_the_groups_of_training(axes, said):
+def test_evaluation_without_check_vma_has_the_row_groups_of_training(axes, said):
     got, params = evaluated(axes, **said)
     model = Experts(MLP(), COUNT, 2, axis=None, capacity_factor=0.8, row_groups=4)
     want = on_rows(jax.tree.map(np.asarray, params), jax.jit(model.apply), X)["values"].mean()
     np.testing.assert_allclose(got, want, rtol=FLOAT32_ROUNDING)
 
 
-def test_without_types_it_must_be_said_whether_tokens_are_the_same():
+def test_experts_without_check_vma_raise_for_batch_axes_different_from_the_step():
     with pytest.raises(ValueError, match=r"tokens differ along 'ep', and the step's batch is split over \('fsdp',\)"):
         evaluated("fsdp")
     with pytest.raises(ValueError, match=r"batch_axes='dp'\): the step's batch is split over \('dp', 'ep'\)"):
@@ -290,7 +290,7 @@ def test_without_types_it_must_be_said_whether_tokens_are_the_same():
         jax.eval_shape(local, params, X)
 
 
-def test_tokens_of_sequence_parallelism_are_refused_without_types():
+def test_experts_without_check_vma_raise_for_tokens_of_sequence_parallelism():
     """Without types, tokens of sequence parallelism raise: the router's gradient would miss tokens of other devices."""
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2, "tp": 2}, devices=jax.devices()[:4])
 
@@ -317,7 +317,7 @@ def test_tokens_of_sequence_parallelism_are_refused_without_types():
 # ------------------------------------------------------------------------------------------------------ the router
 
 
-def test_weighted_rows_count_in_the_routers_losses_by_their_weights():
+def test_router_losses_weight_rows_and_match_a_single_device():
     """Router losses are weighted by rows: with 1, 2, 3, 4 weighted rows per device, the mean equals one device."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 4}, devices=jax.devices()[:4])
     logits = jax.random.normal(jax.random.key(3), (16, 5)) * 2
@@ -339,7 +339,7 @@ def test_weighted_rows_count_in_the_routers_losses_by_their_weights():
     np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
 
 
-def test_a_balanced_router_has_the_loss_1():
+def test_load_balancing_loss_of_a_balanced_router_is_1():
     routing = Routing(jnp.arange(8)[:, None] % 4, jnp.ones((8, 1)), jnp.zeros((8, 4)))
     np.testing.assert_allclose(load_balancing_loss(routing), 1)
     np.testing.assert_allclose(load_balancing_loss(route_tokens(50 * jnp.eye(1, 4).repeat(8, 0), 1)), 4, rtol=1e-5)
@@ -348,14 +348,14 @@ def test_a_balanced_router_has_the_loss_1():
 # ------------------------------------------------------------------------------------------------ experts on their rows
 
 
-def test_an_expert_has_the_gradient_of_its_rows_alone():
+def test_expert_gradient_sums_only_rows_of_the_expert():
     """An expert's gradient has its rows only, although the second block of two contains rows of the next expert."""
     factors, rows = np.float32([2, 3]), np.float32([[1], [10], [100], [1000], [10000]])
     total = lambda factors: apply_by_group(doubled, factors, rows, jnp.array([3, 1]), 2).sum()  # noqa: E731
     assert jax.grad(total)(factors).tolist() == [111, 1000]
 
 
-def test_groups_are_those_of_a_loop_and_rows_behind_them_are_zeros():
+def test_apply_by_group_matches_a_loop_and_zeros_rows_beyond_the_groups():
     sizes, rows = np.array([3, 0, 5, 1]), jax.random.normal(jax.random.key(0), (12, DIM))
     params = jax.vmap(lambda key: MLP().init(key, rows)["params"])(jax.random.split(jax.random.key(1), 4))
 
@@ -385,7 +385,7 @@ def doubled(factor, rows):
     return factor * rows
 
 
-def test_what_is_over_the_capacity_is_dropped_last_choices_first():
+def test_rows_above_the_expert_capacity_are_dropped_last_choices_first():
     """Rows above the capacity are dropped, last choices first.
 
     C = ceil(0.5 x 2 x 4 / 2) = 2 rows of each expert: the first choices of rows 0 and 1, then no further rows.
@@ -400,7 +400,7 @@ def test_what_is_over_the_capacity_is_dropped_last_choices_first():
     assert halves.ravel().tolist() == [11.0, 0.0, 3.0, 40.0]  # C = 1 in each group of two rows
 
 
-def test_an_expert_takes_more_rows_than_two_bytes_count():
+def test_expert_accepts_more_rows_than_16_bits_count():
     """An expert takes 40,000 rows, more than 16 bits count, if all rows choose the expert and the capacity allows."""
     rows, factors, ones = np.arange(40_000.0, dtype=np.float32)[:, None], np.float32([[1], [10]]), np.ones((40_000, 1))
     routing = Routing(ones.astype(np.int32), ones.astype(np.float32), np.zeros((40_000, 2), np.float32))
@@ -414,7 +414,7 @@ def of_length_one(factor, rows):
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
 
 
-def test_rows_that_are_not_an_experts_leave_no_nan_in_gradients():
+def test_unassigned_and_padded_rows_leave_no_nan_in_expert_gradients():
     factors, rows = jnp.array([[2.0], [3.0]]), jax.random.normal(jax.random.key(0), (3, DIM))
     routing = Routing(jnp.array([[1], [1], [1]]), jnp.ones((3, 1)), jnp.zeros((3, 2)))
 
@@ -427,7 +427,7 @@ def test_rows_that_are_not_an_experts_leave_no_nan_in_gradients():
     assert all(np.isfinite(x).all() and np.any(x) for x in grads)
 
 
-def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
+def test_invalid_or_duplicate_expert_choices_give_nan():
     routing = Routing(jnp.array([[1, 0], [1, 1], [2, 0], [-1, -2]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
     for mixed in (
@@ -447,7 +447,7 @@ def test_choices_that_are_no_experts_or_twice_the_same_give_nan():
     np.testing.assert_array_equal(mixed.ravel(), [np.nan, 11, np.nan, 11])
 
 
-def test_padding_takes_no_place_of_a_capacity():
+def test_rows_of_weight_0_use_no_expert_capacity():
     """Rows of weight 0 use no capacity: with C = 2, two padding rows would fill expert 0."""
     routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
     mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
@@ -457,7 +457,7 @@ def test_padding_takes_no_place_of_a_capacity():
     assert out.ravel().tolist() == [0, 0, 3, 0] and dropped == 0.5
 
 
-def test_the_share_that_was_dropped_of_tokens_that_are_the_same_is_equal_on_their_devices():
+def test_dropped_share_of_replicated_tokens_matches_a_single_device():
     mesh = DeviceMeshManager.create_device_mesh({"ep": 4}, devices=jax.devices()[:4])
     model = Experts(MLP(), COUNT, 2, capacity_factor=0.5)
     variables = unbox(jax.jit(model.init)(jax.random.key(0), X))
@@ -473,7 +473,7 @@ def test_the_share_that_was_dropped_of_tokens_that_are_the_same_is_equal_on_thei
     assert 0.1 < want < 1
 
 
-def test_the_share_that_was_dropped_is_told():
+def test_experts_sow_the_dropped_share_into_intermediates():
     model = Experts(MLP(), COUNT, 2, axis=None, capacity_factor=0.25)
     variables = jax.jit(model.init)(jax.random.key(0), X)
     assert set(variables) == {"params"}
@@ -481,7 +481,7 @@ def test_the_share_that_was_dropped_is_told():
     assert 0.5 < told["intermediates"]["dropped"][0] < 1
 
 
-def test_tokens_travel_and_parameters_do_not():
+def test_mix_experts_exchanges_tokens_by_all_to_all_and_gathers_no_parameters():
     mesh = DeviceMeshManager.create_device_mesh({"ep": 8})
     params = jnp.ones((8, 1))
 
@@ -513,7 +513,7 @@ def refused(match, shape=None, axes=("ep",), x=X, **options):
         jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P(axes)), params, x)
 
 
-def test_what_does_not_fit_is_refused():
+def test_experts_raise_for_invalid_options_and_mesh_sizes():
     refused("top_k=9 of 8 experts", top_k=9)
     refused("capacity_factor=0.0 leaves no row", capacity_factor=0.0)
     refused("row_groups=3 does not divide the 64 rows", capacity_factor=1.0, row_groups=3)
@@ -572,7 +572,7 @@ FEATURES = {
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_three_steps_with_other_features_are_those_of_one_device(feature):
+def test_three_steps_with_experts_and_another_feature_match_a_single_device(feature):
     wrapping, making, stepping, tx = FEATURES[feature]
     mesh, axes = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "ep": 2}), ("dp", "fsdp", "ep")
     model = shard_modules(Layers(), Experts, "fsdp", **{"min_weight_size": 8, **wrapping})
@@ -599,7 +599,7 @@ def test_three_steps_with_other_features_are_those_of_one_device(feature):
 
 
 @pytest.mark.slow
-def test_narrow_gathers_of_experts_are_near():
+def test_int8_gathers_of_experts_change_the_loss_by_at_most_2_percent():
     losses = []
     for how in ({}, {"gather_dtype": "int8"}):
         mesh, axes = DeviceMeshManager.create_device_mesh({"fsdp": 4, "ep": 2}), ("fsdp", "ep")
@@ -614,7 +614,7 @@ def test_narrow_gathers_of_experts_are_near():
     assert losses[0] != losses[1]
 
 
-def test_on_one_device_experts_have_forward_mode_derivatives():
+def test_experts_on_a_single_device_have_forward_mode_derivatives():
     """Experts on one device have a Hessian-vector product; with a capacity, a directional derivative."""
     params = Experts(MLP(), COUNT, 2).init(jax.random.key(0), X)["params"]
     ones = jax.tree.map(jnp.ones_like, params)

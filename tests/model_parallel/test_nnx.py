@@ -99,7 +99,7 @@ def loss_fn(params, apply_fn, x, rng):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [{"tp": 2, "ep": 2, "cp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "ep": 4}], ids=str)
-def test_a_step_of_an_nnx_model_is_that_of_one_device(shape, check_vma):
+def test_step_of_an_nnx_model_with_model_axes_matches_a_single_device(shape, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1, "tp": 1, "ep": 1, "cp": 1} | shape)
     model = shard_modules(nnx_model(Net), (nnx.Linear, Mixture), "fsdp", 16)
     state = create_train_state(

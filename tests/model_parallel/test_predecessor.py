@@ -12,7 +12,7 @@ STEP = 'make_train_step(loss_fn, mesh, "data")'
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_predecessors_program_has_the_same_losses(check_vma):
+def test_migrated_predecessor_program_has_the_losses_of_the_original(check_vma):
     program = "\n".join(blocks_of(PAGE))
     assert program.count(STEP) == 1
     names: dict = {"__name__": "page"}

@@ -44,7 +44,7 @@ SPECS = P("cp"), P("cp"), P()
 
 
 @pytest.mark.parametrize("devices, check_vma, reverse", [(4, True, False), (3, False, True), (8, False, False)])
-def test_states_and_gradients_are_those_of_one_device(devices, check_vma, reverse):
+def test_recurrence_states_and_gradients_match_a_single_device(devices, check_vma, reverse):
     mesh = mesh_of_sequence(devices)
 
     def loss(states):
@@ -67,7 +67,7 @@ def test_states_and_gradients_are_those_of_one_device(devices, check_vma, revers
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_gradients_of_decays_and_updates_too(check_vma):
+def test_recurrence_gradients_of_decays_and_updates_match_a_single_device(check_vma):
     split = jax.shard_map(
         split_states, mesh=mesh_of_sequence(4), in_specs=SPECS, out_specs=P("cp"), check_vma=check_vma
     )
@@ -92,7 +92,7 @@ def stabilized(before, after):
     return decay_1 + decay_2, largest, state
 
 
-def test_steps_of_ones_own_are_combined():
+def test_scan_over_axis_combines_stabilized_xlstm_steps():
     """``scan_over_axis`` combines xLSTM steps with exponents of hundreds, which float32 needs a stabilizer for."""
     log_decay, exponent = jnp.log(DECAY[:, 0]), 200 * jnp.sin(jnp.arange(TOKENS))
     none = jnp.zeros(()), jnp.float32(-1e30), jnp.zeros(())
@@ -109,18 +109,18 @@ def test_steps_of_ones_own_are_combined():
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-def test_a_scan_is_a_logarithm_of_exchanges():
+def test_recurrence_takes_logarithmically_many_ppermutes():
     split = jax.shard_map(split_states, mesh=mesh_of_sequence(8), in_specs=SPECS, out_specs=P("cp"), check_vma=False)
     found = [eqn.primitive.name for _, eqn in equations(jax.make_jaxpr(split)(DECAY, UPDATE, INITIAL))]
     assert found.count("ppermute") == 2 * (3 + 1)  # decays and states; by 1, 2, 4, and to the next device
 
 
-def test_a_wide_decay_leaves_the_dtype_of_the_state():
+def test_recurrence_keeps_the_state_dtype_with_a_wider_decay():
     local = lambda decay, state: recurrence_over_axis(decay[-1], state[-1].astype(jnp.bfloat16))  # noqa: E731
     split = jax.shard_map(local, mesh=mesh_of_sequence(2), in_specs=P("cp"), out_specs=P("cp"))
     assert jax.eval_shape(split, DECAY, UPDATE).dtype == jax.eval_shape(local, DECAY, UPDATE).dtype == jnp.bfloat16
 
 
-def test_outside_of_shard_map_the_sequence_is_whole():
+def test_recurrence_outside_shard_map_runs_on_the_unsharded_sequence():
     got, want = (jax.jit(fn)(DECAY, UPDATE, INITIAL) for fn in (split_states, one_after_the_other))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

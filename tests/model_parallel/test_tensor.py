@@ -145,7 +145,7 @@ RUNS = [
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, kv_heads, split, check_vma", [RUNS[i] for i in (0, 4, 5, 1, 2, 3, 6, 7, 8)])
-def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads, split, check_vma):
+def test_ten_clipped_adamw_steps_with_tensor_parallelism_match_a_single_device(name, kv_heads, split, check_vma):
     mesh, axes = on(name)
     state = state_of(name, kv_heads, split)
     start, params, grads, losses = one_device(kv_heads)
@@ -159,7 +159,7 @@ def test_ten_steps_of_adamw_with_clipping_are_those_of_one_device(name, kv_heads
     assert losses[-1] < 0.8 * losses[0]  # guard: the loss decreases
 
 
-def test_each_device_has_the_key_head_of_its_queries():
+def test_copied_column_dense_gives_each_device_the_key_head_of_local_queries():
     """Each device has the key head of its queries: of four devices, two compute the first head, two the second."""
     rng, mesh = np.random.default_rng(0), DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     x, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((3, 5), (5, 2, 4)))
@@ -178,7 +178,7 @@ class SumsInScan(nn.Module):
         return x, leave_split(x * self.param("scale", nn.initializers.ones, ()), "tp")
 
 
-def test_a_layer_of_flaxs_scan_may_sum_what_differs_by_device():
+def test_layer_in_flax_scan_sums_varying_values_and_raises_for_replicated_values():
     """A layer in Flax's scan may sum varying values, although Flax's shape trace treats all arguments as replicated."""
     mesh = DeviceMeshManager.create_device_mesh({"tp": 2}, devices=jax.devices()[:2])
     layers = nn.scan(SumsInScan, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
@@ -193,7 +193,7 @@ def test_a_layer_of_flaxs_scan_may_sum_what_differs_by_device():
         traced(P())
 
 
-def test_a_checkpoint_restores_onto_other_meshes(tmp_path):
+def test_tensor_parallel_checkpoint_restores_onto_other_meshes(tmp_path):
     state = state_of("2x4", split=SPLIT, tx=optax.sgd(0.1))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
@@ -206,7 +206,7 @@ def test_a_checkpoint_restores_onto_other_meshes(tmp_path):
             assert found["block"]["up"]["kernel"].value.sharding.mesh == mesh
 
 
-def test_what_is_split_over_which_axis():
+def test_parity_model_has_leaves_split_over_fsdp_over_tp_over_both_and_over_none():
     """Guard: the parity test above has leaves split over both axes, over one axis, and over none."""
     params = state_of("2x4", kv_heads=2, tx=KEPT).params
     block = params["block"]
@@ -223,7 +223,7 @@ class Scaled(nn.Module):
         return x * split_param(self, "scale", nn.initializers.normal(), (3, 8), jnp.float32, dim=-1)
 
 
-def test_names_of_the_initialiser_stay_beside_the_axis_of_the_layer():
+def test_axis_names_of_the_initializer_are_kept_beside_the_tensor_axis():
     """Names of the initialiser (mesh axes or logical) are kept beside the layer's axis, as in Flax's layers."""
     mesh, _ = on("2x4")
     init = nn.initializers.lecun_normal()
@@ -249,7 +249,7 @@ def test_names_of_the_initialiser_stay_beside_the_axis_of_the_layer():
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_a_model_whose_split_layers_have_names_of_their_own_trains_as_on_one_device(check_vma):
+def test_split_layers_with_axis_names_in_the_initializer_match_a_single_device(check_vma):
     mesh, x = on("2x4")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
     model = nn.Sequential([ColumnDense(8, kernel_init=named("fsdp", None)), nn.gelu, RowDense(8)])
     params = gradients_are_those_of_one_device(model, model, foreign_loss, mesh, "fsdp", x, check_vma=check_vma)
@@ -267,7 +267,7 @@ FLAX = {
 
 
 @pytest.mark.parametrize("case", FLAX)
-def test_parameters_and_results_on_one_device_are_those_of_flaxs_layers(case):
+def test_split_layers_on_a_single_device_equal_flax_layers(case):
     ours, theirs, ones = FLAX[case]
     shape = (2, 4) if case == "embedding" else (2, 5, 4, 3) if case == "after heads" else (2, 5, 12)
     x = jax.random.normal(jax.random.key(1), shape) if case != "embedding" else jnp.arange(8).reshape(shape)
@@ -314,26 +314,26 @@ def gradients_of(fn, in_split, out_split, check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_gradients_through_each_pair_are_those_of_one_device(pair, check_vma):
+def test_gradients_through_each_enter_and_leave_pair_match_a_single_device(pair, check_vma):
     want = jax.grad(lambda x, w: square(summed_terms(x, w)), argnums=(0, 1))(X, W)
     got = gradients_of(*PAIRS[pair], check_vma)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_tokens_that_are_split_and_joined_have_the_gradient_of_what_lies_between(check_vma):
+def test_split_and_join_tokens_have_the_gradient_of_the_inner_function(check_vma):
     fn = lambda x, w: jnp.sin(split_tokens(x, 1, "tp"))  # noqa: E731
     got, _ = gradients_of(fn, False, True, check_vma)
     np.testing.assert_allclose(got, jax.grad(lambda x: square(jnp.sin(x)))(X), rtol=1e-5, atol=1e-6)
 
 
-def test_token_numbers_without_features_are_split_and_joined():
+def test_split_and_join_tokens_accept_token_ids_without_a_feature_dim():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     double = lambda tokens: join_tokens(2 * split_tokens(tokens, 1, "tp"), 1, "tp")  # noqa: E731
     np.testing.assert_array_equal(on_mesh(double, mesh, True, P(), P())(TOKENS), 2 * TOKENS)
 
 
-def test_rings_are_gathers_and_scatters_of_the_same_products():
+def test_ring_products_have_the_gradients_of_gather_and_scatter_products():
     """Ring products have the gradients of gather and scatter, for both factors, with a different w per device."""
     mesh, w = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4]), jnp.arange(24.0) / 24
 
@@ -351,7 +351,7 @@ def test_rings_are_gathers_and_scatters_of_the_same_products():
     assert np.abs(got[1]).min() > 0  # guard
 
 
-def test_guard_without_types_a_plain_sum_has_another_gradient():
+def test_plain_sum_without_check_vma_has_a_wrong_gradient():
     """Guard: without types, a plain sum without ``leave_split`` or ``enter_split`` has a different gradient."""
     want = jax.grad(lambda x: square(summed_terms(x, W)))(X)
     for fn in (
@@ -378,7 +378,7 @@ def over(eqns, kind, axis):
     return [eqn.outvars[0].aval.shape for eqn in eqns if eqn.primitive.name == kind and axis in axes_of(eqn)]
 
 
-def test_each_device_gathers_its_own_columns_and_nothing_has_the_size_of_the_vocabulary():
+def test_fsdp_gathers_only_local_tp_columns_and_no_array_has_vocabulary_size():
     eqns = primitives(WHOLE)
     gathered = over(eqns, "all_gather", "fsdp")
     assert (WIDTH, 16 // 4) in [shape[::-1] for shape in gathered] + gathered  # of "up", and of "gate"
@@ -388,7 +388,7 @@ def test_each_device_gathers_its_own_columns_and_nothing_has_the_size_of_the_voc
     ]
 
 
-def test_a_ring_permutes_and_gathers_no_tokens():
+def test_tensor_parallel_ring_permutes_tokens_instead_of_gathering():
     split, ring = primitives(SPLIT), primitives(RING)
     assert (
         len(over(split, "all_gather", "tp")) > len(over(ring, "all_gather", "tp")) <= 3
@@ -399,7 +399,7 @@ def test_a_ring_permutes_and_gathers_no_tokens():
 # -------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():
+def test_split_embed_handles_negative_and_out_of_range_tokens_like_flax():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     table, tokens = jnp.arange(16.0).reshape(8, 2), jnp.array([0, 7, 5, -1, -8, 8, -9])
     got = on_mesh(SplitEmbed(8, 2).apply, mesh, True, (P("tp"), P()), P())({"params": {"embedding": table}}, tokens)
@@ -407,7 +407,7 @@ def test_tokens_that_are_none_and_that_count_from_the_end_are_as_in_flax():
     assert np.isnan(got[-1]).all() and not np.isnan(got[:5]).any()
 
 
-def test_tokens_may_be_narrower_than_the_vocabulary_is_large():
+def test_split_embed_accepts_uint8_tokens_with_a_vocabulary_of_256():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     table, tokens = jnp.arange(512.0).reshape(256, 2), jnp.array([0, 128, 255], jnp.uint8)
     got = on_mesh(SplitEmbed(256, 2).apply, mesh, True, (P("tp"), P()), P())({"params": {"embedding": table}}, tokens)
@@ -415,7 +415,7 @@ def test_tokens_may_be_narrower_than_the_vocabulary_is_large():
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-def test_losses_of_a_split_vocabulary_and_what_is_predicted_are_those_of_the_whole(check_vma):
+def test_chunked_cross_entropy_over_a_split_vocabulary_matches_the_unsplit_vocabulary(check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     hidden = jax.random.normal(jax.random.key(3), (5, 6, 4))
     table = jnp.round(jax.random.normal(jax.random.key(4), (16, 4)))
@@ -451,7 +451,7 @@ TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
 # ---------------------------------------------------------------------------------------------------- norms and dropout
 
 
-def test_dropout_on_split_tokens_differs_by_device_and_on_whole_ones_does_not():
+def test_dropout_differs_by_device_on_split_tokens_and_not_on_replicated_tokens():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     x, key = jnp.ones((2, 32, 4)), {"dropout": jax.random.key(0)}
 
@@ -483,7 +483,7 @@ def own_loss(params, apply_fn, x, rng):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrapped, check_vma", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_norm_on_split_tokens_that_is_not_wrapped_is_right_by_types_and_refused_without(wrapped, check_vma):
+def test_unwrapped_norm_on_split_tokens_is_exact_with_check_vma_and_raises_without(wrapped, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2})
     x = jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
     model = fsdp(Normed, min_weight_size=16)(on_split_input(nn.LayerNorm, "tp") if wrapped else nn.LayerNorm)
@@ -516,7 +516,7 @@ def foreign_loss(params, apply_fn, x, rng):
 
 
 @pytest.mark.parametrize("check_vma, where", [(True, nn.Dense), (False, lambda path, module: path == "")])
-def test_a_model_is_split_from_outside(check_vma, where):
+def test_unedited_model_with_split_modules_matches_a_single_device(check_vma, where):
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
     # With types JAX sums the gradients of the norms within heads itself.
     split = DENSE if check_vma else FOREIGN
@@ -540,7 +540,7 @@ class ForeignDecoder(nn.Module):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("tied, check_vma", [(True, True), (False, False)], ids=["tied", "head"])
-def test_a_vocabulary_is_split_from_outside(tied, check_vma):
+def test_vocabulary_split_by_split_modules_matches_a_single_device(tied, check_vma):
     def loss(params, apply_fn, tokens, rng):
         logits = apply_fn({"params": params}, tokens)
         assert logits.shape == (*tokens.shape, VOCAB)
@@ -585,7 +585,7 @@ def shapes_on_mesh(model, x, check_vma):
     return jax.eval_shape(apply, params, x).shape
 
 
-def test_a_model_of_several_methods_is_split_and_what_stands_between_is_said_without_types():
+def test_split_modules_of_several_methods_raises_without_check_vma_for_an_unlisted_norm():
     x, split = jnp.ones((8, 4, 8)), {"up": "column", "down": "row"}
     model = split_modules(TwoMethods(), split)
     for each in (model, Around(model)):
@@ -631,7 +631,7 @@ UNPAIRED = {
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("case", UNPAIRED)
-def test_layers_that_are_no_pair_are_refused_by_their_names(case, check_vma):
+def test_split_modules_raises_for_unpaired_layers_by_name(case, check_vma):
     split, says = UNPAIRED[case]
     x, model = jnp.ones((8, 8)), shard_modules(Layers(), nn.Dense, "fsdp", 16)
     with pytest.raises(ValueError, match=f"split_modules: {says}"):
@@ -640,7 +640,7 @@ def test_layers_that_are_no_pair_are_refused_by_their_names(case, check_vma):
     assert shapes_on_mesh(pair, x, check_vma) == x.shape  # guard
 
 
-def test_layers_of_one_input_and_of_one_result_are_no_mistake():
+def test_split_modules_accepts_layers_with_a_shared_input_or_result():
     """Column-split layers may share an input (queries and keys), and row-split layers a split activation."""
 
     class Fork(nn.Module):
@@ -653,7 +653,7 @@ def test_layers_of_one_input_and_of_one_result_are_no_mistake():
     assert shapes_on_mesh(model, jnp.ones((8, 8)), check_vma=False) == (8, 8)
 
 
-def test_dropout_between_split_layers_differs_by_device_where_it_is_inside():
+def test_dropout_marked_inside_after_a_column_split_layer_differs_by_device():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     layers = [nn.Dense(64, bias_init=nn.initializers.ones), nn.Dropout(0.5, deterministic=False)]
     key, x = {"dropout": jax.random.key(0)}, jnp.zeros((8, 4))
@@ -669,7 +669,7 @@ def test_dropout_between_split_layers_differs_by_device_where_it_is_inside():
     assert len(masks({})) == 1  # guard
 
 
-def test_a_wrapped_norm_on_split_tokens_can_be_chosen_to_be_sharded():
+def test_shard_modules_shards_a_wrapped_norm_on_split_tokens():
     mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
     plain_model = Normed(on_split_input(nn.LayerNorm, "tp"))
     model = shard_modules(plain_model, nn.LayerNorm, "fsdp", 4)

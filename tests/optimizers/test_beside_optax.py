@@ -110,7 +110,7 @@ EQUAL = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("tx, reference, options", EQUAL.values(), ids=EQUAL)
 @BOTH
-def test_a_gradient_that_is_not_finite_is_skipped_by_both(wrapper, tx, reference, options):
+def test_skip_nonfinite_and_apply_if_finite_both_skip_a_nonfinite_gradient(wrapper, tx, reference, options):
     state, seen = trained(wrapper(tx), [GOOD, BAD, BAD, GOOD], Model(fsdp, scan=False), **options)
     assert [changed for _, changed in seen] == [True, False, False, True]
     assert_same_params(state.params, on_one_device(reference, [GOOD, GOOD]))
@@ -119,20 +119,20 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_both(wrapper, tx, reference
 
 
 @BOTH
-def test_a_loss_that_is_not_finite_is_skipped_by_ours_alone(wrapper):
+def test_nonfinite_loss_is_skipped_by_skip_nonfinite_and_applied_by_apply_if_finite(wrapper):
     _, seen = trained(wrapper(CLIPPED), [GOOD, BAD_LOSS])
     assert [bool(np.isfinite(metrics["loss"])) for metrics, _ in seen] == [True, False]
     assert np.isfinite(seen[1][0]["grad_norm"]) and seen[1][1] == (wrapper is OPTAX)
 
 
 @BOTH
-def test_after_its_limit_optax_applies_what_is_not_finite(wrapper):
+def test_nonfinite_gradient_beyond_the_limit_is_applied_by_apply_if_finite_only(wrapper):
     state, seen = trained(wrapper(optax.sgd(RATE)), [BAD] * (LIMIT + 1))
     assert [changed for _, changed in seen] == [False] * LIMIT + [wrapper is OPTAX]
     assert np.isfinite(np.asarray(unbox(state.params)["kernel"])).any() == (wrapper is OURS)
 
 
-def test_a_limit_that_is_never_reached_is_equal_there():
+def test_apply_if_finite_with_the_largest_limit_never_applies_a_nonfinite_update():
     counted = optax.apply_if_finite(optax.sgd(1.0), NEVER)
     state = counted.init(jnp.ones(2))._replace(notfinite_count=jnp.int32(NEVER))
     updates, state = counted.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))
@@ -141,7 +141,7 @@ def test_a_limit_that_is_never_reached_is_equal_there():
     assert np.isnan(below.update(jnp.array([jnp.nan, 1.0]), state, jnp.ones(2))[0]).any()
 
 
-def test_the_counts_of_optax_are_in_no_metric_and_the_guard_ends_a_run_that_skips():
+def test_loop_guard_accepts_skips_of_skip_nonfinite_and_raises_with_apply_if_finite():
     step, batches = make_train_step(loss_fn, MESH, AXES, allow_replicated=True), [GOOD, BAD, GOOD, GOOD]
 
     def run(wrapper, counts=lambda state: {}):
@@ -179,7 +179,7 @@ def with_statistics(params, apply_fn, batch, rng, collections):
 
 
 @BOTH
-def test_statistics_of_a_batch_that_is_skipped_are_left_out_by_ours_alone(wrapper):
+def test_skipped_step_keeps_batch_statistics_with_skip_nonfinite_only(wrapper):
     state = first_state(wrapper(CLIPPED), Normalized(fsdp()))
     step = make_train_step(with_statistics, MESH, AXES, allow_replicated=True)
     state, _ = step(state, GOOD, KEY)
@@ -190,7 +190,7 @@ def test_statistics_of_a_batch_that_is_skipped_are_left_out_by_ours_alone(wrappe
     assert np.isfinite(collections["batch_stats"]["BatchNorm_0"]["mean"]).all() == (wrapper is OURS)
 
 
-def test_moments_on_the_host_come_a_few_at_a_time_with_ours_and_all_at_once_with_optax(monkeypatch):
+def test_host_moments_stream_with_skip_nonfinite_and_arrive_all_at_once_with_optax(monkeypatch):
     ours, plain = (fetches(tx, 1, monkeypatch) for tx in (OURS(optax.adam(0.1)), optax.adam(0.1)))
     assert ours == plain and (len(plain[0]), plain[1]) == (4, 3)  # each of four moments but the first waits
     # optax puts all moments into one branch of a condition, so each moment waits for the last moment to arrive.
@@ -233,7 +233,7 @@ def rates(tx, kept, learning_rate=None, batches=(GOOD,) * 3, **options):
     return [list(map(float, column)) for column in zip(*seen, strict=True) if column[0] is not None]
 
 
-def test_a_rate_that_is_injected_is_read_after_the_step_of_its_update():
+def test_injected_learning_rate_after_a_step_is_the_rate_of_the_last_update():
     kept, reported, moved = rates(INJECTED(DOWN), kept_rate, DOWN, num_minibatches=2)
     assert_allclose(kept, [DOWN(count) for count in range(3)], rtol=1e-6)
     assert_allclose(reported, kept, rtol=1e-6)
@@ -243,7 +243,7 @@ def test_a_rate_that_is_injected_is_read_after_the_step_of_its_update():
     assert_allclose(moved, kept, rtol=1e-4)
 
 
-def test_rates_of_groups_that_are_injected_are_read_by_group():
+def test_injected_learning_rates_are_read_per_partition_group():
     tx = optax.partition(
         {"matrix": INJECTED(DOWN), "other": INJECTED(RATE)},
         partial(jax.tree.map, lambda p: "matrix" if p.ndim == 2 else "other"),
@@ -255,7 +255,7 @@ def test_rates_of_groups_that_are_injected_are_read_by_group():
         assert_allclose(kept, want, rtol=1e-6)
 
 
-def test_a_step_that_is_skipped_keeps_the_rate_that_was_used_and_reports_the_rate_to_be_used():
+def test_skipped_step_keeps_the_injected_rate_and_reports_the_upcoming_rate():
     kept, reported, moved = rates(
         skip_nonfinite(INJECTED(DOWN)), lambda state: kept_rate(state.inner_state), DOWN, [GOOD, BAD, GOOD]
     )
@@ -264,7 +264,7 @@ def test_a_step_that_is_skipped_keeps_the_rate_that_was_used_and_reports_the_rat
     assert_allclose(np.asarray(moved)[[0, 2]], [DOWN(0), DOWN(1)], rtol=1e-4)
 
 
-def test_a_jit_around_the_step_puts_the_rate_among_the_metrics():
+def test_jit_around_the_step_adds_the_injected_rate_to_the_metrics():
     step = make_train_step(loss_fn, MESH, AXES, allow_replicated=True)
 
     @partial(jax.jit, donate_argnums=0)
@@ -279,7 +279,7 @@ def test_a_jit_around_the_step_puts_the_rate_among_the_metrics():
     assert_allclose(seen, [DOWN(count) for count in range(3)], rtol=1e-6)
 
 
-def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
+def test_next_step_deletes_the_injected_rate_in_the_state_but_not_a_copy():
     def first_of_two(read):
         state, step = first_state(INJECTED(0.25)), make_train_step(loss_fn, MESH, AXES, allow_replicated=True)
         state, _ = step(state, GOOD, KEY)
@@ -293,7 +293,7 @@ def test_a_rate_in_the_state_is_gone_after_the_next_step_and_a_metric_is_not():
 
 
 @pytest.mark.parametrize("tx", [optax.adamw(DOWN), muon(DOWN), INJECTED(DOWN)], ids=["adamw", "muon", "injected"])
-def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
+def test_optax_tree_finds_no_learning_rate_without_injection_and_two_with_a_schedule(tx):
     """``optax.tree`` finds no rate without ``inject_hyperparams``, and two with a schedule: value and state."""
     state = tx.init({"kernel": jnp.ones((4, 4))})
     found = optax.tree.get_all_with_path(state, "learning_rate")
@@ -302,7 +302,7 @@ def test_the_name_of_the_rate_finds_it_in_no_state_with_a_schedule(tx):
     assert step(first_state(tx), GOOD, KEY)[1]["learning_rate"] == DOWN(0)
 
 
-def test_muon_is_injected_with_its_number_of_iterations_left_out():
+def test_inject_hyperparams_of_muon_raises_for_ns_steps_unless_static():
     with pytest.raises(TypeError, match=r"ns_steps=.* is no Python number"):
         first_state(optax.inject_hyperparams(muon)(DOWN))
     kept, moved = rates(optax.inject_hyperparams(muon, static_args="ns_steps")(DOWN), kept_rate)
@@ -310,7 +310,7 @@ def test_muon_is_injected_with_its_number_of_iterations_left_out():
     assert np.isfinite(moved).all()
 
 
-def test_parameters_of_16_bits_make_an_injected_adam_nan():
+def test_injected_adamw_on_bfloat16_parameters_is_nan_without_hyperparam_dtype():
     """With bfloat16 parameters an injected Adam rounds the decay 0.999 to 1, giving NaN, and rounds the rate."""
     params = {"kernel": jnp.ones(4, jnp.bfloat16)}
 

@@ -83,7 +83,7 @@ GIVEN = {"value": jnp.float32(1), "grad": jnp.ones(3), "value_fn": jnp.sum, "gra
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_a_transform_is_given_the_arguments_that_it_takes_and_no_others(around):
+def test_taking_extra_args_passes_only_arguments_in_the_signature(around):
     inner, seen = own("grad", "scale")
     tx, params = taking_extra_args(AROUND[around](inner)), jnp.ones(3)
     tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
@@ -92,14 +92,14 @@ def test_a_transform_is_given_the_arguments_that_it_takes_and_no_others(around):
 
 
 @pytest.mark.parametrize("around", ["alone", "chain", "MultiSteps", "all of ours"])
-def test_what_takes_everything_is_given_everything(around):
+def test_taking_extra_args_passes_all_arguments_to_a_transform_with_var_keywords(around):
     inner, seen = own(everything=True)
     tx, params = taking_extra_args(AROUND[around](inner)), jnp.ones(3)
     tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
     assert seen[-1] == sorted(GIVEN)
 
 
-def test_a_type_error_of_the_transform_itself_goes_on_as_it_is():
+def test_type_error_inside_a_transform_propagates_unchanged():
     def update(updates, state, params=None, **extra_args):
         return max(value=updates), state
 
@@ -108,7 +108,7 @@ def test_a_type_error_of_the_transform_itself_goes_on_as_it_is():
         tx.update(1.0, (), value=1.0)
 
 
-def test_skip_nonfinite_sees_the_loss_around_what_takes_no_loss():
+def test_skip_nonfinite_sees_the_loss_around_a_transform_without_value_argument():
     tx, params = taking_extra_args(skip_nonfinite(own("scale")[0])), jnp.ones(3)
     _, state = tx.update(jnp.ones(3), tx.init(params), params, **GIVEN | {"value": jnp.nan})
     assert int(skip_counts(state)["skipped_steps"]) == 1
@@ -117,13 +117,13 @@ def test_skip_nonfinite_sees_the_loss_around_what_takes_no_loss():
         beside.update(jnp.ones(3), beside.init(params), params, **GIVEN)
 
 
-def test_what_two_transforms_need_and_refuse_is_said():
+def test_update_raises_for_an_argument_needed_and_refused_by_two_transforms():
     tx, params = taking_extra_args(optax.chain(own("scale")[0], own(required=["value"])[0])), jnp.ones(3)
     with pytest.raises(TypeError, match=r"needs value=, and another part takes no argument of that name"):
         tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
 
 
-def test_a_transform_to_which_optax_passes_no_extra_arguments_is_named():
+def test_update_raises_for_a_plain_gradient_transformation_with_a_required_argument():
     """A ``GradientTransformation`` gets no extra arguments from optax, and the error names the transform."""
 
     def halved(updates, state, params=None, *, value):
@@ -168,7 +168,7 @@ IN_STEP = {
 
 
 @pytest.mark.parametrize("name", IN_STEP)
-def test_what_a_step_cannot_give_is_refused_by_name_before_the_model_is_traced(name):
+def test_train_state_raises_for_an_unsupported_transform_before_tracing_the_model(name):
     build, rule = IN_STEP[name]
 
     def fail(*args, **kwargs):
@@ -179,7 +179,7 @@ def test_what_a_step_cannot_give_is_refused_by_name_before_the_model_is_traced(n
         abstract(build())
 
 
-def test_a_diagonal_of_gradients_makes_sophia_callable():
+def test_sophia_with_a_hessian_diagonal_fn_of_gradients_is_accepted():
     diagonal = optax.stateless(lambda grads, params: jax.tree.map(jnp.square, grads))
     abstract(contrib.sophia(0.1, hessian_diagonal_fn=diagonal))
 
@@ -217,14 +217,14 @@ def in_cases():
     return written | {part.name for case in CASES for part in parts(case.build())}
 
 
-def test_every_transform_of_optax_is_a_case_or_refused_by_name():
+def test_each_optax_transform_has_a_case_or_a_listed_refusal():
     names = [*makers(optax), *makers(contrib)]
     assert {"adamw", "dog", "monitor", "scale_by_factored_rms", "sam", "hutchinson_estimator_diag_hessian"} <= {*names}
     known = in_cases() | REFUSED.keys() | {"lookahead", "sam", "monitor", "snapshot", "measure_with_ema"}  # below
     assert not [name for name in names if name not in known and OTHER_NAMES.get(name) not in known]
 
 
-def test_the_page_names_what_is_refused_and_what_a_step_gives():
+def test_optimizers_page_lists_refused_transforms_and_arguments_of_a_step():
     page = PAGE.read_text()
     refused = page.partition("## Refused")[2].partition("\n## ")[0]
     assert not [name for name in REFUSED if f"`{name}`" not in refused and f"`contrib.{name}`" not in refused]
@@ -272,7 +272,7 @@ def measured():
     return optax.chain(optax.snapshot("first", optax.tree.norm), optax.monitor(measures), optax.sgd(0.1))
 
 
-def test_measures_of_a_monitor_are_those_of_one_device():
+def test_monitor_measures_match_a_single_device():
     """Measures of a monitor equal one device; optax adds measures in the first update, so a step compiles twice."""
     state, (params, grad) = trained(measured), one_device()
     tx = measured()
@@ -286,7 +286,7 @@ def test_measures_of_a_monitor_are_those_of_one_device():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_lookahead_is_that_of_one_device_with_its_slow_weights_in_the_state():
+def test_lookahead_matches_a_single_device_and_shards_slow_weights_like_parameters():
     state = trained(looking_ahead)
     params, grad = one_device()
     pair, tx = optax.LookaheadParams.init_synced(params), looking_ahead()
@@ -304,14 +304,14 @@ def test_lookahead_is_that_of_one_device_with_its_slow_weights_in_the_state():
     assert box.value.shape != (7, 6)  # guard: the leaf is padded
 
 
-def test_slow_weights_keep_the_dtype_of_the_parameters_beside_wider_updates():
+def test_lookahead_slow_weights_keep_the_parameter_dtype_with_wider_updates():
     params, grads = jnp.ones(4, jnp.bfloat16), jnp.full(4, 0.5, jnp.float32)
     tx = with_slow_params(optax.lookahead(optax.sgd(1.0), sync_period=1, slow_step_size=0.5))
     _, state = tx.update(grads, tx.init(params), params)
     assert state.slow.dtype == jnp.bfloat16 and state.slow.tolist() == [0.75] * 4  # halfway from 1 to 1 - 0.5
 
 
-def test_lookahead_lies_within_wrappers_of_this_library_and_in_states_made_by_hand():
+def test_lookahead_works_inside_library_wrappers_and_in_manually_created_states():
     params = {"kernel": jnp.ones(4)}
     for tx in (optax.chain(optax.clip(1.0), looking_ahead()), skip_nonfinite(with_ema(looking_ahead(), 0.5))):
         state = TrainState.create(apply_fn=None, params=params, tx=tx)
@@ -336,7 +336,7 @@ def sam(opaque):
 
 
 @pytest.mark.parametrize("opaque", [False, True], ids=["transparent", "opaque"])
-def test_sam_is_that_of_one_device(opaque):
+def test_sam_on_shards_matches_a_single_device(opaque):
     # Minibatches: the gradients at the adversarial parameters are of the batch, too.
     state = trained(partial(sam, opaque), num_minibatches=2)
     params, grad = one_device()

@@ -29,7 +29,7 @@ def chosen(shapes, overrides=None):
     return {path: (c.count, *c.matrix) if c.dims else c.reason for path, c in choices.items()}
 
 
-def test_a_language_model_whose_layers_are_stacked():
+def test_matrix_dimensions_of_a_language_model_with_stacked_layers():
     shapes = shapes_of(LanguageModel("transformer", dim=32, num_layers=3, num_heads=2), jnp.ones((2, 8), jnp.int32))
     assert chosen(shapes) == {
         "blocks/attention_norm/scale": "a scale is a vector",
@@ -53,7 +53,7 @@ class Vision(nn.Module):
         return nn.Dense(5, name="logits")(nn.MultiHeadDotProductAttention(2, name="attention")(x))
 
 
-def test_attention_and_convolutions_have_as_outputs_what_their_biases_have():
+def test_attention_and_convolution_kernels_take_output_dims_from_the_bias():
     found = chosen(shapes_of(Vision(), jnp.ones((1, 4, 4, 3))))
     assert found["conv/kernel"] == (1, 27, 8)  # 3 x 3 taps of 3 features
     assert found["attention/query/kernel"] == (1, 8, 8)  # 8 features, to 2 heads of 4
@@ -65,11 +65,11 @@ UNSETTLED = {"blocks/up/kernel": (3, 8, 32)}
 
 
 @pytest.mark.parametrize("dims, found", [(MuonDimensionNumbers(-2, -1), (3, 8, 32)), (None, "given for '*/up/*'")])
-def test_what_is_said_of_a_pattern_of_paths_decides(dims, found):
+def test_path_pattern_decides_the_matrix_dimensions_of_matching_leaves(dims, found):
     assert chosen(UNSETTLED, {"*/up/*": dims}) == {"blocks/up/kernel": found}
 
 
-def test_shards_are_judged_by_their_global_shapes():
+def test_matrix_dimensions_classifies_shards_by_global_shape():
     """Shards are classified by global shape: a local kernel with as many rows as layers still is one matrix."""
     params = {"norm": {"scale": jnp.ones((4, 8))}, "mix": {"kernel": jnp.ones((16, 8))}}
     found = []
@@ -83,7 +83,7 @@ def test_shards_are_judged_by_their_global_shapes():
     assert found[0]["mix"]["kernel"] == MuonDimensionNumbers((0,), (1,))
 
 
-def test_the_plan_says_which_leaves_are_matrices_and_who_owns_them():
+def test_plan_sharding_reports_matrices_and_owners():
     model = Model(wrap=fsdp)
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.chain(optax.clip(1.0), muon(0.1)))
     kernels = ("blocks/Dense_0/kernel", "blocks/Dense_1/kernel")

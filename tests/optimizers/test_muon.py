@@ -123,14 +123,14 @@ CASES = {
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", CASES)
-def test_ten_steps_are_those_of_one_device(name):
+def test_muon_on_shards_matches_a_single_device_for_ten_steps(name):
     model, mesh, of_muon, of_step = CASES[name]
     got = trained(model, mesh_of(*mesh), muon(RATE, **of_muon), **of_step)
     want, _ = reference(model.clone(wrap=plain), **of_muon)
     assert_same_params(map_leaves(true_value, got.params), want, TOLERANCE)
 
 
-def test_which_leaves_are_matrices_is_not_what_optax_says():
+def test_muon_and_optax_choose_different_leaves_as_matrices_by_default():
     """Guard: optax by default treats stacked biases as a matrix, and stacked kernels as none."""
     params = started(Model())
     theirs, ours = (
@@ -188,7 +188,7 @@ def on_one_device(shapes=SHAPES, **options):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
-def test_inside_shard_map_however_leaves_are_split(check_vma):
+def test_muon_inside_shard_map_matches_a_single_device_for_each_leaf_sharding(check_vma):
     tx = muon(RATE, muon_weight_dimension_numbers=DIMS)
     got, _ = inside(elementwise_only(tx) if check_vma else tx, check_vma)
     assert_same_params(got, on_one_device(), TOLERANCE)
@@ -197,7 +197,7 @@ def test_inside_shard_map_however_leaves_are_split(check_vma):
 LARGE = {"kernel": ((4, 256, 256), (None, None, "fsdp"))}  # as many values as are split by default
 
 
-def test_copies_share_the_work_where_that_makes_it_less():
+def test_muon_splits_newton_schulz_between_replicas_to_reduce_work():
     tx = muon(RATE, muon_weight_dimension_numbers={"kernel": DIMS["up"]})
     dims = {"kernel": DIMS["up"]}
     one = optax.contrib.muon(RATE, muon_weight_dimension_numbers=dims)
@@ -208,7 +208,7 @@ def test_copies_share_the_work_where_that_makes_it_less():
     assert set(of_each) == {""}  # a device has one of four; along fsdp alone: "2x"
 
 
-def test_each_matrix_of_a_round_comes_back_from_its_owner():
+def test_by_owners_returns_the_result_of_each_matrix_in_a_round():
     """``by_owners`` gives each of three devices the unsharded matrix of one form, and returns the results."""
     shapes = {"a": (3, 6), "b": (4, 9), "c": (2, 12)}
     matrices = {name: np.random.default_rng(i).normal(size=shape) for i, (name, shape) in enumerate(shapes.items())}
@@ -231,13 +231,13 @@ def test_each_matrix_of_a_round_comes_back_from_its_owner():
         np.testing.assert_allclose(got[name], np.cumsum(matrix, axis=-1) * np.linalg.norm(matrix), rtol=1e-4, atol=1e-4)
 
 
-def test_the_guard_still_refuses_optax_s_own():
+def test_elementwise_only_raises_for_optax_contrib_muon():
     with pytest.raises(ValueError, match=r"'partition.*scale_by_muon.*' is wrong on shards"):
         inside(elementwise_only(optax.contrib.muon(RATE)), False, {"both": SHAPES["both"]})
 
 
 @pytest.mark.parametrize("exchange_dtype, differ", [("bfloat16", True), ("float32", False)])
-def test_what_travels_narrow_is_rounded_once_each_way(exchange_dtype, differ):
+def test_exchange_dtype_rounds_once_in_each_direction(exchange_dtype, differ):
     """A narrow ``exchange_dtype`` rounds once each way, to 2**-8; Newton-Schulz amplifies the first rounding."""
     shapes = {name: SHAPES[name] for name in ("up", "down")}
     dims = {name: DIMS[name] for name in shapes}
@@ -267,13 +267,13 @@ def primitives_of_a_step(tx):
     return [eqn.primitive.name for _, eqn in equations(jaxpr)]
 
 
-def test_a_step_has_two_all_to_alls_for_each_round_of_forms_and_none_between():
+def test_muon_step_has_two_all_to_alls_per_round_of_forms():
     """Muon has two all-to-alls per round: 16 x 32 and 32 x 16 share a form, 8 x 16 and 16 x 4 share a round."""
     assert primitives_of_a_step(muon(RATE)).count("all_to_all") == 2 * 2
     assert "all_to_all" not in primitives_of_a_step(optax.adamw(RATE))  # guard
 
 
-def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
+def test_muon_state_has_the_structure_of_optax_and_the_sharding_of_parameters():
     theirs, state = optax_muon(started(Model())), abstract_state(mesh_of(2, 4), muon(RATE))
     moments = state.opt_state.inner_states["muon"].inner_state[0].mu
     assert moments["blocks"]["Dense_0"]["kernel"].sharding.spec == P(None, None, "fsdp")
@@ -281,7 +281,7 @@ def test_state_is_that_of_optax_and_lies_where_the_parameters_do():
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
+def test_checkpoint_moves_between_muon_and_optax_on_another_mesh(tmp_path):
     """Five steps with one optimizer and five with the other, through a checkpoint, equal ten steps on one device."""
     model, x = Model(wrap=fsdp), data()["x"]
     runs = {"ours": (mesh_of(2, 4), muon(RATE)), "theirs": (mesh_of(1, 1), optax_muon(started(Model())))}
@@ -303,7 +303,7 @@ def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
         assert_same_params(five_steps(second, state).params, reference(Model())[0], TOLERANCE)
 
 
-def test_a_step_that_is_not_finite_is_skipped():
+def test_skip_nonfinite_around_muon_skips_a_nonfinite_step():
     mesh = mesh_of(2, 4)
     tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), muon(RATE)))
     state = first_state(Model(wrap=fsdp), mesh, tx)
@@ -319,7 +319,7 @@ def test_a_step_that_is_not_finite_is_skipped():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", [{"preconditioning": p} for p in ("spectral", "aol", "schatten")], ids=str)
-def test_on_one_device_options_are_those_of_optax(options):
+def test_muon_options_match_optax_on_a_single_device(options):
     shapes = {name: SHAPES[name] for name in ("up", "down")}
     tx = muon(RATE, muon_weight_dimension_numbers={name: DIMS[name] for name in shapes}, **options)
     got = jax.jit(lambda p, g: two_updates(tx, p, g))(random_tree(0, shapes), random_tree(1, shapes))
@@ -361,7 +361,7 @@ def square(params, apply_fn, x, rng):
         pytest.param("h100:4x8", {"fsdp_host": 4, "fsdp_device": 8}, marks=pytest.mark.cuda_plugin),
     ],
 )
-def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, sizes):
+def test_compiled_muon_has_two_all_to_alls_per_round_and_a_share_of_the_flops(topology, sizes):
     """Compiled Muon has two all-to-alls per round and a device's share of the flops.
 
     On 8 devices a device owns 2 of 16 large and 1 of 8 small matrices, form by form; on 32 devices 1 of 24, or zeros.
@@ -386,7 +386,7 @@ def test_compiled_there_are_two_all_to_alls_and_the_work_of_one_share(topology, 
         assert any(set(c.overlapped.modules) - set(c.modules) for c in exchanges)
 
 
-def test_forms_of_fewer_matrices_than_devices_are_worked_on_side_by_side():
+def test_muon_forms_with_fewer_matrices_than_devices_run_in_parallel():
     """Forms with fewer matrices than devices run in parallel: a step costs the largest matrix only.
 
     On 8 devices six devices own a 16 x 32 matrix each, and two devices own a smaller matrix each.

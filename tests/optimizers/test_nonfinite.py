@@ -85,7 +85,7 @@ def trained_on_one_device():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dp, fsdp_size, check_vma", [(2, 4, True), (1, 8, False)])
-def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, check_vma):
+def test_skipped_steps_leave_training_bit_equal_to_training_without_bad_batches(dp, fsdp_size, check_vma):
     mesh, tx = mesh_of(dp, fsdp_size), skip_nonfinite(TX)
     step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
     start = start_of(tx, mesh)
@@ -102,7 +102,7 @@ def test_skipped_steps_leave_the_training_that_never_had_them(dp, fsdp_size, che
     check_replicas(state)
 
 
-def test_the_decision_is_one_small_all_reduce_for_the_whole_tree():
+def test_skip_nonfinite_adds_a_single_all_reduce_to_the_step():
     def all_reduces(tx):
         state, (_, batch) = start_of(tx, mesh_of(2, 4)), next(batches())
         step = make_train_step(loss_fn, mesh_of(2, 4), AXES)
@@ -114,7 +114,7 @@ def test_the_decision_is_one_small_all_reduce_for_the_whole_tree():
 
 
 @pytest.mark.parametrize("kind", POISON)
-def test_without_it_one_bad_example_is_the_end(kind):
+def test_single_bad_example_makes_training_nonfinite_without_skip_nonfinite(kind):
     mesh = mesh_of(2, 4)
     others = tuple(POISON.keys() - {kind})
     state, metrics = trained(make_train_step(loss_fn, mesh, AXES), start_of(TX, mesh), skip=others)
@@ -122,7 +122,7 @@ def test_without_it_one_bad_example_is_the_end(kind):
     assert all(ends) if kind != "extra" else not np.isfinite([row["loss"] for row in metrics]).all()
 
 
-def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
+def test_skipped_update_keeps_parameters_and_optimizer_state_bit_for_bit():
     params = {"w": jnp.array([-0.0, 0.0, jnp.inf, 3.0]), "half": jnp.array([-0.0, 1.0], jnp.bfloat16)}
     tx = skip_nonfinite(optax.chain(optax.add_noise(0.1, 0.5, key=jax.random.key(0)), optax.adam(0.1)))
 
@@ -139,7 +139,7 @@ def test_a_skipped_update_changes_no_bit_of_the_parameters_and_the_state():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
+def test_all_devices_skip_for_a_single_nonfinite_shard_inside_shard_map(check_vma):
     def local(grad, params, tx):
         updates, state = tx.update(grad, tx.init(params), params)
         return params + updates, (skip_counts(state) or {"skipped_steps": jnp.zeros((), jnp.int32)})["skipped_steps"]
@@ -157,7 +157,7 @@ def test_inside_shard_map_one_bad_shard_is_one_decision_too(check_vma):
         assert (np.asarray(went_on) == 0.5).sum() == 14
 
 
-def test_counters_are_found_anywhere_but_only_once():
+def test_skip_counts_finds_nested_counters_and_raises_for_duplicates():
     params = {"w": jnp.ones(3), "skipped_steps": jnp.ones(2)}
     inside = optax.chain(optax.scale(1.0), skip_nonfinite(optax.adam(0.1)))
     assert {name: int(value) for name, value in skip_counts(inside.init(params)).items()} == {

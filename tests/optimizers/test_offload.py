@@ -104,7 +104,7 @@ CASES = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("tx, wrap, loss, check_vma, options, accumulation", CASES.values(), ids=CASES)
-def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, accumulation):
+def test_offloaded_steps_are_bit_equal_to_steps_without_offload(tx, wrap, loss, check_vma, options, accumulation):
     batches = [data(seed=1), data(seed=2), data(seed=3)]
     if tx is CLIPPED:
         batches[1]["x"] = batches[1]["x"].at[0].set(jnp.nan)
@@ -120,7 +120,7 @@ def test_steps_are_those_without_offload(tx, wrap, loss, check_vma, options, acc
     assert all(leaf.is_deleted() for leaf in moved)  # donated
 
 
-def test_what_is_small_or_whole_stays_on_the_device():
+def test_offload_keeps_small_or_replicated_leaves_in_device_memory():
     state = state_of(optax.adam(1e-2), ON_HOST)
     mu = state.opt_state[0].mu
     assert kinds(mu["Dense_0"]) == ["device", "pinned_host"]  # a replicated bias of 16 values
@@ -130,7 +130,7 @@ def test_what_is_small_or_whole_stays_on_the_device():
     assert kinds(ema_params(averaged.opt_state, averaged.params)["Dense_0"]) == ["device", "device"]
 
 
-def test_an_abstract_state_lies_where_the_real_one_will():
+def test_abstract_train_state_has_the_offloaded_shardings_of_the_real_state():
     real = state_of(CLIPPED, ON_HOST)
     abstract = state_of(CLIPPED, ON_HOST, create=abstract_train_state)
     assert [x.sharding for x in jax.tree.leaves(abstract)] == [x.sharding for x in jax.tree.leaves(real)]
@@ -138,7 +138,7 @@ def test_an_abstract_state_lies_where_the_real_one_will():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("after", [ON_HOST, ON_DEVICE], ids=["stays", "comes back"])
-def test_a_checkpoint_is_restored_into_either_memory(tmp_path, after):
+def test_checkpoint_restores_into_host_or_device_memory(tmp_path, after):
     before = ON_HOST if after == ON_DEVICE else ON_DEVICE
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     tx = optax.adamw(1e-2)
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_restored_into_either_memory(tmp_path, after):
     assert_same_bits(got.params, want.params)
 
 
-def test_the_state_of_another_optimizer_is_named():
+def test_train_step_raises_for_a_state_of_another_optimizer():
     state = state_of(optax.adam(0.1), ON_HOST).replace(tx=optax.sgd(0.1, momentum=0.9))
     with pytest.raises(ValueError, match=r"state.opt_state is not a state of state.tx .*: its leaf '0/"):
         make_train_step(mean_loss, mesh_of(2, 4), AXES)(state, data(), jax.random.key(1))
@@ -175,7 +175,7 @@ def in_16_bits(optimizer, params, mesh):
     return optimizer._replace(init=lambda params: cast(optimizer.init(params), jnp.bfloat16), update=update)
 
 
-def test_a_wrapper_within_stores_what_lies_on_the_host(monkeypatch):
+def test_inner_bfloat16_wrapper_stores_moments_in_host_memory(monkeypatch):
     monkeypatch.setattr(sharded_optimizer, "WRAPPERS", [in_16_bits, *sharded_optimizer.WRAPPERS])
     step, batches = make_train_step(mean_loss, mesh_of(2, 4), AXES), [data(seed=1), data(seed=2)]
     got, want = (trained(state_of(optax.adam(1e-2), offload), step, batches)[0] for offload in (ON_HOST, ON_DEVICE))
@@ -217,7 +217,7 @@ def on_one_device(tx, on_host):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("tx", COUPLED.values(), ids=COUPLED)
-def test_a_transform_that_couples_leaves_is_the_same(tx):
+def test_offloaded_transforms_with_coupled_leaves_are_bit_equal_to_device_memory(tx):
     found = []
     for on_host in (True, False):
         params, state, grads, update = on_one_device(tx, on_host)
@@ -242,7 +242,7 @@ def _comes_from_host(eqn):
     return eqn.invars[0].aval.memory_space == jax.memory.Space.Host
 
 
-def test_moments_come_one_by_one_those_of_the_smallest_parameter_first_and_small_ones_together(monkeypatch):
+def test_host_moments_arrive_smallest_parameter_first_and_in_groups_when_small(monkeypatch):
     adam, come = optax.adam(0.1), [40, 40, 48, 48]  # "b", and "a" (first in the parameters)
     assert fetches(adam, 1, monkeypatch) == (come, 3)
     assert fetches(adam, 2 * 40, monkeypatch) == (come, 2)  # both moments of "b" at once
@@ -251,7 +251,7 @@ def test_moments_come_one_by_one_those_of_the_smallest_parameter_first_and_small
     assert fetches(COUPLED["by a branch over all"], 1, monkeypatch)[1] == 0  # all arrive before the first leaves
 
 
-def test_each_moment_waits_for_the_one_before_it(monkeypatch):
+def test_optimization_barriers_make_each_host_moment_wait_for_the_previous(monkeypatch):
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
     params, state, grads, update = on_one_device(optax.adam(0.1), True)
     jaxpr = jax.make_jaxpr(update)(params, state, grads).jaxpr
@@ -278,13 +278,13 @@ def average_first(tx):
     return optax.GradientTransformation(lambda p: (averaged.init(p).ema, tx.init(p)), update)
 
 
-def test_a_moment_whose_new_value_waits_for_others_does_not_break_the_chain(monkeypatch):
+def test_host_moment_with_a_late_new_value_keeps_the_chain_of_barriers(monkeypatch):
     come, barriers = fetches(average_first(optax.adam(0.1)), 1, monkeypatch)
     assert come == [40] * 3 + [48] * 3
     assert barriers == 4  # all but the first two, which wait for no transfer
 
 
-def test_each_new_moment_goes_back_before_the_next_comes_though_a_function_of_all_is_jitted(monkeypatch):
+def test_new_moment_returns_to_host_before_the_next_arrives_with_jitted_bias_correction(monkeypatch):
     """Each new moment leaves before the next arrives, although Adam's jitted bias correction uses all parameters."""
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
     params, state, grads, update = on_one_device(with_ema(optax.adam(0.1), 0.99), True)
@@ -293,7 +293,7 @@ def test_each_new_moment_goes_back_before_the_next_comes_though_a_function_of_al
 
 
 @pytest.mark.parametrize("tx", [optax.adam(0.1), COUPLED["by a norm of updates"]], ids=["adam", "coupled"])
-def test_each_equation_is_evaluated_once(tx, monkeypatch):
+def test_offloaded_update_evaluates_each_equation_once(tx, monkeypatch):
     monkeypatch.setattr(streaming, "GROUP_BYTES", 1)
 
     def names(on_host):
@@ -308,7 +308,7 @@ def test_each_equation_is_evaluated_once(tx, monkeypatch):
 
 
 @pytest.mark.parametrize("base", ["nothing", "dots"])
-def test_named_activations_are_kept_on_the_host_and_change_no_gradient(base):
+def test_remat_policy_offload_stores_activations_on_the_host_with_equal_gradients(base):
     def layer(x, w):
         return jnp.tanh(checkpoint_name(x, "block_input") @ w), None
 
@@ -328,7 +328,7 @@ def test_named_activations_are_kept_on_the_host_and_change_no_gradient(base):
 
 
 @pytest.mark.parametrize("check_vma, scan, kept", [(True, True, 1), (False, False, 3)], ids=["scan", "loop"])
-def test_the_input_of_each_wrapped_block_has_a_name(check_vma, scan, kept):
+def test_offload_of_block_input_moves_the_input_of_each_wrapped_block_to_the_host(check_vma, scan, kept):
     batch, mesh = data(), mesh_of(1, 2)
 
     def model(offload):
@@ -354,7 +354,7 @@ def test_the_input_of_each_wrapped_block_has_a_name(check_vma, scan, kept):
         assert_same_bits(*(traced.lower().compile()(params, batch) for traced in (offloads, keeps)))
 
 
-def test_an_nnx_unit_names_its_input_too():
+def test_sharded_nnx_module_names_the_block_input():
     unit = shard_modules(nnx_model(lambda rngs: nnx.Linear(8, 8, rngs=rngs)), nnx.Linear, "fsdp", min_weight_size=32)
     mesh = mesh_of(1, 2)
     params = init_sharded(unit, mesh, jax.random.key(0), jnp.ones((4, 8)), batch_axes=AXES)["params"]
@@ -366,7 +366,7 @@ def test_an_nnx_unit_names_its_input_too():
     assert [eqn.params["name"] for _, eqn in found if eqn.primitive.name == "name"] == [BLOCK_INPUT]
 
 
-def test_a_block_that_gets_all_by_keyword_has_all_named_and_only_floats():
+def test_named_input_names_the_first_positional_or_all_keyword_floats():
     (x, mask), by_keyword = (jnp.ones(2), jnp.ones(2)), {"y": jnp.ones(2), "index": jnp.arange(2)}
     calls = {
         "first": ((x, mask), by_keyword),
@@ -380,7 +380,7 @@ def test_a_block_that_gets_all_by_keyword_has_all_named_and_only_floats():
     assert counts == {"first": 1, "keywords": 1, "no floats": 0}
 
 
-def test_names_to_offload_are_several():
+def test_remat_policy_raises_for_offload_as_a_string():
     with pytest.raises(TypeError, match=r"offload='block_input' is one string; pass the names in a list"):
         remat_policy(offload="block_input")
     assert remat_policy("dots", offload=["a"]) is remat_policy("dots", offload=("a",))

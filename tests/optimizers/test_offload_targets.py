@@ -51,7 +51,7 @@ def adams_update(shapes, topology, on_host):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [V5E])
-def test_of_20_gib_half_are_on_the_host_and_the_rest_fits(topology):
+def test_offload_moves_half_of_20_gib_to_the_host_and_the_rest_fits(topology):
     shapes = [(32768, 8192)] * 40  # 40 GiB: 5 GiB per device
     found, bytes_ = adams_update(shapes, topology, True), 4 * sum(map(math.prod, shapes)) // 8
     assert bytes_ == 5 * GIB and found.fits
@@ -62,7 +62,7 @@ def test_of_20_gib_half_are_on_the_host_and_the_rest_fits(topology):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("topology", [V5E, H100])
-def test_of_1_gib_most_moments_are_saved(topology):
+def test_offload_saves_at_least_40_percent_of_moment_bytes_with_small_leaves(topology):
     shapes = [(8192, 1024)] * 64  # 256 MiB each of parameters and gradients per device, in leaves of 4 MiB
     on_host, on_device = (adams_update(shapes, topology, there) for there in (True, False))
     assert on_device.total_bytes - on_host.total_bytes >= 0.4 * 2 * 256 * 2**20
@@ -71,7 +71,7 @@ def test_of_1_gib_most_moments_are_saved(topology):
 
 
 @pytest.mark.parametrize("topology", [V5E])
-def test_stacked_layers_take_little_more_than_three_times_their_bytes(topology):
+def test_offload_of_stacked_layers_takes_at_most_3_5_times_the_leaf_bytes(topology):
     shapes, bytes_ = [(8192, 1024)] * 24 + [(40, 8192, 1024)], 160 * 2**20  # the last on each device
     found = adams_update(shapes, topology, True)
     assert found.memory.temporary_bytes <= 3.5 * bytes_  # both moments and their new values would take 4 times
@@ -102,7 +102,7 @@ def backward_of_layers(topology, offload):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", [V5E])
-def test_activations_on_the_host_leave_less_than_half_of_the_temporaries(topology):
+def test_offloaded_activations_at_least_halve_temporary_memory(topology):
     there, here = (backward_of_layers(topology, names) for names in ([BLOCK_INPUT], []))
     assert here.memory.temporary_bytes >= 40 * 4 * 2**20  # guard: the inputs fill HBM
     assert there.memory.temporary_bytes <= 0.5 * here.memory.temporary_bytes

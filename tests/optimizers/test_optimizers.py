@@ -33,7 +33,7 @@ each_mesh = pytest.mark.parametrize("dp, fsdp", MESHES, ids=lambda size: str(siz
 each_mode = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 
 
-def test_the_table_is_not_empty_and_names_nothing_twice():
+def test_optimizer_cases_have_unique_names_and_both_verdicts():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names) >= 54
     assert sum(case.on_shards == RIGHT for case in CASES) >= 20 <= sum(case.on_shards != RIGHT for case in CASES)
@@ -128,7 +128,7 @@ def started(tx):
 
 @pytest.mark.one_in(6)
 @each_case
-def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
+def test_train_step_matches_a_single_device_for_each_optimizer(case):
     mesh, traces = mesh_of(2, 4), []
 
     def loss_fn(*args):
@@ -150,7 +150,7 @@ def test_any_optimizer_through_the_train_step_is_the_one_of_one_device(case):
     assert furthest(want, plain_start()) > 20 * case.tolerance  # guard: the optimizer did something
 
 
-def test_the_model_of_the_table_splits_rows_columns_and_vectors_and_leaves_one_whole():
+def test_model_of_optimizer_cases_has_row_column_vector_and_replicated_leaves():
     tx, x = optax.adam(0.01), whole_batch()["x"]
     state = create_train_state(TwoLayers(wrapped), tx, mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
     assert places(state) == places(started(tx).replace(apply_fn=state.apply_fn))  # as the cases begin
@@ -223,7 +223,7 @@ def off_shards(tx):
 
 @pytest.mark.one_in(6)
 @each_case
-def test_guard_lets_through_what_is_right_and_refuses_the_rest(case):
+def test_elementwise_only_accepts_exact_optimizers_and_raises_for_all_others(case):
     tx = elementwise_only(case.build())
     if case.on_shards == RIGHT:
         assert_same_params(on_shards(tx), off_shards(case.build()), case.tolerance)
@@ -241,7 +241,7 @@ WRONG_ON_SHARDS = {
 
 
 @pytest.mark.parametrize("build", WRONG_ON_SHARDS.values(), ids=WRONG_ON_SHARDS)
-def test_what_is_refused_would_be_clearly_wrong(build):
+def test_optimizers_refused_by_elementwise_only_are_wrong_on_shards(build):
     assert furthest(on_shards(build()), off_shards(build())) > 0.01
 
 
@@ -281,7 +281,7 @@ NORMS += [([name], 2, 4, bool(i % 2)) for i, name in enumerate(BOXES)]
 @pytest.mark.parametrize(
     "leaves, dp, fsdp, check_vma", NORMS, ids=lambda x: "-".join(x) if isinstance(x, list) else str(x)
 )
-def test_norm_over_shards_is_the_norm_of_the_whole(leaves, dp, fsdp, check_vma):
+def test_global_norm_over_shards_matches_the_unsharded_norm(leaves, dp, fsdp, check_vma):
     tree, mesh = tree_of(leaves), mesh_of(dp, fsdp)
     got = over_mesh(global_norm, tree, mesh, check_vma, P())(tree)
     np.testing.assert_allclose(got, optax.tree.norm(unbox(tree)), rtol=1e-6)
@@ -290,7 +290,7 @@ def test_norm_over_shards_is_the_norm_of_the_whole(leaves, dp, fsdp, check_vma):
 
 @each_mode
 @each_mesh
-def test_clipping_over_shards_is_that_of_the_whole(dp, fsdp, check_vma):
+def test_clip_by_global_norm_over_shards_matches_unsharded_clipping(dp, fsdp, check_vma):
     tree, mesh = tree_of(BOXES), mesh_of(dp, fsdp)
     norm = float(optax.tree.norm(unbox(tree)))
     got = over_mesh(clip(norm / 3), tree, mesh, check_vma)(tree)
@@ -301,7 +301,7 @@ def test_clipping_over_shards_is_that_of_the_whole(dp, fsdp, check_vma):
 
 
 @each_mode
-def test_clipping_leaves_what_is_below_the_limit_bit_for_bit(check_vma):
+def test_clip_by_global_norm_below_the_limit_changes_no_bit(check_vma):
     tree, mesh = tree_of(BOXES), mesh_of(2, 4)
     limit = 1.01 * float(optax.tree.norm(unbox(tree)))
     got = over_mesh(clip(limit), tree, mesh, check_vma)(tree)
@@ -314,13 +314,13 @@ def test_clipping_leaves_what_is_below_the_limit_bit_for_bit(check_vma):
     [(["whole"], 0), (["one"], 1), (["tuple", "two_dims"], 1), (["one", "other", "whole"], 2), (list(BOXES), 3)],
     ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )
-def test_norm_costs_one_collective_for_each_set_of_axes(leaves, count, check_vma):
+def test_global_norm_takes_a_single_all_reduce_per_set_of_axes(leaves, count, check_vma):
     tree = tree_of(leaves)
     text = over_mesh(global_norm, tree, mesh_of(2, 4), check_vma, P()).lower(tree).as_text()
     assert text.count("all_reduce") == count
 
 
-def test_norm_refuses_a_gradient_that_was_not_averaged():
+def test_global_norm_raises_for_a_gradient_without_sync_gradients():
     tree, mesh = tree_of(["one", "whole"]), mesh_of(2, 4)
     specs = {"layer": {"one": P("fsdp"), "whole": P("dp")}}
     rule = r"'layer/whole' of shape \(8, 8\) differs between devices along 'dp'.*sync_gradients.*in its box"
@@ -329,7 +329,7 @@ def test_norm_refuses_a_gradient_that_was_not_averaged():
 
 
 @pytest.mark.parametrize("placed", [True, False], ids=["on-the-mesh", "on-one-device"])
-def test_norm_and_clipping_outside_of_shard_map_see_global_values(placed):
+def test_global_norm_and_clipping_outside_shard_map_see_global_values(placed):
     tree = tree_of(BOXES)
     norm = float(optax.tree.norm(unbox(tree)))
     if placed:
@@ -339,7 +339,7 @@ def test_norm_and_clipping_outside_of_shard_map_see_global_values(placed):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
-def test_clipping_keeps_narrow_dtypes_and_sums_their_squares_in_float32(dtype):
+def test_clipping_keeps_narrow_dtypes_and_sums_squares_in_float32(dtype):
     tree = tree_of(["one", "whole"], dtype)
     tree["layer"]["wide"] = tree_of(["two_dims"])["layer"]["two_dims"]
     norm = float(optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), unbox(tree))))
@@ -349,7 +349,7 @@ def test_clipping_keeps_narrow_dtypes_and_sums_their_squares_in_float32(dtype):
     assert furthest(got, jax.tree.map(lambda x: x.astype(jnp.float32) / 4, tree)) < 2 * float(jnp.finfo(dtype).eps)
 
 
-def test_clipping_passes_what_takes_no_gradient():
+def test_clipping_passes_float0_leaves_unchanged():
     count = np.zeros((3,), jax.dtypes.float0)
 
     def local(tree):
@@ -363,7 +363,7 @@ def test_clipping_passes_what_takes_no_gradient():
 
 
 @each_mode
-def test_clipping_over_shards_before_adamw_passes_the_guard_and_is_right(check_vma):
+def test_clipping_before_adamw_passes_elementwise_only_and_matches_unsharded_updates(check_vma):
     def loop(tx, params, grads):
         state = tx.init(params)
         for step in range(STEPS):
@@ -392,20 +392,20 @@ def only_the_first_kernel(params):
     return {"up": jax.tree.map(lambda p: p.ndim > 1, first), "down": jax.tree.map(lambda p: False, rest)}
 
 
-def test_guard_refuses_a_norm_that_a_mask_hides_from_most_leaves():
+def test_elementwise_only_raises_for_a_norm_masked_to_a_single_leaf():
     tx = elementwise_only(optax.masked(optax.clip_by_global_norm(0.1), only_the_first_kernel))
     with pytest.raises(ValueError, match=r"'masked\(clip_by_global_norm\)'.*'up/kernel'"):
         tx.init(whole_and_split())
 
 
-def test_guard_finds_a_factored_moment_that_the_small_tree_is_too_small_to_show():
+def test_elementwise_only_raises_for_moments_factored_only_in_large_matrices():
     # Matrices of the small tree have dims 3 and 4, below 8; the larger tree has 8 x 16 and 16 x 4.
     tx = optax.adafactor(0.01, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)
     with pytest.raises(ValueError, match=r"'scale_by_factored_rms'.*has the shape \(8,\), and not that of"):
         elementwise_only(tx).init(whole_and_split())
 
 
-def test_a_bias_of_the_shape_of_a_factor_does_not_hide_it():
+def test_elementwise_only_raises_for_a_factored_moment_with_the_shape_of_a_bias():
     tx = optax.adafactor(0.01, clipping_threshold=None, multiply_by_parameter_scale=False)
     params = {"kernel": Sharded(jnp.ones((256, 256)), (None, "fsdp")), "bias": jnp.ones((256,))}
     with pytest.raises(
@@ -414,7 +414,7 @@ def test_a_bias_of_the_shape_of_a_factor_does_not_hide_it():
         elementwise_only(tx).init(params)
 
 
-def test_guard_sees_a_leaf_that_is_split_along_two_dims_in_both():
+def test_elementwise_only_raises_for_centralize_on_a_leaf_split_along_two_dims():
     # The mean over the second dim does not notice a cut through the first.
     params = {"kernel": Sharded(jnp.ones((8, 8)), ("dp", "fsdp"))}
     with pytest.raises(ValueError, match="'centralize' is wrong on shards"):
@@ -422,7 +422,7 @@ def test_guard_sees_a_leaf_that_is_split_along_two_dims_in_both():
 
 
 @pytest.mark.parametrize("build", WRONG_ON_SHARDS.values(), ids=WRONG_ON_SHARDS)
-def test_guard_lets_anything_through_where_nothing_is_split(build):
+def test_elementwise_only_accepts_any_optimizer_without_split_leaves(build):
     params = plain_start()
     guarded, grads = elementwise_only(build()), jax.tree.map(jnp.ones_like, params)
     got, _ = guarded.update(grads, guarded.init(params), params)
@@ -430,7 +430,7 @@ def test_guard_lets_anything_through_where_nothing_is_split(build):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_guard_tries_a_transform_once_for_each_kind_of_tree():
+def test_elementwise_only_probes_a_transform_once_per_kind_of_tree():
     calls, adam = [], optax.adam(0.1)
 
     def counting(updates, state, params=None):
@@ -451,7 +451,7 @@ def test_guard_tries_a_transform_once_for_each_kind_of_tree():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("transform", [jax.jit, lambda fn: partial(jax.eval_shape, fn)], ids=["jit", "eval_shape"])
-def test_guard_decides_while_a_trace_is_under_way(transform):
+def test_elementwise_only_decides_inside_a_jax_trace(transform):
     params = whole_and_split()
     state = transform(elementwise_only(optax.adam(0.1)).init)(params)
     assert state[0].mu["up"]["kernel"].names == (None, "fsdp")

@@ -104,7 +104,7 @@ def one_device():
 # ------------------------------------------------------------------------------------------------ user-defined wrappers
 
 
-def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
+def test_bfloat16_moments_wrapper_is_bit_equal_to_a_single_device(registry):
     # Powers of two and integer gradients, so that float32 is exact in any order of XLA.
     tx = optax.sgd(2.0**-10, momentum=0.5)
     registry.insert(0, rounded)  # the innermost
@@ -130,7 +130,7 @@ def test_moments_in_bfloat16_are_those_of_one_device_bit_for_bit(registry):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
-def test_a_factor_in_the_state_scales_gradients_as_on_one_device(registry, check_vma):
+def test_wrapper_with_a_gradient_scale_in_the_state_matches_a_single_device(registry, check_vma):
     registry[:] = [*registry, cautious, measured]
     tx = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(5.0))
     state, params = started(tx), one_device()
@@ -153,7 +153,7 @@ def test_a_factor_in_the_state_scales_gradients_as_on_one_device(registry, check
     assert step._cache_size() == 1, "a later step was compiled again"
 
 
-def test_without_wrappers_a_step_is_that_of_one_device(registry):
+def test_step_without_wrappers_matches_a_single_device(registry):
     registry.clear()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(0.05, min_dim_size_to_factor=4))
     state, params = started(tx), one_device()
@@ -170,7 +170,7 @@ def test_without_wrappers_a_step_is_that_of_one_device(registry):
 
 
 @pytest.mark.parametrize("tx", [optax.adafactor(0.1), optax.adam(0.1)], ids=["adafactor", "adam"])
-def test_shardings_are_where_the_state_lies(tx):
+def test_shardings_match_the_placement_of_the_optimizer_state(tx):
     state = started(tx)
     optimizer = sharded_optimizer(tx, state.params, mesh_of(2, 4))
     abstract = jax.eval_shape(optimizer.init, state.params)
@@ -182,7 +182,7 @@ def test_shardings_are_where_the_state_lies(tx):
     assert len({sharding.spec for sharding in wanted}) > 1  # guard
 
 
-def test_a_state_knows_whether_its_optimizer_sees_boxes():
+def test_sees_boxes_is_correct_for_created_unboxed_and_stepped_states():
     """``sees_boxes`` is right, also if all parameters are padded and moments have boxes like padded moments."""
 
     def alike(cls):

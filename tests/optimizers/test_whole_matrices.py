@@ -82,7 +82,7 @@ def three_steps_of_shampoo():
     return state
 
 
-def test_shampoo_is_that_of_each_matrix_on_one_device():
+def test_shampoo_on_shards_matches_a_single_device():
     got, want = whole(three_steps_of_shampoo()), by_hand(shampoo)
     assert_same_params(got, want, 1e-4)  # eigenvectors of Gram matrices: ten times their rounding
     plainly = by_hand(optax.identity)  # guard: the rule changes updates
@@ -93,7 +93,7 @@ def whole(state):
     return stored_values(state.params)
 
 
-def test_owners_keep_the_state_of_their_matrices_alone(tmp_path):
+def test_owners_store_state_of_assigned_matrices_and_checkpoints_omit_empty_slots(tmp_path):
     """Six kernels of 16 x 32 on four devices: two slots per device; the two empty slots are not saved."""
     state = three_steps_of_shampoo()
     left, _ = state.opt_state.inner_state[0].of_owners["16x32"]

@@ -61,7 +61,7 @@ def ended(processes):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode, count", [("timeout", 2), ("timeout, first", 4)])
-def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
+def test_timeout_error_naming_a_stuck_peer_ends_all_processes(run, mode, count):
     """The stuck one too, which sleeps in Python."""
     processes = run(mode, count)
     joined, start_s = time_after(processes, "JOINED")
@@ -75,7 +75,7 @@ def test_after_a_timeout_that_names_the_peer_all_leave(run, mode, count):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["exception", "guard, first"])
-def test_an_exception_in_one_process_ends_the_others_with_its_text(run, mode):
+def test_exception_in_a_process_ends_the_peers_with_the_error_text(run, mode):
     processes = run(mode, 2)
     joined, start_s = time_after(processes, "JOINED")
     codes, errors = ended(processes)
@@ -97,7 +97,7 @@ raise OSError("my data are gone, too")
 """
 
 
-def test_a_process_prints_its_own_error_before_that_of_another():
+def test_process_prints_the_local_error_before_the_error_of_a_peer():
     """A process alone, in whose store the reason of another stands."""
     command = [sys.executable, "-c", ALONE.format(port=free_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
@@ -105,18 +105,18 @@ def test_a_process_prints_its_own_error_before_that_of_another():
     assert done.returncode == EXIT_FAILED and 0 <= own < other, done.stderr
 
 
-def test_a_process_that_fails_a_moment_later_prints_its_own_error(run):
+def test_process_failing_shortly_after_a_peer_prints_the_local_error(run):
     codes, errors = ended(run("exception, both, first", 2))
     assert codes == [EXIT_FAILED] * 2 and "OSError: my data are gone, too" in errors[1]
 
 
-def test_a_program_that_shuts_the_job_down_itself_ends_in_peace(run):
+def test_program_with_an_explicit_shutdown_exits_with_0(run):
     """Four processes, of which one in four ended with SIGABRT when the thread that waits for peers was not joined."""
     codes, errors = ended(run("shutdown", 4))
     assert codes == [0] * 4, "\n".join(error[-1500:] for error in errors)
 
 
-def test_ctrl_c_to_one_process_ends_all(run):
+def test_ctrl_c_to_a_single_process_ends_all_processes(run):
     processes = run("interrupt", 2)
     _, start_s = time_after(processes, "JOINED")
     processes[0].send_signal(signal.SIGINT)
@@ -125,7 +125,7 @@ def test_ctrl_c_to_one_process_ends_all(run):
     assert codes == [130, EXIT_FAILED] and time.monotonic() - begun < LEAVING_S + start_s
 
 
-def test_a_commit_that_hangs_ends_all_processes(run, tmp_path):
+def test_hanging_checkpoint_commit_ends_all_processes(run, tmp_path):
     processes = run("save", 2)
     saved, start_s = time_after(processes, "SAVED")
     codes, errors = ended(processes)
@@ -137,7 +137,7 @@ def test_a_commit_that_hangs_ends_all_processes(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_pause_shorter_than_a_step_may_take_ends_nothing(run):
+def test_process_pause_below_the_step_timeout_ends_no_process(run):
     """Twelve seconds, stopped: more than the heartbeat of ten seconds that once ended such a job."""
     processes = run("pause", 2)
     for process in processes:

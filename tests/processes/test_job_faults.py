@@ -7,7 +7,7 @@ from tests.faults.test_kills import kill_until_done
 
 
 @pytest.mark.slow
-def test_a_job_killed_in_a_step_ends_as_if_nothing_had_happened(tmp_path):
+def test_job_killed_in_a_step_resumes_to_the_undisturbed_result(tmp_path):
     with job.started(tmp_path / "undisturbed", 2) as processes:
         processes.wait_gone(job.STARTING_S)
         assert processes.codes() == [0, 0], processes.stderr(0)

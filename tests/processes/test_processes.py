@@ -96,7 +96,7 @@ def raised(processes, name, message):
 # -------------------------------------------------------------------------------------------------------------- joining
 
 
-def test_a_single_process_joins_nothing_and_agrees_with_itself(monkeypatch):
+def test_single_process_joins_no_job_and_passes_assert_same_everywhere(monkeypatch):
     initialize_distributed()
     initialize_distributed("127.0.0.1:1", 1, 0)
     for name in ("JOB_ID", "NTASKS"):
@@ -119,23 +119,23 @@ def test_a_single_process_joins_nothing_and_agrees_with_itself(monkeypatch):
     ],
     ids=str,
 )
-def test_arguments_that_do_not_say_who_this_is_are_refused(arguments, message):
+def test_initialize_distributed_raises_for_incomplete_or_invalid_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         initialize_distributed(*arguments)
 
 
-def test_numbers_from_the_environment_must_be_numbers():
+def test_initialize_distributed_raises_for_numbers_given_as_strings():
     with pytest.raises(TypeError, match=r"got num_processes='2', process_id='0'; write int\(...\) around it"):
         initialize_distributed("h:1", "2", "0")
 
 
-def test_an_address_in_the_environment_without_a_cluster_is_refused(monkeypatch):
+def test_initialize_distributed_raises_for_a_coordinator_address_without_a_cluster(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS='10.0.0.1:1234' is set, but JAX finds no cluster"):
         initialize_distributed()
 
 
-def test_joining_again_is_fine_if_it_is_the_same(two):
+def test_repeated_initialization_accepts_equal_arguments_and_raises_for_others(two):
     for rank, process in enumerate(two):
         assert [process[name]["result"] for name in ("join", "join again", "join without arguments")] == [None] * 3
         assert f"this is process {rank} of 2 at 127.0.0.1:" in process["join as another"]["result"]
@@ -147,7 +147,7 @@ def check_listens_on_loopback_only(listening):
     assert listening  # guard: a port was seen
 
 
-def test_the_coordinator_listens_on_its_own_address_only(two):
+def test_coordinator_listens_on_the_loopback_address_only(two):
     check_listens_on_loopback_only(two[0]["listening"])
 
 
@@ -160,7 +160,7 @@ def as_srun(rank, port):
     }
 
 
-def test_under_slurm_no_argument_is_needed_and_the_coordinator_listens_on_its_own_address():
+def test_initialization_under_slurm_needs_no_arguments_and_listens_on_loopback_only():
     port = free_port()
     printed = finished([start("slurm", rank, 2, port, **as_srun(rank, port)) for rank in range(2)])
     assert [process["joined"] for process in printed] == [[0, 2, 2], [1, 2, 2]]
@@ -178,7 +178,7 @@ def test_under_slurm_no_argument_is_needed_and_the_coordinator_listens_on_its_ow
     ],
     ids=str,
 )
-def test_the_coordinator_listens_where_its_name_leads_the_others(monkeypatch, resolved, bind):
+def test_coordinator_binds_to_the_address_resolved_from_the_coordinator_name(monkeypatch, resolved, bind):
     def lookup(*_, **__):
         if not resolved:
             raise socket.gaierror("Name or service not known")
@@ -189,7 +189,7 @@ def test_the_coordinator_listens_where_its_name_leads_the_others(monkeypatch, re
     assert _own_address(f"{name}:7") == bind
 
 
-def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
+def test_processes_page_program_runs_as_two_processes(tmp_path):
     (program,) = blocks_of(PAGE)
     (tmp_path / "page.py").write_text(program + "print(jax.process_count(), dict(mesh.shape), metrics['loss'])\n")
     port = free_port()
@@ -208,7 +208,7 @@ def test_the_program_of_the_page_runs_as_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_start_two_processes(tmp_path):
+def test_processes_page_commands_start_two_processes(tmp_path):
     (commands,) = blocks_of(PAGE, "bash")
     commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
     done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
@@ -216,7 +216,7 @@ def test_the_commands_of_the_page_start_two_processes(tmp_path):
     assert lines == ["process 0 sees 8 devices", "process 1 sees 8 devices"], done.stderr[-3000:]
 
 
-def test_waiting_for_a_process_that_never_comes_is_bounded():
+def test_initialization_without_the_peer_process_fails_within_the_timeout():
     """Process 1 without process 0 raises; process 0 without process 1 is ended by JAX's runtime, within LIMIT_S."""
     alone = [start("join", rank, 2, free_port()) for rank in range(2)]
     try:
@@ -237,7 +237,7 @@ def test_waiting_for_a_process_that_never_comes_is_bounded():
 # ------------------------------------------------------------------------------------------------------------- agreeing
 
 
-def test_processes_that_agree_go_on_at_once(two):
+def test_assert_same_everywhere_returns_promptly_for_equal_values(two):
     for process in two:
         assert process["same"]["result"] is None and process["same again"]["result"] is None
         assert process["same again"]["seconds"] < process["start_s"]
@@ -257,26 +257,26 @@ def test_processes_that_agree_go_on_at_once(two):
         ("XLA_FLAGS", r"'XLA_FLAGS --xla_cpu_enable_fast_math' is absent on process 0, but true on process 1$"),
     ],
 )
-def test_every_process_raises_what_differs_and_where(two, name, message):
+def test_all_processes_raise_for_differing_values_with_paths_and_process_numbers(two, name, message):
     first, second = raised(two, name, message)
     assert first.splitlines()[1:] == second.splitlines()[1:]
     assert first.count("\n") == 1  # guard: only differences are named
 
 
 @pytest.mark.slow
-def test_the_process_that_differs_is_named_among_four(four):
+def test_error_for_differing_values_names_the_process_among_four(four):
     assert len(set(raised(four, "seed", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2$"))) == 1
     (told,) = set(raised(four, "two differ", r"'seed' is 17 on processes 0, 1, 3, but 18 on process 2\n"))
     assert re.search(r"'lr' is 0.1 on processes 0, 1, 2, but 0.2 on process 3$", told)
 
 
-def test_processes_that_compare_different_things_say_so(two):
+def test_processes_raise_for_different_comparisons_at_the_same_time(two):
     raised(
         two, "order", "do different things at once: compare the seed on process 0, but compare the plan on process 1"
     )
 
 
-def test_a_process_that_does_not_come_is_named(two):
+def test_comparison_raises_a_timeout_error_naming_the_absent_process(two):
     raised(two, "late", r"^TimeoutError: process 1 did not come to compare the plan within 0.5 s")
 
 
@@ -298,7 +298,7 @@ def restoring():
         ("other method", r"but look for the newest step on process 1\. Let all do the same in order\.$"),
     ],
 )
-def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name, message):
+def test_restore_error_of_a_single_process_is_raised_in_both_processes(restoring, name, message):
     assert [process["fits"]["result"] for process in restoring] == [2, 2]  # guard: the step is readable
     assert len(set(raised(restoring, name, message))) == 1
 
@@ -311,7 +311,7 @@ def test_a_mistake_of_one_process_in_a_restore_is_raised_in_both(restoring, name
         ("save without it", "save step 3"),
     ],
 )
-def test_a_process_that_is_alive_but_stuck_is_not_waited_for(restoring, name, what):
+def test_checkpointer_raises_a_timeout_error_for_a_stuck_process(restoring, name, what):
     message = rf"^TimeoutError: process 1 did not come to {what} within 2 s, for which process [01] waits\. See the log"
     raised(restoring, name, message)
     assert [process["fits again"]["result"] for process in restoring] == [2, 2]
@@ -337,7 +337,7 @@ class Kind(Enum):
     A = 1
 
 
-def test_every_leaf_of_a_configuration_has_its_path():
+def test_entries_of_a_configuration_have_the_path_and_text_of_each_leaf():
     value = {
         "config": Config(),
         "options": SimpleNamespace(path=Path("a/b"), kind=Kind.A, none=None),
@@ -379,7 +379,7 @@ def test_every_leaf_of_a_configuration_has_its_path():
         ("jax_random_seed_offset", 1),
     ],
 )
-def test_what_changes_values_or_programs_is_compared(option, value):
+def test_jax_settings_include_options_with_effect_on_values_or_programs(option, value):
     before, old = jax_settings(), getattr(jax.config, option)
     jax.config.update(option, value)
     try:
@@ -389,7 +389,7 @@ def test_what_changes_values_or_programs_is_compared(option, value):
     assert changed == {option: str(value)} and jax_settings() == before
 
 
-def test_flags_are_compared_but_for_what_a_process_has_for_itself(monkeypatch):
+def test_jax_settings_include_flags_except_process_specific_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_b --xla_dump_to=/tmp/0 --xla_gpu_cuda_data_dir=/cuda --xla_a=2")
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_c=true --xla_force_host_platform_device_count=8")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
@@ -402,26 +402,26 @@ def test_flags_are_compared_but_for_what_a_process_has_for_itself(monkeypatch):
     }
 
 
-def test_the_options_that_are_compared_exist():
+def test_compared_jax_options_exist_in_the_installed_jax():
     assert len(COMPARED_OPTIONS & jax.config.values.keys()) > len(COMPARED_OPTIONS) - 5  # some are of one release only
 
 
 @pytest.mark.parametrize(
     "change", [lambda x: x + 1, lambda x: x.astype(np.int64), lambda x: x[::-1], lambda x: x[None], lambda x: x % 99]
 )
-def test_arrays_that_differ_in_anything_differ(change):
+def test_entries_of_arrays_differ_for_any_change(change):
     x = np.arange(100, dtype=np.int32)
     assert entries_of(change(x)) != entries_of(x) == entries_of(x.copy())
     assert entries_of("long " * 99) != entries_of("long " * 98 + "else ")
 
 
-def test_packages_are_compared_file_by_file():
+def test_entries_of_a_package_have_a_digest_per_file():
     files = entries_of({"code": xlstm_jax})
     assert {"code/distributed/processes/same_everywhere.py", "code/__init__.py"} <= set(files)
     assert len(set(files.values())) > 10
 
 
-def test_what_has_no_text_of_its_own_is_refused():
+def test_assert_same_everywhere_raises_for_objects_without_a_stable_text():
     with pytest.raises(
         TypeError, match=r"'a/0' is <object object at 0x.*: a object has no text that is the same in two"
     ):
@@ -431,7 +431,7 @@ def test_what_has_no_text_of_its_own_is_refused():
 # -------------------------------------------------------------------------------------------------------------- batches
 
 
-def test_rows_of_processes_arrive_in_order(two):
+def test_shard_batch_concatenates_rows_in_the_order_of_processes(two):
     want = [[100 * p + 2 * i, 100 * p + 2 * i + 1] for p in range(2) for i in range(4)]
     for rank, process in enumerate(two):
         assert process["rows"]["all"] == want
@@ -439,12 +439,12 @@ def test_rows_of_processes_arrive_in_order(two):
         assert process["scalar"] == 7
 
 
-def test_batches_of_the_same_shape_cost_no_agreement(two):
+def test_shard_batch_compares_nothing_between_processes_for_a_known_shape(two):
     for process in two:
         assert process["again"] == [True] * 3 and process["comparisons of the same shape"] == 0
 
 
-def test_meshes_do_not_disturb_each_other(two):
+def test_shard_batch_on_alternating_meshes_compares_once_per_mesh(two):
     """Batches on two alternating meshes are compared once per mesh."""
     for process in two:
         rows = process["rows"]["all"]
@@ -453,7 +453,7 @@ def test_meshes_do_not_disturb_each_other(two):
         assert process["comparisons"] == {"first round": 1, "second round": 0}
 
 
-def test_padding_has_weight_zero(two):
+def test_shard_batch_gives_padding_rows_weight_zero(two):
     row = [[[100 * p + 2 * i, 100 * p + 2 * i + 1] for i in range(4)] for p in range(2)]
     for process in two:
         assert process["padded"] == [*row[0][:3], row[0][0], *row[1][:3], row[1][0]]
@@ -479,24 +479,24 @@ def test_padding_has_weight_zero(two):
         ),
     ],
 )
-def test_batches_that_do_not_fit_together_are_refused_everywhere(two, name, message):
+def test_shard_batch_raises_in_all_processes_for_mismatched_batches(two, name, message):
     raised(two, name, f"(?s){message}")
 
 
-def test_a_new_shape_on_one_process_alone_ends_its_wait(two):
+def test_new_batch_shape_in_a_single_process_raises_a_timeout_error(two):
     result = two[0]["new shape here alone"]
     assert re.match(
         r"TimeoutError: process 1 did not come to compare the batch of a new shape within 1 s", result["result"]
     )
 
 
-def test_processes_that_hold_the_same_part_hand_in_the_same_rows(two):
+def test_shard_batch_takes_equal_rows_from_processes_with_the_same_shards(two):
     for process in two:
         assert process["shared"]["all"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
         assert process["shared"]["here"] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
-def test_of_whole_rows_a_device_gets_its_tokens(two):
+def test_shard_batch_splits_tokens_of_rows_over_devices(two):
     """A device gets its half of the tokens if the axis crosses processes; otherwise each process has its rows."""
     for rank, process in enumerate(two):
         rows = np.arange(8).reshape(2, 4)
@@ -507,7 +507,7 @@ def test_of_whole_rows_a_device_gets_its_tokens(two):
 
 
 @pytest.mark.slow
-def test_of_four_processes_two_hold_the_same_part_each(four):
+def test_shard_batch_in_four_processes_raises_for_unequal_rows_of_the_same_shards(four):
     for process in four:
         assert process["rows"]["all"] == [[0], [1], [10], [11]]
     message = r"(?s)with the same shards over \('dp',\) .*'x' is .* on process 2, but .* on process 3$"
@@ -515,7 +515,7 @@ def test_of_four_processes_two_hold_the_same_part_each(four):
     assert "Error" not in str([four[rank]["shared, but different"]["result"] for rank in (0, 1)])  # theirs are the same
 
 
-def test_in_one_process_the_batch_is_laid_out_over_its_devices():
+def test_shard_batch_in_a_single_process_splits_and_pads_rows_over_devices():
     batch = {"x": np.arange(24.0, dtype=np.float32).reshape(8, 3), "y": jnp.arange(8, dtype=jnp.bfloat16), "n": 3}
     got = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
     for name in batch:
@@ -529,7 +529,7 @@ def test_in_one_process_the_batch_is_laid_out_over_its_devices():
     assert shard_batch({"x": batch["x"]}, mesh_of(2, 4), "dp", pad=True)[1].sum() == 8
 
 
-def test_rows_that_pad_are_real_rows_in_turn():
+def test_shard_batch_pads_with_real_rows_in_turn():
     """Padding repeats real rows in turn, in all dtypes; a process without rows repeats a row of an earlier batch."""
     rows = {"x": jnp.arange(3, dtype=jnp.bfloat16), "tokens": np.arange(6).reshape(3, 2), "is": np.array([True] * 3)}
     batch, weight = shard_batch(rows | {"n": 7}, mesh_of(2, 4), ("dp", "fsdp"), pad=True)
@@ -613,18 +613,18 @@ class Tensor:
         ),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(batch, options, error, message):
+def test_shard_batch_raises_for_rows_of_invalid_shape_or_type(batch, options, error, message):
     with pytest.raises(error, match=message):
         shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"), **options)
 
 
-def test_a_batch_may_be_of_any_containers_that_jax_knows():
+def test_shard_batch_accepts_any_pytree_containers():
     batch = (np.ones(8), [np.zeros((8, 2)), 0.5], {"betas": (0.9, 0.99)}, Rows(np.ones(8)))
     sharded = shard_batch(batch, mesh_of(2, 4), ("dp", "fsdp"))
     assert jax.tree.structure(sharded) == jax.tree.structure(batch)
 
 
-def test_an_axis_that_is_not_there_is_named():
+def test_shard_batch_raises_for_an_unknown_batch_axis():
     with pytest.raises(ValueError, match=r"batch_axes='data': the mesh has no axis 'data'"):
         shard_batch({"x": np.ones(8)}, mesh_of(2, 4), "data")
 
@@ -632,7 +632,7 @@ def test_an_axis_that_is_not_there_is_named():
 # --------------------------------------------------------------------------------------------------------------- meshes
 
 
-def test_the_first_axis_crosses_processes(two):
+def test_first_mesh_axis_crosses_processes_and_info_reports_the_axis(two):
     for process in two:
         assert process["devices"] == [[0, 0], [1, 1]]
         info = {"total_devices": 4, "axes": {"dp": 2, "fsdp": 2}, "processes": 2, "platform": "cpu"}
@@ -643,7 +643,7 @@ def test_the_first_axis_crosses_processes(two):
 
 
 @pytest.mark.slow
-def test_axes_cross_processes_only_as_far_as_they_must(four):
+def test_create_device_mesh_keeps_axes_within_processes_where_possible(four):
     for process in four:
         assert process["{'dp': 2, 'fsdp': 6}"] == [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]]
         # Devices laid out row by row would send "dp" across processes too: [0, 0, 0, 1], [1, 1, 2, 2], ...

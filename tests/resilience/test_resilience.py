@@ -112,7 +112,7 @@ def time_of_fault(process):
     return float(process.line("FAULT").split()[1])
 
 
-def test_a_stuck_peer_ends_both_processes_with_the_stacks_of_their_threads(start):
+def test_stuck_peer_ends_both_processes_with_stacks_of_all_threads(start):
     healthy, stuck = start("stuck")
     # The process whose clock expires first also ends the other's connection; most often both clocks expire.
     codes = {stuck.end(), healthy.end()}
@@ -127,7 +127,7 @@ def test_a_stuck_peer_ends_both_processes_with_the_stacks_of_their_threads(start
     assert "resilience_process.py" in hung.errors() and "most recent call first" in hung.errors()
 
 
-def test_a_c_call_that_holds_the_interpreter_is_ended_too(start):
+def test_watchdog_ends_a_c_call_with_a_held_interpreter_lock(start):
     (process,) = start("stuck in C", processes=1)
     assert process.end() == 1  # exit code of Python's faulthandler
     fault = time_of_fault(process)
@@ -137,7 +137,7 @@ def test_a_c_call_that_holds_the_interpreter_is_ended_too(start):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode, code", [("stuck, full pipe", EXIT_HUNG), ("stuck in C, full pipe", 1)])
-def test_a_full_pipe_that_nobody_reads_keeps_no_stuck_process_alive(start, mode, code):
+def test_watchdog_ends_a_stuck_process_with_a_full_unread_pipe(start, mode, code):
     (process,) = start(mode, processes=1)
     assert process.end() == code
     # A few extra seconds write the stacks.
@@ -145,7 +145,7 @@ def test_a_full_pipe_that_nobody_reads_keeps_no_stuck_process_alive(start, mode,
     assert STEP_TIMEOUT_S < seconds_from(fault, [process]) < limit_s(STEP_TIMEOUT_S + 5, fault, [process])
 
 
-def test_a_paused_section_may_take_longer_than_a_step(start):
+def test_paused_section_may_exceed_the_step_timeout(start):
     (process,) = start("paused", processes=1)
     assert process.end() == 0, process.errors()[-3000:]
     assert process.line("PAUSED")
@@ -155,7 +155,7 @@ def test_a_paused_section_may_take_longer_than_a_step(start):
 @pytest.mark.parametrize(
     "mode, code, text", [("exception", EXIT_FAILED, "the data are gone"), ("sys.exit", 7, "Exit: 7")]
 )
-def test_an_exception_in_one_process_ends_both_at_once(start, mode, code, text):
+def test_exception_in_a_single_process_ends_both_processes_promptly(start, mode, code, text):
     peer, failing = start(mode)
     assert failing.end() == code and text in failing.errors()
     assert peer.end() in (EXIT_FAILED, -signal.SIGABRT), peer.errors()[-3000:]
@@ -165,7 +165,7 @@ def test_an_exception_in_one_process_ends_both_at_once(start, mode, code, text):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_takes_its_peer_along(start, victim):
+def test_killed_process_ends_the_peer_process(start, victim):
     processes = start("none")
     for process in processes:
         process.wait_for(f"STEP {FAULT_STEP}")
@@ -177,7 +177,7 @@ def test_a_killed_process_takes_its_peer_along(start, victim):
 
 
 @pytest.mark.parametrize("told, number, code", [(0, signal.SIGTERM, 0), (1, signal.SIGINT, 130)])
-def test_a_signal_to_one_process_stops_both_at_the_same_step(start, told, number, code):
+def test_signal_to_a_single_process_stops_both_processes_at_the_same_step(start, told, number, code):
     processes = start("none")
     for process in processes:
         process.wait_for(f"STEP {FAULT_STEP}")
@@ -190,7 +190,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(start, told, number
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", ["none", "distributed"])
-def test_sigterm_to_a_single_process_stops_it_after_the_step(start, mode):
+def test_sigterm_stops_a_job_of_a_single_process_after_the_step(start, mode):
     (process,) = start(mode, processes=1)
     process.wait_for(f"STEP {FAULT_STEP}")
     process.popen.send_signal(signal.SIGTERM)
@@ -199,14 +199,14 @@ def test_sigterm_to_a_single_process_stops_it_after_the_step(start, mode):
 
 
 @pytest.mark.slow
-def test_sigterm_kills_a_process_without_the_guard(start):
+def test_sigterm_kills_a_process_without_loop_guard(start):
     (process,) = start("unguarded", processes=1)
     process.wait_for("STEP")
     process.popen.send_signal(signal.SIGTERM)
     assert process.end() == -signal.SIGTERM
 
 
-def test_too_many_bad_steps_end_all_processes_with_one_message(start):
+def test_too_many_nonfinite_steps_end_all_processes_with_the_same_message(start):
     processes = start("nonfinite")
     codes = [process.end() for process in processes]
     assert EXIT_FAILED in codes and set(codes) <= {EXIT_FAILED, -signal.SIGABRT}
@@ -215,7 +215,7 @@ def test_too_many_bad_steps_end_all_processes_with_one_message(start):
     assert not any("STEP 9" in process.lines for process in processes)
 
 
-def test_replicas_of_another_process_are_compared_and_all_processes_hear_of_it(start):
+def test_check_replicas_raises_in_all_processes_for_a_differing_replica(start):
     processes = start("replicas")
     assert [process.end() for process in processes] == [0, 0], processes[0].errors()[-3000:]
     first, second = (process.line("ERROR") for process in processes)
@@ -226,7 +226,7 @@ def test_replicas_of_another_process_are_compared_and_all_processes_hear_of_it(s
 # ------------------------------------------------------------------------------------------------------- the guard
 
 
-def test_with_one_process_an_exception_propagates_and_the_old_handler_is_back():
+def test_loop_guard_in_a_single_process_propagates_exceptions_and_restores_handlers():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OSError, match="the data are gone"), LoopGuard():
         assert signal.getsignal(signal.SIGTERM) != before
@@ -249,7 +249,7 @@ def interrupted_loop(guard, asks=True, again=False):
     return saved, begun
 
 
-def test_ctrl_c_saves_after_the_step_and_ends_with_one_line_and_code_130(capfd):
+def test_ctrl_c_saves_after_the_step_and_exits_with_a_single_line_and_code_130(capfd):
     with pytest.raises(SystemExit, match=r"^130$"), LoopGuard() as guard:
         saved, begun = interrupted_loop(guard)
     assert saved == [3] and begun == [1, 2, 3]
@@ -258,13 +258,13 @@ def test_ctrl_c_saves_after_the_step_and_ends_with_one_line_and_code_130(capfd):
 
 
 @pytest.mark.parametrize("options", [{"asks": False}, {"again": True}], ids=["nobody asks", "twice"])
-def test_ctrl_c_that_the_loop_does_not_hear_interrupts(options):
+def test_ctrl_c_interrupts_without_should_stop_calls_or_when_pressed_twice(options):
     with pytest.raises(KeyboardInterrupt, match=r"^$|has not called should_stop"), LoopGuard() as guard:
         interrupted_loop(guard, **options)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_that_is_ignored_stays_so():
+def test_loop_guard_keeps_an_ignored_sigint_ignored():
     """``LoopGuard`` keeps SIGINT ignored, as in a background run (nohup)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -281,7 +281,7 @@ def counted(in_a_row, total):
 
 
 @pytest.mark.parametrize("limit", [0, 2])
-def test_more_skipped_steps_in_a_row_than_the_limit_raise_one_step_later(limit):
+def test_loop_guard_raises_for_too_many_skipped_steps_a_step_later(limit):
     with LoopGuard(max_skipped_in_a_row=limit) as guard:
         for step in range(1, limit + 2):
             guard.step_done(step, counted(step, 7))
@@ -292,7 +292,7 @@ def test_more_skipped_steps_in_a_row_than_the_limit_raise_one_step_later(limit):
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf, jnp.float32(jnp.nan)], ids=str)
-def test_a_loss_that_is_not_finite_raises_where_nothing_was_skipped(loss):
+def test_loop_guard_raises_for_a_nonfinite_loss_without_skip_nonfinite(loss):
     with LoopGuard() as guard:
         guard.step_done(1, {"loss": 1.0})
         guard.step_done(2, {"loss": loss, "accuracy": np.nan})
@@ -300,7 +300,7 @@ def test_a_loss_that_is_not_finite_raises_where_nothing_was_skipped(loss):
             guard.step_done(3, {"loss": 1.0})
 
 
-def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
+def test_step_done_waits_for_the_previous_step_and_not_for_the_current_step():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), x).sum())
     x = jnp.ones((1000, 1000))
     slow(x).block_until_ready()
@@ -312,7 +312,7 @@ def test_the_guard_waits_for_the_step_before_and_not_for_the_step():
         assert loss.is_ready()
 
 
-def test_the_longest_limit_is_one_that_the_timer_takes():
+def test_loop_guard_accepts_the_maximum_step_timeout():
     with LoopGuard(step_timeout_s=MAX_TIMEOUT_S, first_step_timeout_s=MAX_TIMEOUT_S) as guard:
         guard.step_done(1)
         time.sleep(2 * LOOK_EVERY_S)
@@ -337,13 +337,13 @@ class Loss:
         return self.fail() if self.is_deleted() else self.shards
 
 
-def test_a_donated_loss_is_no_failure_of_a_device():
+def test_failure_of_ignores_a_donated_loss_and_reports_a_device_failure():
     assert _failure_of(Loss(donated="loss")) is None and _failure_of(Loss(donated="shard")) is None
     assert _failure_of(Loss(donated=None)) == "device 0 of process 0 failed (Gloo: connection closed)"
     assert _failure_of(jnp.ones(())) is None
 
 
-def test_a_failure_ends_the_process_only_if_it_is_still_there_at_the_next_look(monkeypatch):
+def test_watchdog_ends_the_process_only_for_a_failure_in_two_checks_in_a_row(monkeypatch):
     monkeypatch.setattr(watchdog, "LOOK_EVERY_S", 0.01)
     ended, looks = [], []
 
@@ -364,7 +364,7 @@ def test_a_failure_ends_the_process_only_if_it_is_still_there_at_the_next_look(m
     assert ended == [(8, "device 0 failed, and step 4 did not end", EXIT_FAILED)]
 
 
-def test_a_loss_that_was_donated_before_it_was_looked_at_is_named():
+def test_step_done_raises_for_a_loss_donated_before_inspection():
     loss = jnp.float32(1)
     with LoopGuard() as guard:
         guard.step_done(7, {"loss": loss})
@@ -374,7 +374,7 @@ def test_a_loss_that_was_donated_before_it_was_looked_at_is_named():
             guard.step_done(8, {"loss": 1.0})
 
 
-def test_wrong_calls_say_what_is_right():
+def test_loop_guard_raises_for_calls_outside_of_the_block_and_wrong_arguments():
     guard = LoopGuard(step_timeout_s=None)
     with pytest.raises(ValueError, match="step_done of a LoopGuard outside of its block"):
         guard.step_done(1)
@@ -389,7 +389,7 @@ def test_wrong_calls_say_what_is_right():
         pass
 
 
-def test_a_thread_that_cannot_hear_sigterm_is_refused():
+def test_loop_guard_raises_outside_of_the_main_thread():
     found = []
 
     def enter():
@@ -438,7 +438,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("values, spec, spoil", BAD.values(), ids=BAD)
-def test_a_copy_that_differs_is_named_with_its_device(values, spec, spoil):
+def test_check_replicas_raises_for_a_differing_copy_with_leaf_and_device(values, spec, spoil):
     good = with_one_bad_copy(values, spec, None, spoil)
     bad = with_one_bad_copy(values, spec, 6, spoil)
     tree = {"fine": good, "layer": {"bias": Sharded(bad, (None,) * bad.ndim)}}
@@ -449,7 +449,7 @@ def test_a_copy_that_differs_is_named_with_its_device(values, spec, spoil):
     check_replicas({"fine": good})  # guard: correct copies pass
 
 
-def test_what_is_held_once_or_equal_is_fine():
+def test_check_replicas_accepts_unreplicated_leaves_and_equal_copies():
     nan = jnp.array([jnp.nan, 1.0])
     mesh = mesh_of(2, 4)
     split = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P(AXES)))

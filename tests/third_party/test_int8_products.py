@@ -39,13 +39,13 @@ def loss_fn(params, apply_fn, x, rng):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_products_in_int8_train_as_on_one_device(check_vma):
+def test_training_with_int8_products_matches_a_single_device(check_vma):
     off, text = difference_from_one_device(check_vma, None)
     assert off < 1e-6
     assert "tensor<32x4xi8>) -> tensor<2x4xi32>" in text and not re.search(r"xi8>.*all_gather", text)
 
 
-def test_gradients_of_weights_in_int8_have_scales_of_a_device():
+def test_int8_weight_gradients_differ_slightly_from_a_single_device_by_local_scales():
     """Gradients of int8 weights differ slightly from one device: their product sums over examples with local scales."""
     off, _ = difference_from_one_device(True, 8)
     assert 1e-5 < off < 1e-2

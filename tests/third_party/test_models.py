@@ -18,7 +18,7 @@ GRADIENT_ROUNDING, STEP_ROUNDING = 2e-5, 1e-4
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", catalogue.CASES)
-def test_a_model_sharded_from_outside_trains_as_on_one_device(name, check_vma):
+def test_third_party_model_with_shard_modules_matches_a_single_device(name, check_vma):
     if not compare.has_gradient(name, check_vma):
         with pytest.raises(ValueError, match=r"has no gradient of this loss.*check_vma=False"):
             compare.outcome_of(name, check_vma)
@@ -32,7 +32,7 @@ def test_a_model_sharded_from_outside_trains_as_on_one_device(name, check_vma):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "ViT"])
-def test_the_comparison_sees_the_gradient_of_a_share_of_the_batch(name):
+def test_comparison_detects_the_gradient_of_a_quarter_of_the_batch(name):
     case = catalogue.CASES[name]()
     params, whole, _ = compare.on_one_device(case)
     share = jax.tree.map(lambda x: x[: catalogue.BATCH // 4], case.inputs)

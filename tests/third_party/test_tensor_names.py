@@ -47,7 +47,7 @@ def split_on(mesh, params):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_what_is_exported_and_it_comes_back(name, tmp_path):
+def test_transformers_reads_exported_files_and_import_restores_the_parameters(name, tmp_path):
     cls, config = MODELS[name]
     model = getattr(transformers, cls)(config, seed=0)
     export_safetensors(model.params, tmp_path, names=TRANSFORMERS)
@@ -67,7 +67,7 @@ def far(a, b):
 
 
 @pytest.mark.parametrize("kind, names", [("Flax", {r"(.+)": r"\1"}), ("", TRANSFORMERS)], ids=["Flax", "PyTorch"])
-def test_a_llama_goes_from_its_file_to_a_sharded_step_and_back(kind, names, tmp_path):
+def test_llama_of_transformers_imports_trains_sharded_and_exports_back(kind, names, tmp_path):
     """A Llama goes from transformers' file through a sharded step to a file that transformers reads."""
     if not kind:
         pytest.importorskip("torch")
