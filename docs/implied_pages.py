@@ -54,7 +54,7 @@ KEYWORDS = {
     "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
     "howto/mesh": ("mesh", "HSDP"),
-    "howto/test_a_step": ("test", "debug"),
+    "check_step": ("test", "debug"),
     "howto/wrong_numbers": ("silent data corruption", "SDC", "bit flip", "faulty device"),
     "howto/evaluate_elsewhere": ("another mesh",),
     "howto/gan": ("GAN", "discriminator"),
