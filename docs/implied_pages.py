@@ -53,7 +53,7 @@ KEYWORDS = {
     "howto/publish": ("weight transfer", "weight sync", "publish weights", "rollout", "vLLM"),
     "frozen": ("freeze", "fine-tuning"),
     "howto/quantised_base": ("QLoRA", "qwix", "int4", "quantise weights"),
-    "howto/mesh": ("mesh", "HSDP"),
+    "howto/mesh": ("mesh", "HSDP", "which axes", "parallelism", "3D parallel"),
     "check_step": ("test", "debug"),
     "howto/wrong_numbers": ("silent data corruption", "SDC", "bit flip", "faulty device"),
     "howto/evaluate_elsewhere": ("another mesh",),
@@ -61,7 +61,7 @@ KEYWORDS = {
     "howto/dpo": ("DPO", "reference model", "preference"),
     "howto/distill": ("distillation", "teacher"),
     "howto/actor_critic": ("actor critic", "reinforcement learning"),
-    "howto/which_axes": ("which axes", "parallelism", "3D parallel"),
+    "howto/which_axes": ("MaxText",),
     "howto/local_checkpoints": (
         "near checkpoint", "NearCheckpointer", "emergency checkpoint", "local checkpoint", "multi-tier", "lost host",
     ),
