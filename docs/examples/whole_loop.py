@@ -58,7 +58,7 @@ def examples(seed, count=64):
     return {"x": PATTERNS[y] + noise, "y": y, "weight": np.ones(count)}
 
 
-# The last evaluation batch is smaller.
+# Three evaluation batches; the last is smaller.
 HELD_OUT = [examples([1, i], count) for i, count in enumerate([64, 64, 21])]
 
 
