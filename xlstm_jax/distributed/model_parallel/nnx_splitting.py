@@ -343,7 +343,7 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     x, kernel, bias, count = _operands(self, inputs, split)
     if n > 1 and x.shape[x.ndim - count] * n == kernel.shape[0]:
         raise ValueError(
-            f"split_modules: {split.called} is split by columns, and runs on what "
+            f"split_modules: '{split.path}' is split by columns, and runs on what "
             f"'{(run and run.column) or 'a layer before it'}' returned, which is split by columns, too: its input of "
             f"shape {x.shape} has {x.shape[x.ndim - count]} of {kernel.shape[0]} features on each of the {n} devices "
             f"along {split.axis_name!r}. Split {split.called} by 'row'."
@@ -368,7 +368,7 @@ def _check_features(features: tuple[int, ...], split: _Split) -> None:
         raise several_in_one(features, count, split.axis_name, f"split_modules: {split.called}")
     if features[0] % count:
         raise ValueError(
-            f"split_modules: {split.called} has {features[0]} features (or heads), which the {count} devices along "
+            f"split_modules: '{split.path}' has {features[0]} features (or heads), which the {count} devices along "
             f"{split.axis_name!r} do not divide. Choose a multiple of {count}, or fewer devices along "
             f"{split.axis_name!r}."
         )
@@ -386,7 +386,7 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     x, kernel, bias, count = _operands(self, inputs, split)
     if (n := split.devices) > 1 and x.shape[x.ndim - count] == kernel.shape[0] * n:
         raise ValueError(
-            f"split_modules: {split.called} is split by rows, and its input of shape {x.shape} has all "
+            f"split_modules: '{split.path}' is split by rows, and its input of shape {x.shape} has all "
             f"{x.shape[x.ndim - count]} features, not the {kernel.shape[0]} of each of the {n} devices along "
             f"{split.axis_name!r}. Split the layer before {split.called} by 'column' (are the two swapped?), or leave "
             f"{split.called} out of split=."
@@ -437,14 +437,14 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
         features, rows = args[0].shape[args[0].ndim - count], module.kernel.get_raw_value().shape[0]
         if features * n == rows:
             raise ValueError(
-                f"split_modules: {split.called} is not split, and runs on what '{column}' returned, split by columns: "
+                f"split_modules: '{split.path}' is not split, and runs on what '{column}' returned, split by columns: "
                 f"its input of shape {args[0].shape} has {features} of {rows} features on each of the {n} devices "
                 f"along {axis!r}. Split {split.called} by 'row', which sums over these devices."
             )
     # With check_vma=True JAX sums the gradients.
     if not collectives.is_tracked(axis):
         raise ValueError(
-            f"split_modules: {split.called} ({type(module).__name__}) has whole parameters, and runs after '{column}' "
+            f"split_modules: '{split.path}' ({type(module).__name__}) has whole parameters, and runs after '{column}' "
             f"is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its input is "
             f"split over {axis!r} (check_vma=False needs this to sum its gradients), or as 'whole' if its input and "
             "output are replicated."

@@ -31,7 +31,9 @@ def is_filter(selection: object) -> bool:
     Functions and texts, which NNX accepts as filters, too, have another meaning here; both may be part of a filter,
     as in ``nnx.Any(function)``.
     """
-    return selection is ... or isinstance(selection, (*FILTERS, type, tuple, list))
+    if isinstance(selection, tuple | list):
+        return len(selection) > 0
+    return selection is ... or isinstance(selection, (*FILTERS, type))
 
 
 def modules_taken(selection: Any, modules: Mapping[str, tuple[tuple[Any, ...], Any]]) -> list[str]:
