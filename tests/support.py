@@ -15,6 +15,7 @@ import optax
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.equations import name_and_params
 
 AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
@@ -170,9 +171,10 @@ def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str,
     found = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         found.append((within, eqn))
-        for param in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        name, params = name_and_params(eqn)
+        for param in jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
-                found += equations(param, (*within, eqn.primitive.name))
+                found += equations(param, (*within, name))
     return found
 
 

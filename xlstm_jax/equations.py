@@ -30,6 +30,25 @@ def named_axes(eqn: Any) -> tuple[str, ...]:
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 
 
+def name_and_params(eqn: Any) -> tuple[str, dict[str, Any]]:
+    """Returns the name of an equation's primitive, and its parameters.
+
+    With ``jax_remat3`` and ``jax_custom_vjp3`` (JAX 0.12) the equation of ``jax.checkpoint`` or of a ``custom_vjp`` has
+    another form, which contains the same jaxpr. The name and the jaxpr are returned as without these flags.
+    """
+    traced = eqn.params.get("_prim")
+    if hasattr(traced, "traced"):
+        return "custom_vjp_call", {"call_jaxpr": traced.traced.jaxpr}
+    if "prevent_cse" in getattr(traced, "params", {}):
+        return "remat2", traced.params
+    return eqn.primitive.name, eqn.params
+
+
+def nested_jaxprs(eqn: Any) -> list[Any]:
+    """Returns the jaxprs in the parameters of an equation."""
+    return list(core.jaxprs_in_params(name_and_params(eqn)[1]))
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Returns the numbers of constants and of carries among the inputs of a ``scan``, from its parameters."""
     if "num_consts" in params:
@@ -49,7 +68,7 @@ def all_equations(eqns: Iterable[Any]) -> list[Any]:
     while waiting:
         for eqn in waiting.pop():
             found.append(eqn)
-            for inner in core.jaxprs_in_params(eqn.params):
+            for inner in nested_jaxprs(eqn):
                 if id(inner) not in known:
                     known.add(id(inner))
                     waiting.append(inner.eqns)

@@ -35,6 +35,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, path_string
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
+from xlstm_jax.equations import name_and_params
 
 KEY, STEPS, DECAY = jax.random.key(0), 2, 0.5
 RULES = (("embed", "fsdp"),)  # of logical names; the others have no rule
@@ -249,7 +250,7 @@ class Trained:
         return [v.aval for e in named for v in e.invars if v.aval.shape]
 
     def calls(self, primitive: str) -> int:
-        return sum(e.primitive.name == primitive for _, e in self.found)
+        return sum(name_and_params(e)[0] == primitive for _, e in self.found)
 
 
 def transform(case: Case) -> Any:

@@ -30,7 +30,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.equations import COLLECTIVES, all_equations, named_axes, scan_counts
+from xlstm_jax.equations import COLLECTIVES, all_equations, name_and_params, named_axes, scan_counts
 from xlstm_jax.private_names import core
 
 Axes = frozenset[str]
@@ -165,7 +165,7 @@ class _Reader:
 
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
-        name, params = eqn.primitive.name, eqn.params
+        name, params = name_and_params(eqn)
         if self._look is not None and (said := self._look(eqn, inputs)) is not None:
             return said
         if name in _AS_THEY_ARE:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from xlstm_jax.equations import name_and_params, nested_jaxprs
 from xlstm_jax.forecast.hlo.op_names import in_shard_map, module_paths
 from xlstm_jax.private_names import core
 
@@ -163,7 +164,7 @@ class _Seen:
                 self.pairs.append((name, eqn.outvars[0].aval, sides, math.prod(self.scans)))
         if eqn.primitive.name == "exp":
             stems = {(i, True) for i, _ in stems}
-        if any(core.jaxprs_in_params(eqn.params)):
+        if any(nested_jaxprs(eqn)):
             stems = set()  # `hand_over` sets the stems of the outputs
         for v in eqn.outvars:
             self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
@@ -223,13 +224,14 @@ def _live(jaxpr: Any) -> list[Any]:
 
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
     """Counts the FLOP of the jaxprs inside of an operation, times their runs."""
-    scope, times = RUNS[eqn.primitive.name](eqn) if eqn.primitive.name in RUNS else ("", 1)
+    kind = name_and_params(eqn)[0]
+    scope, times = RUNS[kind](eqn) if kind in RUNS else ("", 1)
     if eqn.primitive.name == "pallas_call":
         seen = _Seen(seen.loops, seen.opaque)  # a kernel's arrays are blocks, which are never in HBM
     counted: Counts = defaultdict(float)
     lengths = [eqn.params["length"]] if eqn.primitive.name == "scan" else []
     seen.scans.extend(lengths)
-    for jaxpr in core.jaxprs_in_params(eqn.params):
+    for jaxpr in nested_jaxprs(eqn):
         for (path, dtype, in_kernel), flops in _within(eqn, jaxpr, f"{name}/{scope}".rstrip("/"), seen).items():
             counted[path, dtype, in_kernel or eqn.primitive.name == "pallas_call"] += flops * (times or 1)
     del seen.scans[len(seen.scans) - len(lengths) :]

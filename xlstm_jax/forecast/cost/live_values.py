@@ -10,7 +10,7 @@ compiler fuses elementwise operations. The compiler may choose another order, so
 
 from typing import Any
 
-from xlstm_jax.equations import COLLECTIVES, nbytes
+from xlstm_jax.equations import COLLECTIVES, nbytes, nested_jaxprs
 from xlstm_jax.private_names import core
 
 # Operations with operands in memory, besides operations that contain a jaxpr (loops, calls, kernels).
@@ -29,13 +29,13 @@ def live_bytes(jaxpr: Any) -> int:
     """
     # The caller counts arguments and results where it binds them.
     given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
-    whole = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(core.jaxprs_in_params(eqn.params))]
+    whole = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(nested_jaxprs(eqn))]
     stored = {v for eqn in whole for v in _of(eqn)} - given
     last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):
         alive += sum(nbytes(v.aval) for v in eqn.outvars if v in stored)
-        within = max(map(live_bytes, core.jaxprs_in_params(eqn.params)), default=0)
+        within = max(map(live_bytes, nested_jaxprs(eqn)), default=0)
         most = max(most, alive + within)
         alive -= sum(nbytes(v.aval) for v in stored.intersection(_of(eqn)) if last_read[v] == place)
     return most

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from xlstm_jax.equations import COLLECTIVES, named_axes, nbytes
+from xlstm_jax.equations import COLLECTIVES, named_axes, nbytes, nested_jaxprs
 from xlstm_jax.forecast.compiling.compile import StepCall
 from xlstm_jax.forecast.cost.collective_traffic import RAGGED, ring_bytes
 from xlstm_jax.forecast.cost.flops import count_flops
@@ -31,7 +31,6 @@ from xlstm_jax.forecast.hardware.chips import peak_rate
 from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.topologies import Topology
 from xlstm_jax.formatting import format_bytes, format_mesh
-from xlstm_jax.private_names import core
 from xlstm_jax.program_names import HOST_AXIS
 
 
@@ -145,7 +144,7 @@ def estimate(call: StepCall, links: Links) -> Estimate:
     for eqn, times in _equations(jaxpr):
         if eqn.primitive.name == "shard_map":
             # Gradients, the results, are alive when the optimizer begins.
-            (of_device,) = core.jaxprs_in_params(eqn.params)
+            (of_device,) = nested_jaxprs(eqn)
             live = max(live, live_bytes(of_device) + sum(nbytes(v.aval) for v in of_device.outvars))
         elif eqn.primitive.name in COLLECTIVES:
             axes, sent = _sent(eqn, links.axis_sizes)
@@ -170,7 +169,7 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     for eqn in jaxpr.eqns:
         yield eqn, times
         runs = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for part in core.jaxprs_in_params(eqn.params):
+        for part in nested_jaxprs(eqn):
             yield from _equations(part, runs)
 
 

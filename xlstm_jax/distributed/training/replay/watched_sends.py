@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.step import DeviceProgram
 from xlstm_jax.distributed.training.varying import followed_equation
-from xlstm_jax.equations import COLLECTIVES, all_equations, scan_counts
+from xlstm_jax.equations import COLLECTIVES, all_equations, name_and_params, nested_jaxprs, scan_counts
 from xlstm_jax.private_names import core
 
 Labels = frozenset[str]
@@ -137,7 +137,7 @@ class _Watcher:
         return [*map(read, jaxpr.outvars)]
 
     def _of_equation(self, eqn: Any, values: list[_Value]) -> list[_Value]:
-        name = eqn.primitive.name
+        name, params = name_and_params(eqn)
         if name in COLLECTIVES:
             return self._of_collective(eqn, values)
         if self._sends(eqn):
@@ -145,16 +145,17 @@ class _Watcher:
                 return self._of_scan(eqn, values)
             if name == "cond":
                 return self._of_cond(eqn, values)
-            if name in ("remat2", "checkpoint"):
+            if name in ("remat2", "checkpoint") and params is eqn.params:
                 return self._of_remat(eqn, values)
-            if name in _FUNCTIONS:
-                return self.of_closed(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), values)
+            # Also a jax.checkpoint under jax_remat3: XLA may then merge the pass with the first one.
+            if name in (*_FUNCTIONS, "remat2"):
+                return self.of_closed(params.get("jaxpr", params.get("call_jaxpr")), values)
         return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
 
     def _sends(self, eqn: Any) -> bool:
         """Returns whether an equation holds a jaxpr with a collective."""
         if id(eqn) not in self._sending:
-            inner = [of for jaxpr in core.jaxprs_in_params(eqn.params) for of in jaxpr.eqns]
+            inner = [of for jaxpr in nested_jaxprs(eqn) for of in jaxpr.eqns]
             self._sending[id(eqn)] = any(of.primitive.name in COLLECTIVES for of in all_equations(inner))
         return self._sending[id(eqn)]
 
