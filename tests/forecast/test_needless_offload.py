@@ -103,7 +103,7 @@ def test_lint_needless_offload_fires_for_waits_where_hbm_has_room_for_the_moment
     assert finding.bytes == 16 * GIB and finding.cure == "Leave offload out."
     at_most, waited_ms = roomy.total_bytes / GIB + 8, roomy.host.waited_s * 1e3
     assert f"the step would take {at_most:.3g} GiB of 64 GiB at most. 16 GiB are transferred" in finding.text
-    assert f"which waits {waited_ms:.3g} of its" in finding.text
+    assert f"which waits {waited_ms:.3g} ms of its" in finding.text
     hidden = dataclasses.replace(roomy, host=dataclasses.replace(roomy.host, waited_s=0.01 * roomy.step_seconds))
     assert findings(hidden) == []
 
