@@ -123,8 +123,7 @@ def test_safetensors_page_shows_the_stored_benchmark_rows():
     for case, found in kept["cases"].items():
         for reader, *cells in readers.rows_of(found):
             label = f"`{reader}`" if reader == OURS else reader
-            named = {"as it lies": "file layout"}.get(case, case)  # on the page
-            assert f"| {named} | {label} | {' | '.join(cells[:-1])} |" in lines
+            assert f"| {case} | {label} | {' | '.join(cells[:-1])} |" in lines
             assert cells[-1] == "yes"
     assert_odd_files_are_answered(kept["odd files"])
     assert f"orbax-checkpoint {kept['versions']['orbax-checkpoint']}" in PAGE.read_text()
