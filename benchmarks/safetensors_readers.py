@@ -11,7 +11,7 @@ each tensor split like the leaf, in the layout of the file, and the name map is 
 ways:
 
   orbax              one ``load`` with default options; the map by ``jax.jit``, leaf by leaf
-  orbax, tuned    a ``load`` per leaf, chunks of 4 MiB, 16 MiB of chunks at once; the map by NumPy, on the shard of
+  orbax, tuned       a ``load`` per leaf, chunks of 4 MiB, 16 MiB of chunks at once; the map by NumPy, on the shard of
                      each device. Of nine further options none took less time with as little memory. (A
                      ``max_over_read_ratio`` of 1.0 took 1.4 to 3 times as long.)
 
