@@ -159,6 +159,34 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
 
 
+def bits(tree: Any) -> Any:
+    """Converts every leaf to a NumPy array, PRNG keys to their key data."""
+
+    def plain_array(x):
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(plain_array, tree)
+
+
+def differing_leaves(got: Any, want: Any) -> list[str]:
+    """Returns a phrase for each leaf whose dtype, shape or bits differ, with its path; boxes of leaves may differ."""
+    found = []
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(bits(want))[0]
+    for (path, w), g in zip(paths_and_leaves, jax.tree.leaves(bits(got)), strict=True):
+        if (g.dtype, g.shape) != (w.dtype, w.shape):
+            found.append(f"{path_string(path)}: {g.dtype}{list(g.shape)} in place of {w.dtype}{list(w.shape)}")
+        elif g.tobytes() != w.tobytes():
+            found.append(f"{path_string(path)}: other bits")
+    return found
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Asserts that the leaves of two trees have the same dtypes, shapes and bits; the error names those that differ."""
+    wrong = differing_leaves(got, want)
+    assert not wrong, f"{len(wrong)} leaves differ: {'; '.join(wrong)}"
+
+
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Returns the equations of a jaxpr and of nested jaxprs, each with the names of the enclosing primitives."""
     found = []

@@ -23,7 +23,7 @@ from tests import damage
 from tests.checkpoint.test_writer import spawn
 from tests.damage import NEWEST, OLDER
 from tests.data_parallel.test_initialisation import largest_buffer
-from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
+from tests.support import AXES, Model, assert_same_bits, bits, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import checksums, record
@@ -78,7 +78,7 @@ def assert_same(got, want):
         assert type(a) is type(b), path
         if isinstance(a, jax.Array):
             assert (a.sharding, a.committed, a.dtype) == (b.sharding, b.committed, b.dtype), path
-    assert damage.same(got, want)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("dp, fsdp_size", [(2, 4), (1, 1)])
@@ -92,7 +92,7 @@ def test_every_kind_of_leaf_comes_back_as_it_was(dp, fsdp_size, tmp_path):
         assert checkpointer.latest_step() == 5
         assert_same(checkpointer.restore(state), state)
         keys = jax.ShapeDtypeStruct(state["keys"].shape, state["keys"].dtype, sharding=state["keys"].sharding)
-        assert damage.same(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
+        assert_same_bits(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
     other = jax.tree.map(lambda x: x, state) | {"unplaced": jnp.arange(3.0) + 1}
     assert not damage.same(other, state)  # guard
 
@@ -164,15 +164,16 @@ def test_a_run_goes_on_as_if_it_had_not_been_cut(on_eight, tmp_path):
         for i in range(1, 7):
             state, metrics = step(state, BATCH, key)
             assert checkpointer.save(i, state) == (i % 2 == 0)
-            states[i] = damage.bits(unbox(state.params))
+            states[i] = bits(unbox(state.params))
     target = abstract_train_state(model, TX, mesh_of(2, 4), key, X, batch_axes=AXES)
     with Checkpointer(tmp_path, 2) as checkpointer:
         for i in (2, 4, 6):
-            assert damage.same(unbox(checkpointer.restore(target, i).params), states[i])
+            assert_same_bits(unbox(checkpointer.restore(target, i).params), states[i])
         resumed = checkpointer.restore(target, 4)
     for _ in range(2):
         resumed, last = step(resumed, BATCH, key)
-    assert damage.same(unbox(resumed), unbox(state)) and float(last["loss"]) == float(metrics["loss"])
+    assert_same_bits(unbox(resumed), unbox(state))
+    assert float(last["loss"]) == float(metrics["loss"])
 
 
 def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
@@ -183,7 +184,7 @@ def test_it_restores_into_the_plain_model_and_back(on_eight, tmp_path):
         got = one.restore(plain)
         assert type(got.step) is int  # as Flax begins
         assert not any(is_box(leaf) for _, leaf in leaves_with_path(got)) and got.apply_fn == plain.apply_fn
-        assert damage.same(got.params, unbox(sharded.params))
+        assert_same_bits(got.params, unbox(sharded.params))
         two.save(1, got)
         back = two.restore(sharded)
         assert_same(back, sharded)
@@ -207,10 +208,10 @@ def test_parameters_are_restored_without_the_optimizer(on_eight, tmp_path):
             for step, want in {1: adamw, 2: sgd, 3: adamw}.items():
                 got = checkpointer.restore_params(like, step)
                 assert jax.tree.structure(got) == jax.tree.structure(like)
-                assert damage.same(unbox(got), unbox(want.params))
+                assert_same_bits(unbox(got), unbox(want.params))
                 assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(like)]
         moments = checkpointer.restore_params(plain, 1, path="train/opt_state/0/mu")
-        assert damage.same(moments, plain)  # both are zeros
+        assert_same_bits(moments, plain)  # both are zeros
         with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them cannot save there
             checkpointer.save(3, got)
     assert not damage.same(sgd.params, adamw.params)  # guard
@@ -248,7 +249,7 @@ def test_parameters_are_checked_and_an_older_step_is_taken(tmp_path):
     damage.swap_steps(folder, None)
     with Checkpointer(folder) as checkpointer, pytest.warns(match=r"step 20 .*'params/host', .*is damaged|is damaged"):
         got = checkpointer.restore_params(damage.state_of(NEWEST))
-    assert damage.same(got, damage.state_of(OLDER))
+    assert_same_bits(got, damage.state_of(OLDER))
 
 
 def test_metric_states_are_taken_up_on_another_mesh(tmp_path):
@@ -297,7 +298,7 @@ def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
     make = jax.jit(lambda: {f"w{i}": jnp.full((512, 256), i, jnp.float32) for i in range(6)}, out_shardings=split)
     overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
     train, host = make(), np.arange(2**20)
-    want = damage.bits({"train": train, "host": host.copy()})
+    want = bits({"train": train, "host": host.copy()})
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"train": train, "host": host})
         for _ in range(5):
@@ -306,7 +307,7 @@ def test_what_is_written_is_the_state_at_save(on_device, tmp_path, monkeypatch):
         assert float(jax.block_until_ready(train)["w5"][0, 0]) == -1
         late[0].set()
         checkpointer.wait()
-        assert damage.same(checkpointer.restore({"train": train, "host": host}), want)
+        assert_same_bits(checkpointer.restore({"train": train, "host": host}), want)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +444,7 @@ def test_a_folder_under_another_number_is_not_restored_as_that_step(sound, folde
         ):
             checkpointer.restore(sound[NEWEST], 20)
         damage.exchange_steps(folder, None)
-        assert damage.same(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
+        assert_same_bits(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
 
 
 @pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
@@ -510,7 +511,8 @@ def test_the_leaf_is_named_and_the_damaged_step_moved_by_the_next_save(sound, fo
     assert not (folder / "20").exists() and not (folder / "30").exists()
     with Checkpointer(folder, 5) as checkpointer, warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert damage.same(checkpointer.restore(state), state) and checkpointer.latest_step() == 15
+        assert_same_bits(checkpointer.restore(state), state)
+        assert checkpointer.latest_step() == 15
 
 
 def interrupted_at(call, work):
@@ -553,7 +555,7 @@ def test_ctrl_c_is_no_damage(sound, folder):
         assert ended <= 10
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert damage.same(restore(), sound[NEWEST])
+            assert_same_bits(restore(), sound[NEWEST])
         assert checkpointer.save(30, sound[NEWEST])
     assert {path.name for path in folder.iterdir()} >= {*names, "30"}
 
@@ -588,7 +590,7 @@ def test_damage_is_damage_while_an_interruption_is_handled(sound, folder):
             raise SystemExit
         except SystemExit:
             with pytest.warns(match="step 20 in .* is damaged and was passed over"):
-                assert damage.same(checkpointer.restore(sound[NEWEST]), sound[OLDER])
+                assert_same_bits(checkpointer.restore(sound[NEWEST]), sound[OLDER])
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.damage import same
-from tests.support import mesh_of
+from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed.checkpoint import (
     Joined,
     Repeated,
@@ -119,13 +118,13 @@ def test_a_reader_finds_its_tensors_and_the_way_back_is_the_inverse(model, tmp_p
     )
     publish(split, tmp_path / "reader", names=names, layout=layout)
     got = apply_publication({}, tmp_path / "reader").arrays
-    assert same(got, expected(model, params))
+    assert_same_bits(got, expected(model, params))
     publish(split, tmp_path / "model", names=names)
     plain = apply_publication({}, tmp_path / "model").arrays
     assert not plain.keys() >= got.keys()  # guard: the layout has changed something
     back = from_layout(got, layout, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in plain.items()})
-    assert same(back, plain)
-    assert same(to_layout(back, layout), got)
+    assert_same_bits(back, plain)
+    assert_same_bits(to_layout(back, layout), got)
 
 
 def test_a_delta_is_in_the_layout_of_the_reader(tmp_path):
@@ -135,7 +134,7 @@ def test_a_delta_is_in_the_layout_of_the_reader(tmp_path):
     params["blocks"]["attn"]["k"]["kernel"][1, 3, 0, 2] += 1
     publish(params, tmp_path, names=LLAMA_NAMES, layout=LLAMA, since=1)
     got = apply_publication(arrays, tmp_path).arrays
-    assert same(got, expected("llama", params))
+    assert_same_bits(got, expected("llama", params))
     assert [name for name in got if got[name] is not arrays[name]] == ["model.layers.1.self_attn.qkv_proj.weight"]
 
 
@@ -150,8 +149,8 @@ def test_parts_of_different_sizes_are_joined_along_any_dim(count, dim):
     layout = [Joined((r"(.)\.0", *[rf"\1.{part}" for part in range(1, count)]), r"\1.all", dim)]
     got = to_layout(arrays, layout)
     want = {f"{x}.all": np.concatenate([arrays[f"{x}.{i}"] for i in range(count)], dim) for x in "ab"}
-    assert same(got, want)
-    assert same(from_layout(got, layout, arrays), arrays)
+    assert_same_bits(got, want)
+    assert_same_bits(from_layout(got, layout, arrays), arrays)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.damage import same
 from tests.processes.test_processes import free_port
-from tests.support import mesh_of
+from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed import import_safetensors
 from xlstm_jax.distributed.checkpoint import apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import files, writers
@@ -139,11 +139,11 @@ def test_a_publication_that_ends_anywhere_leaves_the_version_before(operation, t
             except KeyboardInterrupt:
                 # The last fsync is that of the folder, after the index has its name.
                 want = second if (operation, number) == ("fsync", 5) else first
-                assert same(import_safetensors(tmp_path, first), want)
+                assert_same_bits(import_safetensors(tmp_path, first), want)
                 continue
         break
     assert number == {"replace": 4, "fsync": 6}[operation]
-    assert same(import_safetensors(tmp_path, first), second)
+    assert_same_bits(import_safetensors(tmp_path, first), second)
 
 
 def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_one_process_on_several_devices(spec, tmp_path):
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
     params = {"w": jax.device_put(values, NamedSharding(mesh_of(2, 4), spec))}
     publish(params, tmp_path)
-    assert same(import_safetensors(tmp_path, params), {"w": values})
+    assert_same_bits(import_safetensors(tmp_path, params), {"w": values})
 
 
 def test_a_folder_with_a_single_file_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from tests.damage import same
-from tests.support import AXES, Model, fsdp, mesh_of
+from tests.support import AXES, Model, assert_same_bits, fsdp, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
 from xlstm_jax.distributed.checkpoint import safetensors_io
 from xlstm_jax.distributed.data_parallel.leaf import is_box
@@ -82,7 +82,7 @@ def test_every_dtype_goes_there_and_back(dtype, tmp_path):
     theirs = dict(safetensors.deserialize((tmp_path / "y.safetensors").read_bytes()))
     assert {name: t["dtype"] for name, t in library.items()} == {name: t["dtype"] for name, t in theirs.items()}
     for name in "xy":  # ours and theirs
-        assert same(import_safetensors(tmp_path / f"{name}.safetensors", want), want)
+        assert_same_bits(import_safetensors(tmp_path / f"{name}.safetensors", want), want)
 
 
 def test_a_model_moves_to_another_mesh(on_eight, tmp_path):
@@ -90,12 +90,14 @@ def test_a_model_moves_to_another_mesh(on_eight, tmp_path):
     export_safetensors(params, tmp_path, max_file_bytes=4000)
     target = params_on(mesh_of(1, 2), min_weight_size=8)
     got = import_safetensors(tmp_path, abstract(target))
-    assert same(unbox(got), unbox(params)) and jax.tree.structure(got) == jax.tree.structure(target)
+    assert_same_bits(unbox(got), unbox(params))
+    assert jax.tree.structure(got) == jax.tree.structure(target)
     assert [leaf.sharding for leaf in jax.tree.leaves(got)] == [leaf.sharding for leaf in jax.tree.leaves(target)]
     assert any(is_box(leaf) for _, leaf in leaves_with_path(got))
     plain = Model().init(jax.random.key(1), X)["params"]
     got = import_safetensors(tmp_path, plain)
-    assert same(got, unbox(params)) and not same(got, plain)
+    assert_same_bits(got, unbox(params))
+    assert not same(got, plain)  # guard: `plain` has other values
     jax.jit(lambda params, x: Model().apply({"params": params}, x))(got, X)
 
 
@@ -131,7 +133,7 @@ def test_each_device_reads_its_shard_alone(spec, tmp_path, monkeypatch):
     export_safetensors({"w": values}, tmp_path)
     sharding = NamedSharding(mesh_of(1, 8), spec)
     target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
-    assert same(import_safetensors(tmp_path, target), {"w": values})
+    assert_same_bits(import_safetensors(tmp_path, target), {"w": values})
     assert set(read) == {values.size // (8 if "fsdp" in spec else 1)}
 
 
@@ -143,7 +145,8 @@ def test_the_callers_settings_hold(spec, tmp_path):
     with jax.enable_x64(True), jax.default_device(jax.devices()[3]):
         placed = jax.device_put(values, NamedSharding(mesh_of(1, 8), spec))
         got = import_safetensors(tmp_path, {"w": placed, "v": jnp.zeros(16)})
-        assert same(got, {"w": values, "v": values}) and got["w"].dtype == got["v"].dtype == np.float64
+        assert_same_bits(got, {"w": values, "v": values})
+        assert got["w"].dtype == got["v"].dtype == np.float64
         assert got["w"].sharding == placed.sharding and got["v"].devices() == {jax.devices()[3]}
 
 
@@ -166,7 +169,7 @@ def test_damaged_files_are_refused(tmp_path):
             got = import_safetensors(tmp_path, params)
         except ValueError:
             continue
-        assert same(got, params)
+        assert_same_bits(got, params)
 
 
 def test_a_model_in_several_files_must_be_whole(tmp_path):
@@ -181,7 +184,7 @@ def test_a_model_in_several_files_must_be_whole(tmp_path):
         with pytest.raises(ValueError, match=r"index.json (does not fit its files|is not the index)"):
             import_safetensors(tmp_path, params)
     index.write_text(text)
-    assert same(import_safetensors(tmp_path, params), params)
+    assert_same_bits(import_safetensors(tmp_path, params), params)
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003"):
         import_safetensors(tmp_path, params)
@@ -198,7 +201,7 @@ def test_two_files_have_an_index_and_values_of_a_file_begin_at_multiples_of_eigh
         headers = [int.from_bytes(file.read_bytes()[:8], "little") for file in files]
         assert [header % 8 for header in headers] == [0, 0]
         assert [file.stat().st_size - header for file, header in zip(files, headers, strict=True)] == [408, 408]
-        assert same(import_safetensors(folder, params), params)
+        assert_same_bits(import_safetensors(folder, params), params)
 
 
 def test_a_file_has_its_name_when_all_of_it_is_on_disk(tmp_path, monkeypatch):
@@ -248,7 +251,7 @@ def test_a_byte_that_is_no_boolean_is_refused(spec, tmp_path):
         text = b'{"b":{"dtype":"BOOL","shape":[8,2],"data_offsets":[0,16]}}'
         (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content.tobytes())
         if byte == 1:
-            assert same(import_safetensors(tmp_path, {"b": like}), {"b": content.astype(bool)})
+            assert_same_bits(import_safetensors(tmp_path, {"b": like}), {"b": content.astype(bool)})
             continue
         with pytest.raises(ValueError, match=rf"safetensors is damaged: 'b' is BOOL and has the byte {byte}, and"):
             import_safetensors(tmp_path, {"b": like})
@@ -266,7 +269,7 @@ def test_a_tensor_without_a_name_is_seen(tmp_path):
     with pytest.raises(ValueError, match=r"it has '', which the parameters have not"):
         import_safetensors(tmp_path, params)
     save_file({"": np.ones(2), "w": np.ones(2), "v(": np.ones(2)}, tmp_path / "model.safetensors")
-    assert same(import_safetensors(tmp_path, params, ignore=r"v\(|"), {"w": np.ones(2)})
+    assert_same_bits(import_safetensors(tmp_path, params, ignore=r"v\(|"), {"w": np.ones(2)})
 
 
 EIGHT = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
@@ -285,7 +288,7 @@ def test_a_float_is_read_into_each_that_has_all_of_its_values(narrow, tmp_path):
         if wide in (narrow, "float64") or narrow in holds.get(wide, ()):
             with np.errstate(invalid="ignore"):  # of a signaling NaN
                 want = stored.astype(jnp.dtype(wide))
-            assert same(import_safetensors(tmp_path, like), {"w": want})
+            assert_same_bits(import_safetensors(tmp_path, like), {"w": want})
             continue
         with pytest.raises(ValueError, match=rf"'w' is {narrow}\[.*\] in the file, and {wide}"):
             import_safetensors(tmp_path, like)
@@ -300,7 +303,7 @@ def test_an_export_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
     export_safetensors(params, tmp_path)
     with pytest.raises(FileExistsError, match=r"model.safetensors exists"):
         export_safetensors({"w": np.zeros(3)}, tmp_path)
-    assert same(import_safetensors(tmp_path, params), params)
+    assert_same_bits(import_safetensors(tmp_path, params), params)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match=r"file"):
         export_safetensors(params, tmp_path / "file" / "deeper")
@@ -344,7 +347,7 @@ def test_a_hostile_header_is_refused(text, message, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(len(content).to_bytes(8, "little") + content + bytes(4))
     params = {"w": np.ones(1, np.float32)}
     if not message:
-        assert same(import_safetensors(tmp_path, params), {"w": np.zeros(1, np.float32)})
+        assert_same_bits(import_safetensors(tmp_path, params), {"w": np.zeros(1, np.float32)})
         return
     with pytest.raises(ValueError, match=rf"model.safetensors is damaged, .*{message}"):
         import_safetensors(tmp_path, params)
@@ -372,7 +375,7 @@ def test_a_name_that_no_reader_takes_is_refused(tmp_path):
     params = {name: np.ones(2) for name in (".", "metadata", "\U0001f600", 'a"b\\')}
     export_safetensors(params, tmp_path)  # guard: other names are accepted, by the library too
     assert load_file(tmp_path / "model.safetensors").keys() == params.keys()
-    assert same(import_safetensors(tmp_path, params), params)
+    assert_same_bits(import_safetensors(tmp_path, params), params)
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):
