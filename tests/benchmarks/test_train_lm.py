@@ -73,12 +73,9 @@ def test_chunkwise_mlstm_equals_the_step_by_step_recurrence(chunk_size):
         got = chunkwise_mlstm(*map(jnp.asarray, inputs), chunk_size=chunk_size)
     assert got.dtype == np.float64
     assert_allclose(got, want, rtol=1e-9, atol=1e-12)
-
-
-def test_mlstm_recurrence_over_separate_chunks_differs_from_the_full_sequence():
-    inputs = mlstm_inputs(24)
-    apart = [mlstm_step_by_step(*(x[:, :, s : s + 8] for x in inputs)) for s in (0, 8, 16)]
-    assert not np.allclose(np.concatenate(apart, axis=2), mlstm_step_by_step(*inputs), rtol=0.1)
+    # Guard: the second half depends on the first, so chunks that pass on no memory would fail above.
+    without_memory = mlstm_step_by_step(*(x[:, :, 12:] for x in inputs))
+    assert not np.allclose(without_memory, want[:, :, 12:], rtol=0.1)
 
 
 def test_chunkwise_mlstm_is_stable_where_the_exponential_gate_overflows_float32():
@@ -103,7 +100,8 @@ def test_chunkwise_mlstm_has_finite_gradients_with_gates_wide_open_or_shut(i_gat
     q, k, v, gate, _ = (jnp.asarray(x, jnp.float32) for x in mlstm_inputs(24))
     gates = jnp.full_like(gate, i_gate), jnp.full_like(gate, log_f)
     grads = jax.grad(lambda *x: jnp.sum(chunkwise_mlstm(*x, chunk_size=8) ** 2), range(5))(q, k, v, *gates)
-    assert all(np.all(np.isfinite(grad)) for grad in grads)
+    for name, grad in zip(("q", "k", "v", "i_gate", "log_f"), grads, strict=True):
+        assert np.isfinite(grad).all(), f"the gradient of {name} has entries that are not finite"
 
 
 def small_model(block, **kwargs):
