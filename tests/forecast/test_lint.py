@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -314,8 +315,9 @@ def test_lint_replicated_leaf_fires_for_a_min_weight_size_above_the_kernels():
 
 @pytest.mark.parametrize("tx, is_found", [(optax.contrib.muon(0.1), True), (muon(0.1), False)], ids=["optax", "ours"])
 def test_lint_shared_and_repeated_products_fire_for_optax_muon_and_not_for_library_muon(tx, is_found):
-    model, x = shard_module_params(nn.Dense, "fsdp")(1024), jax.ShapeDtypeStruct((64, 512), jnp.float32)
-    mesh = mesh_of(1, 8)
+    rows, columns, devices = 512, 1024, 8  # of the kernel
+    model, x = shard_module_params(nn.Dense, "fsdp")(columns), jax.ShapeDtypeStruct((64, rows), jnp.float32)
+    mesh = mesh_of(1, devices)
     step, args = Workload(model, tx, x, mean_square).build_step(mesh)
     findings = lint(forecast(step, *args), plan_sharding(model, mesh.shape, x))
     shared, repeated = (
@@ -323,14 +325,21 @@ def test_lint_shared_and_repeated_products_fire_for_optax_muon_and_not_for_libra
     )
     assert bool(shared) == bool(repeated) == is_found
     if is_found:
-        assert shared[0].bytes > 5 * 512 * 512 * 4  # five Gram matrices, each all-reduced
-        # In each of 5 iterations the Gram matrix and what it multiplies are shared, its square is not.
-        square, wide = 2 * 512**3, 2 * 512 * 512 * 1024
-        share, done = 5 * (square + 2 * wide) / 8, 5 * (square + 2 * wide / 8)
-        assert f"does {done:.3g} FLOP" in repeated[0].text and f"is {share:.3g}: 2.4 times" in repeated[0].text
-        # With as many matrices an owner's one is less than a device's 2.4 shares of an eighth.
-        assert "from 4 matrices of a shape on" in repeated[0].cure
-        assert all("xlstm_jax.distributed.muon" in finding.cure for finding in (*shared, *repeated))
+        # One of Newton-Schulz's 5 iterations has the Gram matrix of the kernel, its square, and its product with the
+        # kernel. The compiler distributes the first and the last over the devices; all repeat the square.
+        iterations, float32_bytes = 5, 4
+        assert shared[0].bytes > iterations * rows * rows * float32_bytes  # each Gram matrix is all-reduced
+        square, gram_or_product = 2 * rows**3, 2 * rows * rows * columns  # FLOP
+        fair_share = iterations * (square + 2 * gram_or_product) / devices
+        done = iterations * (square + 2 * gram_or_product / devices)
+        assert f"does {done:.3g} FLOP" in repeated[0].text
+        assert f"is {fair_share:.3g}: {done / fair_share:.3g} times" in repeated[0].text
+        # With an owner for each of n < 8 matrices, a device does at most 1 / n of the work; now it does
+        # done / (devices * fair_share) of it.
+        least_matrices = math.floor(devices * fair_share / done) + 1
+        assert f"from {least_matrices} matrices of a shape on" in repeated[0].cure
+        for finding in (*shared, *repeated):
+            assert "xlstm_jax.distributed.muon" in finding.cure, finding.rule
 
 
 class Mixed(nn.Module):
