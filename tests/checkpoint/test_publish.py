@@ -192,7 +192,8 @@ def test_the_largest_tensors_are_assigned_first():
         assert sorted(name for names in found for name in names) == sorted(sizes)
         loads = [sum(sizes[name] for name in names) for names in found]
         assert max(loads) <= max(sum(sizes.values()) / count * 4 / 3, max(sizes.values()))
-        assert all(sorted(names, key=lambda n: -sizes[n]) == names for names in found)
+        for process, names in enumerate(found):
+            assert sorted(names, key=lambda name: -sizes[name]) == names, f"process {process} of {count}"
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)

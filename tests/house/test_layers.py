@@ -93,12 +93,17 @@ COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppe
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules(path):
     source = path.read_text()
+    numbered = list(enumerate(source.splitlines(), 1))
     if path.stem != "collectives":
-        assert not re.search(COLLECTIVE, source)
+        found = [f"line {number}: {line.strip()}" for number, line in numbered if re.search(COLLECTIVE, line)]
+        assert not found, f"use the functions of collectives.py in place of {found}"
     if path.stem != "trees":
-        assert "is_leaf=" not in source
+        found = [f"line {number}: {line.strip()}" for number, line in numbered if "is_leaf=" in line]
+        assert not found, f"use the walks of trees.py in place of {found}"
     if "cli" not in path.parts:
-        assert not any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(ast.parse(source)))
+        names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+        lines = [node.lineno for node in names if node.id == "print"]
+        assert not lines, f"a library does not print, as lines {lines} do"
 
 
 # The modules that import Linen or NNX, by file name; the keys say what belongs in a list.

@@ -50,7 +50,7 @@ def test_global_arrays_become_scalars_and_the_rest_passes_through(batch_mesh, op
         out = jax.jit(lambda arrays: {k: v for k, v in reduce(arrays | PASSED).items() if k in arrays})(arrays)
     else:
         out = reduce(arrays | PASSED)
-        assert all(out[name] is PASSED[name] for name in PASSED)
+        assert not [name for name in PASSED if out[name] is not PASSED[name]]
     assert float(out["loss"]) == getattr(np, operation)(VALUES)
     assert float(out["nested"]["count"]) == getattr(np, operation)(COUNTS)
     assert float(out["scalar"]) == 7 and out["loss"].shape == ()
@@ -81,7 +81,7 @@ def test_collectives_reduce_over_devices_in_both_modes(batch_mesh, check_vma, op
     def local(x, counts):
         metrics = {"loss": x[0], "nested": {"count": counts}, "half": x.astype(jnp.bfloat16), "flag": counts > 4}
         out = COLLECTIVES[operation](metrics | PASSED)
-        assert all(out.pop(name) is PASSED[name] for name in PASSED)
+        assert not [name for name in PASSED if out.pop(name) is not PASSED[name]]
         return out
 
     out = on_mesh(local, batch_mesh, check_vma, P("batch"), P())(VALUES, COUNTS)

@@ -88,7 +88,7 @@ def test_a_transform_is_given_the_arguments_that_it_takes_and_no_others(around):
     tx, params = taking_extra_args(AROUND[around](inner)), jnp.ones(3)
     tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
     assert seen
-    assert all(given == ["grad"] for given in seen)
+    assert not [given for given in seen if given != ["grad"]]
 
 
 @pytest.mark.parametrize("around", ["alone", "chain", "MultiSteps", "all of ours"])

@@ -18,6 +18,7 @@ from jax.experimental import io_callback
 
 from tests.support import AXES, Model, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import ReplayError, create_train_state, make_train_step, replayed
+from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.resilience import DisagreementError
 
 DEVICES = 4
@@ -156,8 +157,9 @@ def test_replayed_step_updates_as_the_plain_step_and_replays_every_kth_call():
         (state, metrics), (other, wanted) = step(state, x, KEY), plain(other, x, KEY)
         assert step.replays == call // 3
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
-    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    wanted_leaves = jax.tree_util.tree_leaves_with_path(other.params)
+    for (path, want), got in zip(wanted_leaves, jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=path_string(path))
 
 
 def test_replay_programs_compile_all_products_of_the_step():
