@@ -177,14 +177,17 @@ def differing_leaves(got: Any, want: Any) -> list[str]:
         if (g.dtype, g.shape) != (w.dtype, w.shape):
             found.append(f"{path_string(path)}: {g.dtype}{list(g.shape)} in place of {w.dtype}{list(w.shape)}")
         elif g.tobytes() != w.tobytes():
-            found.append(f"{path_string(path)}: other bits")
+            bytes_of_entries = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (g, w)]
+            (others,) = np.nonzero(np.any(bytes_of_entries[0] != bytes_of_entries[1], axis=1))
+            first = f"{g.ravel()[others[0]]} in place of {w.ravel()[others[0]]}"
+            found.append(f"{path_string(path)}: {len(others)} of {g.size} entries, the first {first}")
     return found
 
 
 def assert_same_bits(got: Any, want: Any) -> None:
     """Asserts that the leaves of two trees have the same dtypes, shapes and bits; the error names those that differ."""
     wrong = differing_leaves(got, want)
-    assert not wrong, f"{len(wrong)} leaves differ: {'; '.join(wrong)}"
+    assert not wrong, f"these leaves differ: {'; '.join(wrong)}"
 
 
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
