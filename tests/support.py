@@ -190,6 +190,11 @@ def assert_same_bits(got: Any, want: Any) -> None:
     assert not wrong, f"these leaves differ: {'; '.join(wrong)}"
 
 
+def assert_each_leaf(check: Callable, got: Any, want: Any) -> None:
+    """Applies ``check(got, want, err_msg=path)``, an assertion of ``np.testing``, to the leaves of two equal trees."""
+    jax.tree_util.tree_map_with_path(lambda path, g, w: check(g, w, err_msg=path_string(path)), got, want)
+
+
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Returns the equations of a jaxpr and of nested jaxprs, each with the names of the enclosing primitives."""
     found = []

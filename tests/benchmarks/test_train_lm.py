@@ -18,6 +18,7 @@ from benchmarks import fitting, models, text, train_lm
 from benchmarks.job import _with_folders, prepare
 from benchmarks.models import LanguageModel, chunkwise_mlstm
 from benchmarks.run_log import read_rows
+from tests.support import assert_each_leaf
 from xlstm_jax.distributed import shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.resilience.watchdog import Watchdog
@@ -129,7 +130,7 @@ def test_wrapping_and_remat_leave_parameter_names_shapes_and_values_unchanged(bl
     plain = jax.jit(small_model(block).init)(jax.random.key(0), tokens)
     wrapped = jax.jit(small_model(block, wrap=wrap, remat=True).init)(jax.random.key(0), tokens)
     assert jax.tree.structure(plain) == jax.tree.structure(wrapped)
-    jax.tree.map(assert_array_equal, plain, wrapped)
+    assert_each_leaf(assert_array_equal, plain, wrapped)
 
 
 def test_dropout_is_random_in_training_only():

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, fsdp, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, fsdp, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -200,7 +200,7 @@ def assert_as_on_one_device(step, state, plain, tolerance=FLOAT32_ROUNDING):
     got = jax.tree.map(lambda a, b: 2 * (a - b), before, after)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
     close = partial(np.testing.assert_allclose, rtol=tolerance, atol=max(tolerance * scale, 5e-7))
-    jax.tree.map(close, got, want)
+    assert_each_leaf(close, got, want)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(want)) > 1e-4  # guard
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, equations, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.model_parallel import ReorderedTokens, context, in_layout
@@ -266,7 +266,7 @@ def test_a_batch_is_laid_out_and_back():
     there = to_zigzag(batch, 3)
     tokens = there["tokens"].value
     assert tokens[0].tolist() == [*range(4), *range(20, 24), *range(4, 8), *range(16, 20), *range(8, 16)]
-    jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 3), batch)
+    assert_each_leaf(np.testing.assert_array_equal, from_zigzag(there, 3), batch)
     last = to_zigzag(batch["tokens"], 3, dim=-1)
     np.testing.assert_array_equal(last.value, tokens)
     for laid_out in (last, last.value):
@@ -319,8 +319,8 @@ def test_devices_exchange_their_chunks(devices):
     specs = dict.fromkeys(batch, P(None, axes)) | {"of_row": P()}
     split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs))
     want = jax.tree.map(np.asarray, to_zigzag(batch, devices))
-    jax.tree.map(np.testing.assert_array_equal, split(batch), jax.tree.map(np.asarray, values_of(want)))
-    jax.tree.map(np.testing.assert_array_equal, split(to_zigzag(batch, devices)), values_of(want))
+    assert_each_leaf(np.testing.assert_array_equal, split(batch), jax.tree.map(np.asarray, values_of(want)))
+    assert_each_leaf(np.testing.assert_array_equal, split(to_zigzag(batch, devices)), values_of(want))
     sent = [eqn for _, eqn in equations(jax.make_jaxpr(split)(batch)) if eqn.primitive.name == "ppermute"]
     assert len(sent) == 2 * 3  # of integers, floats and booleans
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, KEPT, assert_same_params, equations, train_on_one_device
+from tests.support import FLOAT32_ROUNDING, KEPT, assert_each_leaf, assert_same_params, equations, train_on_one_device
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -105,7 +105,7 @@ def test_a_step_has_the_initial_values_the_loss_and_the_gradients_of_one_device(
     groups = {"row_groups": int(np.prod(list(shape.values())))} if "capacity_factor" in options else {}
     params, loss, grads = of_one_device(**options, **groups)
     state, metrics, before = step_on(shape, axes, check_vma, **options)
-    jax.tree.map(np.testing.assert_array_equal, before, params)
+    assert_each_leaf(np.testing.assert_array_equal, before, params)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)
 

@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 from tests.support import (
     AXES,
     Model,
+    assert_each_leaf,
     assert_same_params,
     data,
     equations,
@@ -299,7 +300,7 @@ def test_a_checkpoint_goes_to_and_from_optax_on_another_mesh(tmp_path):
             checkpointer.save(STEPS // 2, before)
             target = abstract_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes=AXES)
             state = checkpointer.restore(target)
-        jax.tree.map(np.testing.assert_array_equal, unbox(state.opt_state), unbox(before.opt_state))
+        assert_each_leaf(np.testing.assert_array_equal, unbox(state.opt_state), unbox(before.opt_state))
         assert_same_params(five_steps(second, state).params, reference(Model())[0], TOLERANCE)
 
 
@@ -311,7 +312,7 @@ def test_a_step_that_is_not_finite_is_skipped():
     bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
     state, metrics = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1
-    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), before)
+    assert_each_leaf(np.testing.assert_array_equal, unbox(state.params), before)
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

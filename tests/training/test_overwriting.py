@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
-from tests.support import AXES, fsdp, mesh_of, on_mesh, plain
+from tests.support import AXES, assert_each_leaf, fsdp, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     abstract_train_state,
     check_step,
@@ -102,8 +102,8 @@ def on_one_device(tx, minibatches, op, layers=0, start=None):
 
 def assert_alike(state, params, scales):
     # The same rounding to fp8 on both sides: 8 devices change scales by a power of two alone.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.collections[OVERWRITTEN], scales)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unbox(state.params), params)
+    assert_each_leaf(partial(np.testing.assert_allclose, rtol=1e-5), state.collections[OVERWRITTEN], scales)
+    assert_each_leaf(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(state.params), params)
 
 
 @pytest.mark.one_in(3)
@@ -197,7 +197,7 @@ def test_fp8_products_with_fp8_gathers_are_bit_equal_to_float32_gathers(model, c
         for _ in range(3):
             state, _ = step(state, X, jax.random.key(2))
         ended.append(jax.device_get((unbox(state.params), state.collections)))
-    jax.tree.map(np.testing.assert_array_equal, *ended)
+    assert_each_leaf(np.testing.assert_array_equal, *ended)
 
 
 def lowered(model, loss=loss_fn, **options):

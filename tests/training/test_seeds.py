@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_same_params, mesh_of, on_mesh
+from tests.support import assert_each_leaf, assert_same_params, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, metrics
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh import DataParallel
@@ -282,7 +282,7 @@ def test_confusion_matrix_accepts_class_index_onehot_and_boolean_labels(arrange,
     weight = np.arange(6) % 4
     want = metric.result(metric.observe(scores, labels, weight))
     got = metric.result(metric.observe(scores, arranged.get(arrange, one_hot.astype(np.float32)), weight))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_each_leaf(np.testing.assert_array_equal, got, want)
     assert 0.1 < want["top"] < 0.9
 
 
