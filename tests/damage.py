@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import mesh_of
+from tests.support import differing_leaves, mesh_of
 from xlstm_jax.distributed.checkpoint import record
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 
@@ -35,19 +35,9 @@ def state_of(step):
     }
 
 
-def bits(state):
-    """Converts every leaf to a NumPy array, PRNG keys to their key data."""
-
-    def plain(x):
-        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
-
-    return jax.tree.map(plain, state)
-
-
 def same(a, b):
-    pairs = zip(jax.tree.leaves(bits(a)), jax.tree.leaves(bits(b)), strict=True)
-    return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+    """Returns whether all leaves have the same dtypes, shapes and bits; to assert it, use ``assert_same_bits``."""
+    return not differing_leaves(a, b)
 
 
 def written(folder, content=state_of):

@@ -166,6 +166,42 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
 
 
+def bits(tree: Any) -> Any:
+    """Converts every leaf to a NumPy array, PRNG keys to their key data."""
+
+    def plain_array(x):
+        is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(plain_array, tree)
+
+
+def differing_leaves(got: Any, want: Any) -> list[str]:
+    """Returns a phrase for each leaf whose dtype, shape or bits differ, with its path; boxes of leaves may differ."""
+    found = []
+    paths_and_leaves = jax.tree_util.tree_flatten_with_path(bits(want))[0]
+    for (path, w), g in zip(paths_and_leaves, jax.tree.leaves(bits(got)), strict=True):
+        if (g.dtype, g.shape) != (w.dtype, w.shape):
+            found.append(f"{path_string(path)}: {g.dtype}{list(g.shape)} in place of {w.dtype}{list(w.shape)}")
+        elif g.tobytes() != w.tobytes():
+            bytes_of_entries = [np.frombuffer(x.tobytes(), np.uint8).reshape(x.size, -1) for x in (g, w)]
+            (others,) = np.nonzero(np.any(bytes_of_entries[0] != bytes_of_entries[1], axis=1))
+            first = f"{g.ravel()[others[0]]} in place of {w.ravel()[others[0]]}"
+            found.append(f"{path_string(path)}: {len(others)} of {g.size} entries, the first {first}")
+    return found
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Asserts that the leaves of two trees have the same dtypes, shapes and bits; the error names those that differ."""
+    wrong = differing_leaves(got, want)
+    assert not wrong, f"these leaves differ: {'; '.join(wrong)}"
+
+
+def assert_each_leaf(check: Callable, got: Any, want: Any) -> None:
+    """Applies ``check(got, want, err_msg=path)``, an assertion of ``np.testing``, to the leaves of two equal trees."""
+    jax.tree_util.tree_map_with_path(lambda path, g, w: check(g, w, err_msg=path_string(path)), got, want)
+
+
 def equations(jaxpr: Any, within: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Returns the equations of a jaxpr and of nested jaxprs, each with the names of the enclosing primitives."""
     found = []

@@ -25,6 +25,7 @@ from xlstm_jax.distributed import (
     plan_sharding,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2e-2, jnp.float64: 1e-13}
 
@@ -49,10 +50,10 @@ def gradients(attention):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
-def close(got, want, tolerance):
-    assert got.dtype == want.dtype
+def close(got, want, tolerance, name=""):
+    assert got.dtype == want.dtype, name
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+    assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max(), err_msg=name)
 
 
 @pytest.mark.one_in(2)
@@ -124,8 +125,8 @@ def test_sharding_remat_and_chunked_head_leave_loss_and_gradients_unchanged(shar
     want, want_grads = loss_and_grad()
     got, grads = loss_and_grad(remat=remat, shard_axes=shard_axes, chunked_head=True, constrain=lambda x: x, **options)
     assert_allclose(got, want, rtol=2e-3)  # the logits of the plain loss are rounded to bfloat16
-    for g, w in zip(jax.tree.leaves(grads), jax.tree.leaves(want_grads), strict=True):
-        close(g, w, 5e-2)
+    for (path, right), grad in zip(leaves_with_path(want_grads), jax.tree.leaves(grads), strict=True):
+        close(grad, right, 5e-2, path)
 
 
 def test_next_token_loss_of_a_single_row_scatters_label_gradients_without_the_row_dim():
@@ -184,10 +185,10 @@ def test_sharded_decoder_and_vision_models_have_the_gradients_of_the_plain_model
     assert_allclose(metrics["loss"], loss, rtol=2e-3)
     found = jax.tree.map(lambda before, after: before - after, start, jax.device_get(unbox(state.params)))
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
-    for got, right in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    for (path, right), got in zip(leaves_with_path(want), jax.tree.leaves(found), strict=True):
         # A softmax ignores a common shift of all scores: the gradient of the key bias is pure rounding.
         if np.abs(right).max() > 1e-3 * largest:
-            close(got, np.asarray(right), 5e-2)
+            close(got, np.asarray(right), 5e-2, path)
     of_a_device = value(start, jax.tree.map(lambda rows: rows[:1], batch))[1]
     pairs = zip(*map(jax.tree.leaves, (of_a_device, want)), strict=True)
     differ = [np.abs(one - right).mean() / np.abs(right).mean() for one, right in pairs]

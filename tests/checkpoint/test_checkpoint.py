@@ -23,7 +23,7 @@ from tests import damage
 from tests.checkpoint.test_writer import spawn
 from tests.damage import NEWEST, OLDER
 from tests.data_parallel.test_initialisation import largest_buffer
-from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
+from tests.support import AXES, Model, assert_same_bits, bits, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import checksums, record
@@ -78,7 +78,7 @@ def assert_same(got, want):
         assert type(a) is type(b), path
         if isinstance(a, jax.Array):
             assert (a.sharding, a.committed, a.dtype) == (b.sharding, b.committed, b.dtype), path
-    assert damage.same(got, want)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("dp, fsdp_size", [(2, 4), (1, 1)])
@@ -92,7 +92,7 @@ def test_restore_preserves_value_type_and_sharding_of_each_kind_of_leaf(dp, fsdp
         assert checkpointer.latest_step() == 5
         assert_same(checkpointer.restore(state), state)
         keys = jax.ShapeDtypeStruct(state["keys"].shape, state["keys"].dtype, sharding=state["keys"].sharding)
-        assert damage.same(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
+        assert_same_bits(checkpointer.restore(state | {"keys": keys})["keys"], state["keys"])
     other = jax.tree.map(lambda x: x, state) | {"unplaced": jnp.arange(3.0) + 1}
     assert not damage.same(other, state)  # guard
 
@@ -128,7 +128,7 @@ def test_restore_reads_each_dtype_by_shard_and_save_raises_for_unsupported_dtype
     with jax.enable_x64(True), Checkpointer(tmp_path, async_timeout_s=600) as checkpointer:
         state = {name: placed(jnp.asarray(values, name)) for name in NUMBERS}
         state |= {name: placed(jax.random.split(jax.random.key(0, impl=name), 8)) for name in KEYS}
-        assert all(str(state[name][0].dtype) == name for name in NUMBERS)  # guard
+        assert not [name for name in NUMBERS if str(state[name][0].dtype) != name]  # guard
         for name in NOT_STORED:
             with pytest.raises(TypeError, match=f"'x/0' has the dtype {name}, which cannot be stored; cast it"):
                 checkpointer.save(1, {"x": placed(jnp.asarray(values, name))})
@@ -145,9 +145,9 @@ def test_abstract_train_state_matches_create_train_state_without_allocation(on_e
     rng, x = jax.eval_shape(lambda: (jax.random.key(0), X))
     got = abstract_train_state(model, TX, mesh, rng, x, batch_axes=AXES)
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert isinstance(a, jax.ShapeDtypeStruct)
-        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+    for (path, b), a in zip(leaves_with_path(unbox(want)), jax.tree.leaves(got), strict=True):
+        assert isinstance(a, jax.ShapeDtypeStruct), path
+        assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding), path
     huge = nn.Dense(2**24)  # whose kernel has 2 TiB
     abstract = abstract_train_state(
         fsdp(type(huge))(2**24), TX, mesh, rng, jax.ShapeDtypeStruct((8, 2**15), jnp.float32), batch_axes=AXES
@@ -164,15 +164,16 @@ def test_restored_run_continues_bit_equal_to_the_uninterrupted_run(on_eight, tmp
         for i in range(1, 7):
             state, metrics = step(state, BATCH, key)
             assert checkpointer.save(i, state) == (i % 2 == 0)
-            states[i] = damage.bits(unbox(state.params))
+            states[i] = bits(unbox(state.params))
     target = abstract_train_state(model, TX, mesh_of(2, 4), key, X, batch_axes=AXES)
     with Checkpointer(tmp_path, 2) as checkpointer:
         for i in (2, 4, 6):
-            assert damage.same(unbox(checkpointer.restore(target, i).params), states[i])
+            assert_same_bits(unbox(checkpointer.restore(target, i).params), states[i])
         resumed = checkpointer.restore(target, 4)
     for _ in range(2):
         resumed, last = step(resumed, BATCH, key)
-    assert damage.same(unbox(resumed), unbox(state)) and float(last["loss"]) == float(metrics["loss"])
+    assert_same_bits(unbox(resumed), unbox(state))
+    assert float(last["loss"]) == float(metrics["loss"])
 
 
 def test_sharded_checkpoint_restores_into_the_plain_model_and_back(on_eight, tmp_path):
@@ -182,8 +183,9 @@ def test_sharded_checkpoint_restores_into_the_plain_model_and_back(on_eight, tmp
         one.save(1, sharded)
         got = one.restore(plain)
         assert type(got.step) is int  # as Flax begins
-        assert not any(is_box(leaf) for _, leaf in leaves_with_path(got)) and got.apply_fn == plain.apply_fn
-        assert damage.same(got.params, unbox(sharded.params))
+        assert not [path for path, leaf in leaves_with_path(got) if is_box(leaf)]
+        assert got.apply_fn == plain.apply_fn
+        assert_same_bits(got.params, unbox(sharded.params))
         two.save(1, got)
         back = two.restore(sharded)
         assert_same(back, sharded)
@@ -207,10 +209,10 @@ def test_restore_params_ignores_the_optimizer_and_fits_other_meshes_and_tree_pat
             for step, want in {1: adamw, 2: sgd, 3: adamw}.items():
                 got = checkpointer.restore_params(like, step)
                 assert jax.tree.structure(got) == jax.tree.structure(like)
-                assert damage.same(unbox(got), unbox(want.params))
+                assert_same_bits(unbox(got), unbox(want.params))
                 assert [x.sharding for x in jax.tree.leaves(got)] == [x.sharding for x in jax.tree.leaves(like)]
         moments = checkpointer.restore_params(plain, 1, path="train/opt_state/0/mu")
-        assert damage.same(moments, plain)  # both are zeros
+        assert_same_bits(moments, plain)  # both are zeros
         with pytest.raises(ValueError, match=r"holds step 3 already"):  # a state made of them cannot save there
             checkpointer.save(3, got)
     assert not damage.same(sgd.params, adamw.params)  # guard
@@ -248,7 +250,7 @@ def test_restore_params_verifies_checksums_and_falls_back_to_an_older_step(tmp_p
     damage.swap_steps(folder, None)
     with Checkpointer(folder) as checkpointer, pytest.warns(match=r"step 20 .*'params/host', .*is damaged|is damaged"):
         got = checkpointer.restore_params(damage.state_of(NEWEST))
-    assert damage.same(got, damage.state_of(OLDER))
+    assert_same_bits(got, damage.state_of(OLDER))
 
 
 def test_synced_metric_state_restores_on_another_mesh_and_local_state_raises(tmp_path):
@@ -297,7 +299,7 @@ def test_save_writes_the_values_at_the_call_despite_later_donation(on_device, tm
     make = jax.jit(lambda: {f"w{i}": jnp.full((512, 256), i, jnp.float32) for i in range(6)}, out_shardings=split)
     overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x * 0 - 1, state), donate_argnums=0)
     train, host = make(), np.arange(2**20)
-    want = damage.bits({"train": train, "host": host.copy()})
+    want = bits({"train": train, "host": host.copy()})
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"train": train, "host": host})
         for _ in range(5):
@@ -306,7 +308,7 @@ def test_save_writes_the_values_at_the_call_despite_later_donation(on_device, tm
         assert float(jax.block_until_ready(train)["w5"][0, 0]) == -1
         late[0].set()
         checkpointer.wait()
-        assert damage.same(checkpointer.restore({"train": train, "host": host}), want)
+        assert_same_bits(checkpointer.restore({"train": train, "host": host}), want)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +445,7 @@ def test_restore_raises_for_a_step_folder_renamed_to_another_number(sound, folde
         ):
             checkpointer.restore(sound[NEWEST], 20)
         damage.exchange_steps(folder, None)
-        assert damage.same(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
+        assert_same_bits(checkpointer.restore(sound[NEWEST]), sound[NEWEST])
 
 
 @pytest.mark.parametrize("hurt", [damage.renamed_lower, damage.linked_nowhere, damage.empty_step])
@@ -510,7 +512,8 @@ def test_restore_names_leaves_of_a_damaged_step_and_the_next_save_moves_the_step
     assert not (folder / "20").exists() and not (folder / "30").exists()
     with Checkpointer(folder, 5) as checkpointer, warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert damage.same(checkpointer.restore(state), state) and checkpointer.latest_step() == 15
+        assert_same_bits(checkpointer.restore(state), state)
+        assert checkpointer.latest_step() == 15
 
 
 def interrupted_at(call, work):
@@ -553,7 +556,7 @@ def test_keyboard_interrupt_during_restore_is_not_treated_as_damage(sound, folde
         assert ended <= 10
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert damage.same(restore(), sound[NEWEST])
+            assert_same_bits(restore(), sound[NEWEST])
         assert checkpointer.save(30, sound[NEWEST])
     assert {path.name for path in folder.iterdir()} >= {*names, "30"}
 
@@ -588,7 +591,7 @@ def test_restore_warns_of_damage_inside_an_except_block_for_an_interruption(soun
             raise SystemExit
         except SystemExit:
             with pytest.warns(match="step 20 in .* is damaged and was passed over"):
-                assert damage.same(checkpointer.restore(sound[NEWEST]), sound[OLDER])
+                assert_same_bits(checkpointer.restore(sound[NEWEST]), sound[OLDER])
 
 
 # ------------------------------------------------------------------------------------------------------- two processes

@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 from tests.damage import same
-from tests.support import data, mean_loss
+from tests.support import assert_same_bits, data, mean_loss
 from xlstm_jax.distributed.checkpoint import (
     VersionNeededError,
     apply_publication,
@@ -79,7 +79,8 @@ def published(versions, tmp_path):
 
 def test_reader_follows_versions_and_delta_size_matches_the_changed_entries(versions, published):
     start, arrays = apply_publication({}, published)
-    assert start == 5 and same(arrays, flat(versions[4]))
+    assert start == 5
+    assert_same_bits(arrays, flat(versions[4]))
     for number in range(1, 5):
         changed, size = changed_bytes(versions[number - 1], versions[number])
         assert 0.01 < changed / size < 0.05  # guard: as the brief of a delta has it
@@ -88,7 +89,7 @@ def test_reader_follows_versions_and_delta_size_matches_the_changed_entries(vers
         assert len(written) == 2
         # Of an entry its 2 bytes and a gap of 1; the tensors of a file, and an index, have names and digests.
         assert sum(path.stat().st_size for path in written) <= 3.1 * entries + OF_A_FILE
-        assert same(apply_publication(flat(versions[number]), published).arrays, flat(versions[4]))
+        assert_same_bits(apply_publication(flat(versions[number]), published).arrays, flat(versions[4]))
     assert latest_version(published) == 5
 
 
@@ -96,7 +97,9 @@ def test_apply_publication_keeps_input_arrays_and_shares_unchanged_tensors(versi
     mine = {name: np.asfortranarray(array) for name, array in flat(versions[3]).items()}
     before = {name: array.copy() for name, array in mine.items()}
     version, got = apply_publication(mine, published)
-    assert version == 5 and same(got, flat(versions[4])) and same(mine, before)
+    assert version == 5
+    assert_same_bits(got, flat(versions[4]))
+    assert_same_bits(mine, before)
     shared = [name for name in mine if same(mine[name], got[name])]
     assert shared and all(got[name] is mine[name] for name in shared)
     again = apply_publication(got, published)
@@ -116,10 +119,10 @@ def test_arrays_of_no_version_are_refused_and_the_needed_version_is_named(versio
     publish(versions[0], published, since=2)
     with pytest.raises(VersionNeededError, match=r"version 6 in .* applies to version 2, .*: 1 or 2\."):
         apply_publication(flat(versions[3]), published)
-    assert same(apply_publication(flat(versions[1]), published).arrays, flat(versions[0]))
+    assert_same_bits(apply_publication(flat(versions[1]), published).arrays, flat(versions[0]))
     # A full version needs none.
     assert publish(versions[2], published) == 7
-    assert same(apply_publication(flat(versions[0]), published).arrays, flat(versions[2]))
+    assert_same_bits(apply_publication(flat(versions[0]), published).arrays, flat(versions[2]))
 
 
 def test_publish_raises_for_since_outside_the_published_versions(versions, published):
@@ -154,7 +157,8 @@ def test_damage_anywhere_is_refused_or_harmless(versions, published):
                     else:
                         # Space in an index, or a value that a later version replaces.
                         assert "00000005-" not in path.name, path
-                        assert version == 5 and same(got, want)
+                        assert version == 5
+                        assert_same_bits(got, want)
         path.write_bytes(content)
         path.rename(path.with_name("gone"))
         if path.name == "model-00000005.delta.json":  # the version is not there then
@@ -164,7 +168,7 @@ def test_damage_anywhere_is_refused_or_harmless(versions, published):
                 apply_publication({}, published)
         path.with_name("gone").rename(path)
     assert refused > 300
-    assert same(apply_publication(mine, published).arrays, want)
+    assert_same_bits(apply_publication(mine, published).arrays, want)
 
 
 def test_versions_that_a_crash_left_without_an_index_are_not_read(versions, published, tmp_path):
@@ -172,9 +176,9 @@ def test_versions_that_a_crash_left_without_an_index_are_not_read(versions, publ
     copy = tmp_path / "copy"
     (copy / "model-00000005.delta.json").unlink()
     assert latest_version(copy) == 4
-    assert same(apply_publication({}, copy).arrays, flat(versions[3]))
+    assert_same_bits(apply_publication({}, copy).arrays, flat(versions[3]))
     assert publish(versions[4], copy, since=3) == 5
-    assert same(apply_publication(flat(versions[2]), copy).arrays, flat(versions[4]))
+    assert_same_bits(apply_publication(flat(versions[2]), copy).arrays, flat(versions[4]))
 
 
 def test_a_version_that_goes_while_it_is_read_is_not_mixed_with_the_next(versions, published, monkeypatch):
@@ -190,7 +194,8 @@ def test_a_version_that_goes_while_it_is_read_is_not_mixed_with_the_next(version
 
     monkeypatch.setattr(follow, "read_files", meanwhile)
     version, arrays = apply_publication({}, published)
-    assert (version, calls) == (7, [5, 7]) and same(arrays, flat(versions[1]))
+    assert (version, calls) == (7, [5, 7])
+    assert_same_bits(arrays, flat(versions[1]))
 
 
 def test_delta_publications_add_remove_and_reshape_tensors(tmp_path):
@@ -201,7 +206,7 @@ def test_delta_publications_add_remove_and_reshape_tensors(tmp_path):
     publish(second, tmp_path, since=1)
     assert publish(third, tmp_path, since=2) == 3
     for start in ({}, first, second, third):
-        assert same(apply_publication(start, tmp_path).arrays, third)
+        assert_same_bits(apply_publication(start, tmp_path).arrays, third)
 
 
 def test_apply_publication_raises_for_an_export_or_an_absent_folder(tmp_path):

@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.damage import same
-from tests.support import mesh_of
+from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed.checkpoint import (
     Divided,
     Joined,
@@ -121,13 +120,13 @@ def test_publish_writes_the_layout_of_the_reader_and_from_layout_inverts_to_layo
     )
     publish(split, tmp_path / "reader", names=names, layout=layout)
     got = apply_publication({}, tmp_path / "reader").arrays
-    assert same(got, expected(model, params))
+    assert_same_bits(got, expected(model, params))
     publish(split, tmp_path / "model", names=names)
     plain = apply_publication({}, tmp_path / "model").arrays
     assert not plain.keys() >= got.keys()  # guard: the layout has changed something
     back = from_layout(got, layout, {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in plain.items()})
-    assert same(back, plain)
-    assert same(to_layout(back, layout), got)
+    assert_same_bits(back, plain)
+    assert_same_bits(to_layout(back, layout), got)
 
 
 def test_delta_publication_uses_the_layout_and_changes_only_affected_tensors(tmp_path):
@@ -137,7 +136,7 @@ def test_delta_publication_uses_the_layout_and_changes_only_affected_tensors(tmp
     params["blocks"]["attn"]["k"]["kernel"][1, 3, 0, 2] += 1
     publish(params, tmp_path, names=LLAMA_NAMES, layout=LLAMA, since=1)
     got = apply_publication(arrays, tmp_path).arrays
-    assert same(got, expected("llama", params))
+    assert_same_bits(got, expected("llama", params))
     assert [name for name in got if got[name] is not arrays[name]] == ["model.layers.1.self_attn.qkv_proj.weight"]
 
 
@@ -152,8 +151,8 @@ def test_joined_concatenates_parts_of_different_sizes_along_any_dim(count, dim):
     layout = [Joined((r"(.)\.0", *[rf"\1.{part}" for part in range(1, count)]), r"\1.all", dim)]
     got = to_layout(arrays, layout)
     want = {f"{x}.all": np.concatenate([arrays[f"{x}.{i}"] for i in range(count)], dim) for x in "ab"}
-    assert same(got, want)
-    assert same(from_layout(got, layout, arrays), arrays)
+    assert_same_bits(got, want)
+    assert_same_bits(from_layout(got, layout, arrays), arrays)
 
 
 @pytest.mark.parametrize(

@@ -507,51 +507,84 @@ def test_forecast_and_lint_commands_share_the_cached_compilation(command, folder
         assert code == 2 and "the compiler's process ended with exit code 1" in err, other
 
 
-def test_fit_command_reports_no_fit_and_skips_options_without_a_factory_argument(command, monkeypatch):
-    """Steps are built and traced, but their bytes are a formula: with real ones see forecast/test_planner.py."""
+FIT_ON_ONE_MESH = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2"
+STEP_BYTES, BYTES_TO_HOST = 2**20, 2**14  # with offload a step takes 1008 KiB in place of 1 MiB
+
+
+@pytest.fixture
+def forecasts_by_formula(monkeypatch):
+    """Replaces the compiler of ``fit`` by a formula; returns a list that gets (topology, mesh) of each forecast.
+
+    Steps are built and traced, and each takes ``STEP_BYTES``, less ``BYTES_TO_HOST`` if its moments are on the host.
+    The third result is as from a cache, without a compile time. For a search with real bytes see
+    forecast/test_planner.py.
+    """
     asked = []
 
     def by_formula(call):
         asked.append((call.topology.name, call.axis_sizes))
         moments = jax.tree.leaves(call.args[0].opt_state)
         on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
-        host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None
-        memory = SimpleNamespace(argument_bytes=0)
+        host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None  # 1 KiB
+        total_bytes = STEP_BYTES - BYTES_TO_HOST * on_host
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0)}
-        figures = SimpleNamespace(total_bytes=2**20 - 2**14 * on_host, memory=memory, host=host, **times)
+        memory = SimpleNamespace(argument_bytes=0)
+        figures = SimpleNamespace(total_bytes=total_bytes, memory=memory, host=host, **times)
         program = (call.traced.jaxpr.pretty_print(), on_host)
         return Job(lambda: figures, seconds=None if len(asked) == 3 else 12.3, key=program)
 
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)
-    line = "fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --json --budget"
-    code, out, err = command(f"{line} 900KiB")
+    return asked
+
+
+def printed_forecast_arguments(out):
+    """Parses the command ``xlstm-jax forecast ...`` at the end of the output of ``fit``."""
+    line = out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " ")
+    return arguments.make_parser().parse_args(shlex.split(line)[1:])
+
+
+def test_fit_command_reports_no_fit_and_skips_options_without_a_factory_argument(command, forecasts_by_formula):
+    code, out, err = command(f"{FIT_ON_ONE_MESH} --json --budget 900KiB")  # less than a step takes, with offload too
     found = json.loads(out)
     assert code == 1 and "nothing fits into 900 KiB" in err and found["budget_bytes"] == 900 * 2**10
+    assert forecasts_by_formula, "no step was forecast"
+    assert not [asked for asked in forecasts_by_formula if asked != ("v5e:2x2", {"dp": 2, "fsdp": 2})]
+    # The factory cannot gather weights again, so these trials are the program with kept weights.
+    note = "xlstm-jax: tiny_training:training has no argument for weights gathered again: these stay as it has them."
+    lines = [line for line in err.splitlines() if line != "the user's module prints"]
+    assert lines[0].startswith(note)
+    gathered_again = [trial for trial in found["trials"] if not trial["keep_gathered"] and not trial["remat"]]
     same = "the same program as one before: build_step, or the model, ignores the varied option"
-    assert {t["problem"] for t in found["trials"] if not t["keep_gathered"] and not t["remat"]} == {same}
-    said = "xlstm-jax: tiny_training:training has no argument for weights gathered again: these stay as it has them."
-    assert said in err.splitlines()[0] if "prints" not in err.splitlines()[0] else said in err
-    assert set(map(str, asked)) == {str(("v5e:2x2", {"dp": 2, "fsdp": 2}))}
-    # No terminal is here, so what stays is a plain line, and nothing else is said.
+    assert {trial["problem"] for trial in gathered_again} == {same}
+
+
+def test_fit_command_prints_a_line_for_each_trial(command, forecasts_by_formula):
+    _, out, err = command(f"{FIT_ON_ONE_MESH} --json --budget 900KiB")
+    # No terminal is here, so a plain line remains of each trial, and nothing else.
     lines = [line for line in err.splitlines() if "trial" in line]
-    assert lines[0] == "xlstm-jax: trial 1: dp=2,fsdp=2, weights kept: 1 MiB, compiled in 12 s"
-    assert lines[1].startswith(
-        "xlstm-jax: trial 2: dp=2,fsdp=2, weights gathered again: the same program as one before"
-    )
-    assert lines[2] == "xlstm-jax: trial 3: dp=2,fsdp=2, weights gathered again, remat: 1 MiB, from the cache"
-    assert len(lines) == len(found["trials"])
-    code, out, err = command(f"{line} 1MiB")
+    trial, mesh = "xlstm-jax: trial", "dp=2,fsdp=2, weights"
+    assert lines[0] == f"{trial} 1: {mesh} kept: 1 MiB, compiled in 12 s"
+    assert lines[1].startswith(f"{trial} 2: {mesh} gathered again: the same program as one before")
+    assert lines[2] == f"{trial} 3: {mesh} gathered again, remat: 1 MiB, from the cache"
+    assert len(lines) == len(json.loads(out)["trials"])
+
+
+def test_fit_command_exits_with_0_and_prints_the_forecast_command_of_a_fitting_step(command, forecasts_by_formula):
+    code, out, err = command(f"{FIT_ON_ONE_MESH} --json --budget 1MiB")
     assert code == 0 and json.loads(out)["trials"][0]["fits"] and "nothing fits" not in err
-    code, out, _ = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1MiB --set width=512")
-    again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
-    args = arguments.make_parser().parse_args(again[1:])
+    _, out, _ = command(f"{FIT_ON_ONE_MESH} --budget 1MiB --set width=512")
+    args = printed_forecast_arguments(out)
     assert (args.command, args.factory, args.mesh) == ("forecast", "tiny_training:training", {"dp": 2, "fsdp": 2})
     assert dict(args.set) == {"min_weight_size": 2**18, "remat": False, "width": 512}  # what the factory declares
     assert not args.offload
-    code, out, err = command("fit --topology v5e:2x2 --mesh dp=2,fsdp=2 --budget 1010KiB --set min_weight_size=1024")
+
+
+def test_fit_command_reports_offload_if_no_step_fits_without_offload(command, forecasts_by_formula):
+    # 1010 KiB: less than the 1024 KiB of a step, more than its 1008 KiB with offload.
+    code, out, err = command(f"{FIT_ON_ONE_MESH} --budget 1010KiB --set min_weight_size=1024")
     assert code == 0 and "Nothing fits without offload. With it 1 KiB of" in " ".join(out.split())
-    again = shlex.split(out[out.rindex("xlstm-jax forecast") :].replace("\\\n", " "))
-    assert arguments.make_parser().parse_args(again[1:]).offload and "weights kept, offload: 0.98 MiB" in err
+    assert "weights kept, offload: 0.98 MiB" in err  # 1008 KiB
+    assert printed_forecast_arguments(out).offload
 
 
 def test_fit_command_with_model_axes_tries_meshes_and_prints_the_batch_spec(command, monkeypatch):
@@ -607,7 +640,8 @@ def test_fit_command_compiles_once_for_options_unused_by_the_factory(command, mo
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     _, out, _ = command("fit --topology v5e:2x2 --mesh fsdp=4 --json", "tiny_training:passes_on")
     best, *others = json.loads(out)["trials"]
-    assert best["fits"] and others and all("the same program as one before" in one["problem"] for one in others)
+    assert best["fits"] and others
+    assert not [one["problem"] for one in others if "the same program as one before" not in one["problem"]]
 
 
 # ------------------------------------------------------------------------------------------------- what pages quote
@@ -643,7 +677,9 @@ def test_command_output_quoted_on_pages_matches_printed_output(page, line, print
     cli.main(shlex.split(line)[1:])
     out, err = capsys.readouterr()
     shown = iter([text.rstrip() for text in (out + err).splitlines()])
-    assert printed and all(text.rstrip() in shown for text in printed)  # in this order
+    assert printed
+    for text in printed:  # in this order: `in` consumes the iterator
+        assert text.rstrip() in shown, f"{line} does not print, after the lines quoted before it: {text}"
 
 
 def test_commands_quoted_on_pages_parse_without_error():

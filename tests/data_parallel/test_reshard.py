@@ -9,7 +9,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import Model, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
+from tests.support import Model, assert_each_leaf, assert_same_params, data, equations, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     init_sharded,
     partition_specs,
@@ -94,7 +94,7 @@ def test_reshard_after_forward_keeps_static_flags_keywords_dropout_and_methods()
         specs = partition_specs(variables, mesh)
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=(specs, P("fsdp")), out_specs=P("fsdp"), check_vma=False)
         outputs.append(jax.jit(mapped)(variables, x))
-    jax.tree.map(np.testing.assert_array_equal, *outputs)
+    assert_each_leaf(np.testing.assert_array_equal, *outputs)
     assert np.ptp(np.asarray(outputs[0][0]), axis=0).max() > 0  # guard: rows differ only by dropout
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, fsdp, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, fsdp, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -98,16 +99,28 @@ def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
 
 
 def test_by_rows_chooses_the_lookup_with_the_fewest_bytes_or_none():
-    choose = partial(by_rows, index_bytes=4, table_bytes=4, row_bytes=4, how=DEFAULT_COMMUNICATION)
-    table, axes = (32768, 2048), [("x", 16), ("y", 16)]
-    two = choose(table, table, 0, axes, tokens=2048)
-    assert (two.outer, two.group, two.width) == (("x",), ("y",), LANES)  # 8 columns over both are too narrow
-    one = choose(table, table, 0, [("fsdp", 8)], tokens=2048)
+    vocabulary, features, tokens, word = 32768, 2048, 2048, 4  # values and indices have 4 bytes
+    sizes = {"index_bytes": word, "table_bytes": word, "row_bytes": word}
+    table = (vocabulary, features)
+    choose = partial(by_rows, table, table, 0, how=DEFAULT_COMMUNICATION, **sizes)
+
+    # Two axes: a group over both would leave 2048 / 256 = 8 columns per device, fewer than the lanes of a TPU.
+    two = choose([("x", 16), ("y", 16)], tokens=tokens)
+    assert (two.outer, two.group, two.width) == (("x",), ("y",), LANES)
+
+    # One axis: the lookup sends a shard of the table, and for each token a row and an index to each device.
+    devices = 8
+    one = choose([("fsdp", devices)], tokens=tokens)
     assert (one.outer, one.group) == ((), ("fsdp",))
-    rows, whole = one.sent_bytes(2048, 4, 4, 4), 32768 * 2048 * 4 * 7 / 8
-    assert rows == 7 / 8 * (32768 * 2048 / 8 * 4 + 2048 * 2048 * 4 + 8 * 2048 * 4) < whole
-    assert choose(table, table, 0, [("fsdp", 8)], tokens=28000) is not None
-    assert choose(table, table, 0, [("fsdp", 8)], tokens=29000) is None
+    table_bytes, token_bytes = vocabulary * features * word, (features + devices) * word
+    to_others = 1 - 1 / devices  # a device keeps its own part
+    looked_up, gathered = to_others * (table_bytes / devices + tokens * token_bytes), to_others * table_bytes
+    assert one.sent_bytes(tokens, **sizes) == looked_up < gathered
+
+    # Break-even: table_bytes / devices + tokens * token_bytes = table_bytes.
+    break_even = table_bytes * (1 - 1 / devices) / token_bytes
+    assert choose([("fsdp", devices)], tokens=math.floor(break_even)) is not None, f"{break_even=}"
+    assert choose([("fsdp", devices)], tokens=math.ceil(break_even)) is None, f"{break_even=}"
 
 
 # -------------------------------------------------------------------------------------------------------------- models
@@ -157,12 +170,27 @@ def trained(model, mesh, check_vma=True, **options):
     return step, state
 
 
+class Sent(NamedTuple):
+    """How a step sends a table: the gathers of the full table, and the all-to-alls."""
+
+    gathers: int
+    all_to_alls: int
+
+
+# A lookup sends its rows forward and their gradients backward, each by an all-to-all. If the vocabulary is split, the
+# table's columns and their gradient take an all-to-all, too; if the features are split, devices hold the columns.
+GATHERED_TABLE = Sent(gathers=1, all_to_alls=0)
+ROWS_OF_SPLIT_VOCABULARY = Sent(gathers=0, all_to_alls=4)
+ROWS_OF_SPLIT_FEATURES = Sent(gathers=0, all_to_alls=2)
+ROWS_OF_FROZEN_TABLE = Sent(gathers=0, all_to_alls=2)  # split by vocabulary: columns and rows, both forward only
+
+
 def tables_sent(step, state, size=64 * 24):
-    """Returns the number of gathers of the full table and of all-to-alls in the lowered step."""
+    """Counts, in the lowered step, the gathers of the full table of ``size`` values, and the all-to-alls."""
     text = step.lower(state, BATCH, jax.random.key(2)).as_text()
     results = re.findall(r"stablehlo\.all_gather.* -> tensor<((?:\d+x)+)\w+>", text)
     gathered = [math.prod(map(int, dims.split("x")[:-1])) for dims in results]
-    return gathered.count(size), text.count("stablehlo.all_to_all")
+    return Sent(gathered.count(size), text.count("stablehlo.all_to_all"))
 
 
 def assert_as_on_one_device(step, state, plain, tolerance=FLOAT32_ROUNDING):
@@ -172,7 +200,7 @@ def assert_as_on_one_device(step, state, plain, tolerance=FLOAT32_ROUNDING):
     got = jax.tree.map(lambda a, b: 2 * (a - b), before, after)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(want))
     close = partial(np.testing.assert_allclose, rtol=tolerance, atol=max(tolerance * scale, 5e-7))
-    jax.tree.map(close, got, want)
+    assert_each_leaf(close, got, want)
     assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(want)) > 1e-4  # guard
 
 
@@ -193,8 +221,9 @@ def test_linen_embedding_looked_up_by_rows_trains_as_on_a_single_device(case, ch
     mesh, axes, options, shape = CASES[case]
     model = shard_modules(Untied(shape=shape), nn.Embed, axes, min_weight_size=64, **options)
     step, state = trained(model, mesh_of[mesh], check_vma)
-    of_columns = 2 if shape[0] == 63 else 4  # tables that are split by features
-    assert tables_sent(step, state, shape[0] * shape[1]) == (0, of_columns)
+    # The 4 devices along "fsdp" do not divide 63 rows, so this table is split along its features.
+    want = ROWS_OF_SPLIT_FEATURES if shape[0] == 63 else ROWS_OF_SPLIT_VOCABULARY
+    assert tables_sent(step, state, shape[0] * shape[1]) == want
     assert_as_on_one_device(step, state, Untied(shape=shape))
 
 
@@ -214,7 +243,7 @@ class TiedNnx(nnx.Module):
         return self.embed.attend(nnx.tanh(self.embed(tokens)))
 
 
-@pytest.mark.parametrize("make, sent", [(UntiedNnx, (0, 4)), (TiedNnx, (1, 0))])
+@pytest.mark.parametrize("make, sent", [(UntiedNnx, ROWS_OF_SPLIT_VOCABULARY), (TiedNnx, GATHERED_TABLE)])
 def test_nnx_embedding_looked_up_by_rows_trains_as_on_a_single_device(make, sent, mesh_of):
     model = shard_modules(nnx_model(make), nnx.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
@@ -235,28 +264,28 @@ def test_plan_lists_row_bytes_for_untied_but_not_for_tied_embeddings():
 def test_wrapped_embed_class_looks_up_rows_instead_of_a_table_gather(mesh_of):
     model = Untied(fsdp(nn.Embed))
     step, state = trained(model, mesh_of["one axis"])
-    assert tables_sent(step, state) == (0, 4)
+    assert tables_sent(step, state) == ROWS_OF_SPLIT_VOCABULARY
     assert_as_on_one_device(step, state, Untied())
 
 
 def test_row_lookup_in_a_scan_with_remat_and_minibatches_matches_a_single_device(mesh_of):
     model = shard_modules(Scanned(), nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"], num_minibatches=2)
-    assert tables_sent(step, state)[0] == 0
+    assert tables_sent(step, state).gathers == 0
     assert_as_on_one_device(step, state, Scanned())
 
 
 def test_row_lookup_with_a_bfloat16_embed_matches_a_single_device(mesh_of):
     model = shard_modules(Untied(dtype=jnp.bfloat16), nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
-    assert tables_sent(step, state) == (0, 4)
+    assert tables_sent(step, state) == ROWS_OF_SPLIT_VOCABULARY
     assert_as_on_one_device(step, state, Untied(dtype=jnp.bfloat16), tolerance=0.02)
 
 
 def test_frozen_embedding_looked_up_by_rows_stays_unchanged_without_gradient(mesh_of):
     model = shard_modules(Untied(), nn.Embed, "fsdp", min_weight_size=64, trainable=False)
     step, state = trained(model, mesh_of["one axis"])
-    assert tables_sent(step, state) == (0, 2)
+    assert tables_sent(step, state) == ROWS_OF_FROZEN_TABLE
     before = np.array(state.params["embed"]["embedding"].value)
     want = loss_fn(jax.tree.map(np.array, unbox(state.params)), Untied().apply, BATCH, None)
     after, metrics = step(state, BATCH, jax.random.key(2))
@@ -290,7 +319,7 @@ def test_embedding_table_is_gathered_where_row_lookup_is_costlier_or_impossible(
     plain, size = GATHERED[case]
     model = shard_modules(plain, nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
-    assert tables_sent(step, state, size) == (1, 0)
+    assert tables_sent(step, state, size) == GATHERED_TABLE
     assert_as_on_one_device(step, state, plain)
 
 

@@ -14,6 +14,7 @@ from tests.support import (
     AXES,
     FLOAT32_ROUNDING,
     Model,
+    assert_each_leaf,
     assert_same_params,
     count_collectives,
     data,
@@ -63,7 +64,7 @@ def test_stack_layers_turns_a_loop_state_into_an_equal_scan_state_for_training()
 
     back = unstack_layers(stacked, SCAN, LOOP)
     assert described(back.params) == described(loop.params)
-    jax.tree.map(np.testing.assert_array_equal, back.params, loop.params)
+    assert_each_leaf(np.testing.assert_array_equal, back.params, loop.params)
 
     loop, of_loop = step(loop, data(), jax.random.key(1))
     stacked, of_scan = step(stacked, data(), jax.random.key(1))
@@ -122,7 +123,7 @@ def test_stack_layers_finds_layers_at_any_depth_and_in_any_container():
     assert jax.tree.structure(scan[1]) == jax.tree.structure(
         optax.chain(optax.clip(1.0), optax.adam(1e-3)).init(scan[0])
     )
-    jax.tree.map(np.testing.assert_array_equal, unstack_layers(scan, "layers", "layer_{}_x"), (loop, opt_state))
+    assert_each_leaf(np.testing.assert_array_equal, unstack_layers(scan, "layers", "layer_{}_x"), (loop, opt_state))
 
 
 # ---------------------------------------------------------------------------------------------- an array over the mesh

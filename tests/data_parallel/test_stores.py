@@ -12,7 +12,17 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
+from tests.support import (
+    AXES,
+    assert_same_bits,
+    assert_same_params,
+    data,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    plain,
+    train_on_one_device,
+)
 from xlstm_jax.distributed import (
     Checkpointer,
     Replicas,
@@ -122,9 +132,10 @@ def test_custom_store_trains_exactly_and_checkpoints_plain_values(check_vma, tmp
         whole = NamedSharding(mesh, P())
         of_plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), start)
         read = checkpointer.restore(of_plain)
-        assert jax.tree.all(jax.tree.map(np.array_equal, read, jax.device_get(unbox(state.params))))
+        assert_same_bits(read, unbox(state.params))
         again = checkpointer.restore(state.params)
-    assert jax.tree.all(jax.tree.map(np.array_equal, *map(jax.device_get, (again, state.params))))
+    assert jax.tree.structure(again) == jax.tree.structure(state.params)
+    assert_same_bits(again, state.params)
 
 
 def test_zero_padding_keeps_zeros_on_a_shard_and_drops_padding_on_a_full_dim():

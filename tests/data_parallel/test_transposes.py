@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from tests.support import assert_each_leaf
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.wire import transposes
 from xlstm_jax.distributed.data_parallel.wire.transposes import Exchange, send_back, send_rows
@@ -58,7 +59,7 @@ def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, chec
     padded = run()
     monkeypatch.setattr(transposes, "has_ragged_all_to_all", lambda: True)
     monkeypatch.setattr(lax, "ragged_all_to_all", like_a_tpus)
-    jax.tree.map(np.testing.assert_array_equal, run(), padded)
+    assert_each_leaf(np.testing.assert_array_equal, run(), padded)
     arrived, back, grad = padded
     # Device 2 receives 3 rows of device 0, none of 1, 4 of 2 and 1 of 3, each group at its offset.
     of_two = np.asarray(arrived).reshape(COUNT, COUNT, MOST, WIDTH)[2]

@@ -28,6 +28,7 @@ from xlstm_jax.distributed import (
     shard_modules,
     typed_kernel,
 )
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 P = jax.P
 TOKENS, HEADS, WIDTH = 128, 2, 128
@@ -113,8 +114,8 @@ def test_step_with_an_interpreted_typed_kernel_matches_the_plain_formula(kernel,
         after, metrics = step(state, x, jax.random.key(2))
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     found = jax.tree.map(lambda a, b: a - np.asarray(b), before, after.params)
-    for leaf, want in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(leaf, want, atol=1e-5 * np.abs(want).max() + 1e-7)
+    for (path, want), leaf in zip(leaves_with_path(grads), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(leaf, want, atol=1e-5 * np.abs(want).max() + 1e-7, err_msg=path)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -314,9 +315,9 @@ def test_step_with_typed_norm_and_loss_kernels_matches_the_formulas(check_vma):
     after, metrics = step(state, batch, jax.random.key(2))
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
     found = jax.tree.map(lambda a, b: a - np.asarray(b), before, after.params)
-    for leaf, grad in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(leaf, grad, rtol=1e-5, atol=1e-6)
-    assert all(np.abs(grad).max() > 1e-4 for grad in jax.tree.leaves(grads))  # guard
+    for (path, grad), leaf in zip(leaves_with_path(grads), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(leaf, grad, rtol=1e-5, atol=1e-6, err_msg=path)
+        assert np.abs(grad).max() > 1e-4, path  # guard
 
 
 class NormFirst(nn.Module):

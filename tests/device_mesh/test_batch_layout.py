@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.support import assert_each_leaf
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
@@ -27,7 +28,7 @@ def mesh():
 
 def test_shard_batch_with_batch_spec_puts_the_right_slice_on_each_device(mesh):
     got = shard_batch(BATCH, mesh, batch_spec=SPEC)
-    jax.tree.map(np.testing.assert_array_equal, got, BATCH)
+    assert_each_leaf(np.testing.assert_array_equal, got, BATCH)
     of_device = {shard.device: np.asarray(shard.data) for shard in got["tokens"].addressable_shards}
     for (dp, fsdp, cp), device in np.ndenumerate(mesh.devices):
         row = 2 * dp + fsdp
@@ -45,7 +46,9 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
     stacked = jax.shard_map(own, mesh=mesh, in_specs=(layout.in_specs(BATCH),), out_specs=specs, check_vma=False)(BATCH)
     for device in range(8):
         part = layout.part(BATCH, jnp.int32(device))
-        jax.tree.map(np.testing.assert_array_equal, part, {k: x[device] if x.ndim else x for k, x in stacked.items()})
+        assert_each_leaf(
+            np.testing.assert_array_equal, part, {k: x[device] if x.ndim else x for k, x in stacked.items()}
+        )
 
 
 def test_batch_layout_omits_axes_of_size_1_from_in_specs():
@@ -83,7 +86,7 @@ def test_to_zigzag_and_from_zigzag_round_trip_a_global_batch():
     there = to_zigzag(batch, 2)
     assert there["positions"].value[0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
     assert there["label"] is batch["label"] and there["scale"] is batch["scale"]
-    jax.tree.map(np.testing.assert_array_equal, from_zigzag(there, 2), batch)
+    assert_each_leaf(np.testing.assert_array_equal, from_zigzag(there, 2), batch)
     with pytest.raises(
         ValueError, match=r"batch\['image'\] of shape \(4, 8, 8\) has 8 entries along dim 1, .* 16 tokens"
     ):

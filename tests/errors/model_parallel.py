@@ -457,7 +457,7 @@ ROWS = [
         "split-float-tokens",
         lambda: SplitEmbed(4, 2).init(KEY, jnp.ones(3)),
         TypeError,
-        "'…': tokens are …, and must be integers",
+        "…: tokens are …, and must be integers",
         "float32",
     ),
     tensor(

@@ -11,6 +11,7 @@ from etils import epath
 from tests import damage
 from tests.damage import NEWEST, OLDER
 from tests.faults.report import record
+from tests.support import bits
 
 TRIALS = {
     damage.flip_data: 40,
@@ -81,7 +82,7 @@ def test_orbax_without_checksums_restores_wrong_data_after_bit_flips(folder, sou
     for trial in range(10):
         copy = copy_of(folder, tmp_path, trial)
         damage.flip_data(copy, np.random.default_rng(trial))
-        want = damage.bits(sound[NEWEST])
+        want = bits(sound[NEWEST])
         args = ocp.args.PyTreeRestore(restore_args=jax.tree.map(lambda _: ocp.RestoreArgs(np.ndarray), want))
         try:
             got = ocp.PyTreeCheckpointHandler().restore(epath.Path(copy / str(NEWEST) / "state"), args=args)

@@ -198,7 +198,8 @@ def test_process_with_different_code_is_reported_by_all_processes(tmp_path):
         processes.wait_gone(job.STARTING_S)
         took = time.time() - job.last_arrival(processes)
         assert processes.codes() == [2, 2]
-        assert all("common_types" in processes.stderr(process) for process in (0, 1))
+        for process in (0, 1):
+            assert "common_types" in processes.stderr(process), process
     assert took <= job.limit_s(TOLD_S, processes)
     record("other code in process 1", 1, took, "", "refused, with the file")
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
 
 import flax.linen as nn
 import jax
@@ -208,10 +207,12 @@ def test_read_memory_of_a_training_step_matches_xla_memory_analysis(tmp_path):
     assert found.peak_live_bytes == max(used) <= found.temporary_bytes
     assert used[found.peak_point] == max(used)
     assert sum(t.bytes for t in found.temporaries) == found.peak_live_bytes == sum(found.by_module().values())
-    assert all(a.bytes >= b.bytes for a, b in pairwise(found.temporaries))
-    assert all(t.first <= found.peak_point <= t.last for t in found.temporaries)
+    sizes = [temporary.bytes for temporary in found.temporaries]
+    assert sizes == sorted(sizes, reverse=True)
+    assert not [t for t in found.temporaries if not t.first <= found.peak_point <= t.last], f"{found.peak_point=}"
     assert len(found.timeline) <= 400
-    assert all(moment.live_bytes == used[moment.point] for moment in found.timeline if moment.point < len(used))
+    within = [moment for moment in found.timeline if moment.point < len(used)]
+    assert within and not [(moment, used[moment.point]) for moment in within if moment.live_bytes != used[moment.point]]
     assert {"embed", "blocks/up", "head"} <= {moment.path for moment in found.timeline}
 
 

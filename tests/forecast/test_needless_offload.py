@@ -86,7 +86,7 @@ def test_stored_texts_of_the_offloaded_step_equal_fresh_compiler_output():
 def test_fit_chooses_offload_only_for_a_step_beyond_the_memory_budget(search):
     needs, does_not = search(), search(64 * GIB)
     assert needs.best.options.offload == Offload() and "8 GiB of optimizer state" in needs.why_offload
-    assert not any(trial.fits for trial in needs.trials if trial.options.offload == NO_OFFLOAD)
+    assert not [trial for trial in needs.trials if trial.options.offload == NO_OFFLOAD and trial.fits]
     assert {trial.options.offload for trial in does_not.trials} == {NO_OFFLOAD}
     assert does_not.best.seconds < needs.best.seconds and does_not.why_offload == ""
 

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from flax import linen as nn
 
 from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
+from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD
 from xlstm_jax.forecast import Range
 from xlstm_jax.forecast.compiling import side_by_side as several
@@ -144,12 +146,26 @@ class Figures:
         return Range(self.step_seconds / 2, self.step_seconds)
 
 
-def by_formula(options):
-    """Weights 200 or half of it; activations 800 or a quarter, divided into minibatches; state by the mesh.
+STATE_BYTES = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}
 
-    Two thirds of the state are moments, which offload moves to the host, and that takes 10 seconds.
+
+def by_formula(options):
+    """Returns the figures of a step; its bytes are the sum of three terms:
+
+      state        by the mesh; two thirds are moments, which offload moves to the host, at a cost of 10 seconds
+      weights      200, or 100 if they are gathered again
+      activations  800, or 200 with remat, divided by the number of minibatches
+
+    For example, on STAGED unless another mesh is named:
+
+                                state   weights   activations   total
+      KEPT                        300       200           800    1300
+      AGAIN                       300       100           800    1200
+      REMAT                       300       100           200     600
+      REMAT_IN_4                  300       100            50     450
+      FLAT_IN_2, on FLAT          100       100           100     300
     """
-    state = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}[str(options.mesh)]
+    state = STATE_BYTES[str(options.mesh)]
     host = HostTraffic(state * 2 // 3, state, state, 10.0, 8.0) if options.offload == Offload() else None
     state -= host.stored_bytes if host else 0
     weights = 200 if options.keep_gathered else 100
@@ -183,14 +199,28 @@ class Job:
         self.closed = True
 
 
-def searched(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID), at_once=1):
-    """The search, and what it has tried, in order."""
+def bytes_of(options):
+    return by_formula(options).total_bytes
+
+
+def fit_within(budget, forecast_of=by_formula, build=lambda options: options, meshes=(STAGED, FLAT, HYBRID), at_once=1):
+    """Returns the result of a search, and the options that it has tried, in order."""
     search = Search(build, lambda options: Job(partial(forecast_of, options)), budget, limit=lambda: at_once)
     return Fit("v5e:4x8", budget, search.run(meshes)), [trial.options for trial in search.trials]
 
 
-def but(options, **changes):
-    return dataclasses.replace(options, **changes)
+REMAT_IN_4 = replace(REMAT, num_minibatches=4)
+FLAT_IN_2 = replace(REMAT, mesh=FLAT, num_minibatches=2)
+
+ALL_COUNTS = [1, 2, 4, 8, 16, 32, 64]  # of minibatches
+assert ALL_COUNTS[-1] == MAX_MINIBATCHES
+
+# Budgets, each the bytes of the largest options that shall fit.
+ALL_WAYS = bytes_of(KEPT)  # 1300: kept weights fit on the first mesh
+NOT_KEPT = bytes_of(AGAIN)  # 1200: weights must be gathered again
+FOUR_MINIBATCHES = bytes_of(REMAT_IN_4)  # 450: with remat, two minibatches of 500 do not fit
+FLAT_ONLY = bytes_of(FLAT_IN_2)  # 300: on the first mesh state and weights alone take 400
+NOTHING = STATE_BYTES[str(FLAT)]  # 100: the state fits on one mesh, and weights beside it on none
 
 
 @pytest.mark.parametrize(
@@ -219,83 +249,98 @@ def test_code_of_options_runs_and_contains_every_option(options, said):
         given = names["wrap"].keywords
         assert given["min_weight_size"] == options.min_weight_size
         assert given["axis_name"] == (options.shard_axes if len(options.shard_axes) > 1 else options.shard_axes[0])
-    assert all(word in code for word in said) and max(map(len, code.splitlines())) <= 60
+    assert not [word for word in said if word not in code]
+    assert not [line for line in code.splitlines() if len(line) > 60]
     if options.offload != NO_OFFLOAD:
         assert names["state"].opt_state[0].mu["kernel"].sharding.memory_kind == "pinned_host"
     host = HostTraffic(1, 1, 1, 1.0, 1.0)
     fit = Fit("v5e:2x4", 2**30, (Trial(options, Figures(2**20, 1.0, host=host), fits=True),))
-    assert all(line in rendered(fit.table()) for line in code.splitlines())
+    table = rendered(fit.table())
+    assert not [line for line in code.splitlines() if line not in table]
     assert json.loads(fit.to_json())["code"] == code
 
 
 def test_fit_tries_other_meshes_with_the_fastest_options_of_the_first_mesh():
-    found, tried = searched(1300)  # all three ways fit
-    kept = [but(KEPT, mesh=mesh) for mesh in (FLAT, HYBRID)]
-    assert tried == [KEPT, AGAIN, REMAT, *kept, but(KEPT, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
+    found, tried = fit_within(ALL_WAYS)
+    kept = [replace(KEPT, mesh=mesh) for mesh in (FLAT, HYBRID)]
+    assert tried == [KEPT, AGAIN, REMAT, *kept, replace(KEPT, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
     assert found.best.options == KEPT and found.best.seconds == 1.1
-    found, tried = searched(1200)  # the fastest way does not
-    assert tried[3:] == [but(AGAIN, mesh=FLAT), but(AGAIN, mesh=HYBRID), but(AGAIN, min_weight_size=2**12)]
+    found, tried = fit_within(NOT_KEPT)
+    again = [replace(AGAIN, mesh=mesh) for mesh in (FLAT, HYBRID)]
+    assert tried[3:] == [*again, replace(AGAIN, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
     assert found.best.options == AGAIN
 
 
 def test_fit_continues_with_a_faster_mesh_as_the_best():
-    found, tried = searched(2000)
-    assert found.best.options == but(KEPT, mesh=HYBRID) == but(tried[-1], min_weight_size=2**18)
+    found, tried = fit_within(bytes_of(replace(KEPT, mesh=HYBRID)))
+    assert found.best.options == replace(KEPT, mesh=HYBRID)
+    assert tried[-1] == replace(found.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE)
 
 
 def test_fit_adds_minibatches_to_the_smallest_options_until_the_step_fits():
-    found, tried = searched(455)
-    in_four = but(REMAT, num_minibatches=4)
-    assert tried[:5] == [KEPT, AGAIN, REMAT, but(REMAT, num_minibatches=2), in_four]
-    assert found.best.options == but(in_four, min_weight_size=2**18) and found.best.bytes_per_device == 450
-    assert tried[5:] == [but(in_four, mesh=FLAT), but(in_four, mesh=HYBRID), but(in_four, min_weight_size=2**12)]
+    found, tried = fit_within(FOUR_MINIBATCHES)
+    assert tried[:5] == [KEPT, AGAIN, REMAT, replace(REMAT, num_minibatches=2), REMAT_IN_4]
+    assert found.best.options == REMAT_IN_4 and found.best.bytes_per_device == FOUR_MINIBATCHES
+    other_meshes = [replace(REMAT_IN_4, mesh=mesh) for mesh in (FLAT, HYBRID)]
+    assert tried[5:] == [*other_meshes, replace(REMAT_IN_4, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
 
 
 def test_fit_tries_other_meshes_after_no_minibatch_count_fits_the_first_mesh():
-    found, tried = searched(300)  # at least 400 on the first mesh, whatever is done
-    first = [but(REMAT, num_minibatches=2**i) for i in range(1, 7)]
-    on_flat = but(REMAT, mesh=FLAT)
-    assert first[-1].num_minibatches == MAX_MINIBATCHES and tried[2:9] == [REMAT, *first]
-    in_two = but(on_flat, num_minibatches=2)
-    assert tried[9:11] == [on_flat, in_two] and found.best.options.mesh == FLAT and found.best.bytes_per_device == 300
-    assert tried[11:] == [but(in_two, mesh=HYBRID), but(in_two, min_weight_size=2**12)]  # something fits by then
-    without_flat = searched(300, meshes=(STAGED, HYBRID))[0].trials
+    found, tried = fit_within(FLAT_ONLY)
+    on_first = [KEPT, AGAIN, *(replace(REMAT, num_minibatches=count) for count in ALL_COUNTS)]
+    on_flat = [replace(REMAT, mesh=FLAT), FLAT_IN_2]
+    # Something fits by now, so the rest is tried once each, with its options.
+    rest = [replace(FLAT_IN_2, mesh=HYBRID), replace(FLAT_IN_2, min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
+    assert tried == on_first + on_flat + rest
+    assert found.best.options.mesh == FLAT and found.best.bytes_per_device == FLAT_ONLY
+    without_flat = fit_within(FLAT_ONLY, meshes=(STAGED, HYBRID))[0].trials
     assert {trial.options.offload for trial in without_flat if trial.fits} == {Offload()}  # guard: it is the mesh
 
 
 def test_fit_without_a_fitting_step_has_tried_every_mesh_minibatch_count_and_offload():
-    found, tried = searched(100)
-    assert found.best is None and not any(trial.fits for trial in found.trials)
-    for offload, enough in ((NO_OFFLOAD, [FLAT]), (Offload(), [STAGED, FLAT])):  # where the arguments leave room
+    found, tried = fit_within(NOTHING)
+    assert found.best is None and [trial.options for trial in found.trials if trial.fits] == []
+    # More minibatches can help only where the state on the device fits: it takes 300, 100 and 900 bytes on STAGED, FLAT
+    # and HYBRID, and a third of that with offload.
+    for offload, where_state_fits in ((NO_OFFLOAD, [FLAT]), (Offload(), [STAGED, FLAT])):
         for mesh in (STAGED, FLAT, HYBRID):
+            state = by_formula(replace(REMAT, mesh=mesh, offload=offload)).memory.argument_bytes
+            assert (state <= NOTHING) == (mesh in where_state_fits)
+            want = ALL_COUNTS if mesh in where_state_fits else [1]
             counts = {o.num_minibatches for o in tried if (o.mesh, o.offload) == (mesh, offload)}
-            assert counts == ({2**i for i in range(7)} if mesh in enough else {1})
-    assert all(options.min_weight_size == 2**18 for options in tried)
+            assert sorted(counts) == want, f"minibatches of {mesh} with {offload}, whose state takes {state} bytes"
+    # Another min_weight_size is tried only of options that fit.
+    assert {options.min_weight_size for options in tried} == {DEFAULT_MIN_WEIGHT_SIZE}
 
 
 def test_fit_tries_offload_last_and_only_if_no_step_fits_without_offload():
-    found, tried = searched(250, meshes=(STAGED,))
-    on_host = [but(REMAT, offload=Offload(), num_minibatches=count) for count in (1, 2, 4)]
-    assert tried == [KEPT, AGAIN, REMAT, *on_host, but(on_host[-1], min_weight_size=2**12)]
-    assert found.best.options == but(on_host[-1], min_weight_size=2**18) and found.best.bytes_per_device == 250
+    # One mesh, and the budget of four minibatches with offload: its state of 300 bytes does not fit without offload, so
+    # no minibatches are tried for it.
+    on_host = [replace(REMAT, offload=Offload(), num_minibatches=count) for count in (1, 2, 4)]
+    budget = bytes_of(on_host[-1])
+    assert budget < STATE_BYTES[str(STAGED)]
+    found, tried = fit_within(budget, meshes=(STAGED,))
+    assert tried == [KEPT, AGAIN, REMAT, *on_host, replace(on_host[-1], min_weight_size=OTHER_MIN_WEIGHT_SIZE)]
+    assert found.best.options == on_host[-1] and found.best.bytes_per_device == budget
+    # The 200 bytes are two thirds of the state.
     why = "Nothing fits without offload. With it 200 B of optimizer state lie in the host's memory for each device, and"
-    assert (
-        found.why_offload.startswith(why) and "10000.0 ms, for 8000.0 ms of which the step waits" in found.why_offload
-    )
+    assert found.why_offload.startswith(why)
+    assert "10000.0 ms, for 8000.0 ms of which the step waits" in found.why_offload
     assert " ".join(why.split()[:9]) in " ".join(rendered(found.table()).split())
     data = json.loads(found.to_json())
     assert data["why_offload"] == found.why_offload
     first = data["trials"][0]
     assert first["step_seconds"] == 2 * first["least_step_seconds"] == found.best.seconds  # ranked by what is expected
-    _, tried = searched(300, meshes=(STAGED, HYBRID))  # minibatches and the other mesh come before it
-    first = next(i for i, options in enumerate(tried) if options.offload == Offload())
-    assert {str(options.mesh) for options in tried[:first]} == {str(STAGED), str(HYBRID)}
-    assert tried[first - 2].num_minibatches == MAX_MINIBATCHES and tried[first] == but(REMAT, offload=Offload())
+    # On two meshes, minibatches and the other mesh are tried before offload.
+    _, tried = fit_within(FLAT_ONLY, meshes=(STAGED, HYBRID))
+    on_first = [KEPT, AGAIN, *(replace(REMAT, num_minibatches=count) for count in ALL_COUNTS)]
+    before_offload = [*on_first, replace(REMAT, mesh=HYBRID)]
+    assert tried[: len(before_offload) + 1] == [*before_offload, replace(REMAT, offload=Offload())]
 
 
-@pytest.mark.parametrize("budget", [1300, 455, 300])
+@pytest.mark.parametrize("budget", [ALL_WAYS, FOUR_MINIBATCHES, FLAT_ONLY])
 def test_fit_never_tries_offload_for_a_budget_met_without_offload(budget):
-    found, tried = searched(budget)
+    found, tried = fit_within(budget)
     assert found.best is not None and {options.offload for options in tried} == {NO_OFFLOAD}
     assert found.why_offload == json.loads(found.to_json())["why_offload"] == ""
 
@@ -315,7 +360,7 @@ def test_fit_records_a_compile_error_as_a_trial_and_continues(error, problem):
             raise error
         return by_formula(options)
 
-    found, tried = searched(1300, forecast_of)
+    found, tried = fit_within(ALL_WAYS, forecast_of)
     (failed,) = (trial for trial in found.trials if trial.forecast is None)
     assert failed.options == AGAIN and not failed.fits and problem in failed.problem and len(tried) == 6
     assert problem.split()[0] in rendered(found.table()) and problem.split()[0] in str(found)
@@ -331,7 +376,7 @@ def test_fit_records_an_exception_of_build_step_as_a_trial_with_the_source_line(
             raise error
         return options
 
-    found, tried = searched(1300, build=build)
+    found, tried = fit_within(ALL_WAYS, build=build)
     (failed,) = (trial for trial in found.trials if trial.forecast is None)
     assert (
         type(error).__name__ in failed.problem
@@ -347,10 +392,17 @@ def test_fit_stops_adding_minibatches_at_the_first_impossible_count():
             raise ValueError("num_minibatches=4 does not divide the 2 rows of a device")
         return by_formula(options)
 
-    found, tried = searched(100, forecast_of)
-    # As above; only where arguments fit by themselves, which are those of two meshes with offload.
-    assert [o.num_minibatches for o in tried] == [1, 1, 1] + [1, 2, 4] + [1] + 2 * [1, 2, 4] + [1]
+    found, tried = fit_within(NOTHING, forecast_of)
     assert found.best is None
+    # Minibatches are tried where the state fits: on FLAT, and with offload on STAGED, too.
+    counts = [(options.mesh, options.offload == Offload(), options.num_minibatches) for options in tried]
+    without_offload = [(STAGED, 1)] * 3 + [(FLAT, 1), (FLAT, 2), (FLAT, 4)] + [(HYBRID, 1)]
+    with_offload = [(STAGED, 1), (STAGED, 2), (STAGED, 4), (FLAT, 1), (FLAT, 2), (FLAT, 4), (HYBRID, 1)]
+    assert counts == [
+        (mesh, offload, count)
+        for offload, tries in ((False, without_offload), (True, with_offload))
+        for mesh, count in tries
+    ]
 
 
 def test_fit_raises_for_a_failure_at_the_first_options_with_the_cause():
@@ -362,10 +414,10 @@ def test_fit_raises_for_a_failure_at_the_first_options_with_the_cause():
 
     first = "no forecast of the first options, fsdp_x=4,fsdp_y=8, weights kept: "
     with pytest.raises(ValueError, match=f"{first}KeyError: 'missing' .*forecast/test_planner.py, line") as raised:
-        searched(1300, build=broken)
+        fit_within(ALL_WAYS, build=broken)
     assert isinstance(raised.value.__cause__, KeyError)
     with pytest.raises(ValueError, match=f"{first}.*unsupported"):
-        searched(1300, refused)
+        fit_within(ALL_WAYS, refused)
 
 
 def test_fit_continues_after_the_compiler_refuses_the_first_options():
@@ -374,7 +426,7 @@ def test_fit_continues_after_the_compiler_refuses_the_first_options():
             raise CompileError("the compiler refuses the step for v5e:4x8: UNIMPLEMENTED")
         return by_formula(options)
 
-    found, _ = searched(1300, forecast_of)
+    found, _ = fit_within(ALL_WAYS, forecast_of)
     (failed,) = (trial for trial in found.trials if trial.forecast is None)
     assert found.best is not None and found.best is not failed and not failed.fits
     assert failed.options == KEPT and "UNIMPLEMENTED" in " ".join(rendered(found.table()).split())
@@ -385,7 +437,7 @@ def test_fit_raises_for_a_missing_compiler_package():
         raise ImportError("needs libtpu")
 
     with pytest.raises(ImportError, match="needs libtpu"):
-        searched(1300, without_libtpu)
+        fit_within(ALL_WAYS, without_libtpu)
 
 
 def test_fit_raises_for_an_exception_in_the_loss_with_the_source_file():
@@ -439,9 +491,10 @@ def test_side_by_side_closes_running_jobs_when_the_caller_stops():
 
 
 def test_fit_tries_the_same_options_for_any_number_of_parallel_jobs():
-    for budget in (1300, 455, 300, 100):
-        alone, beside = (searched(budget, at_once=count) for count in (1, 8))
-        assert alone == beside and len(alone[1]) > 5
+    for budget in (ALL_WAYS, FOUR_MINIBATCHES, FLAT_ONLY, NOTHING):
+        (alone, tried_alone), (beside, tried_beside) = (fit_within(budget, at_once=count) for count in (1, 8))
+        assert tried_alone == tried_beside and len(tried_alone) > 5, f"{budget=}"
+        assert alone == beside, f"{budget=}"
 
 
 def test_room_for_jobs_is_limited_by_cores_and_free_memory(monkeypatch):
@@ -481,7 +534,7 @@ def test_fit_best_is_the_fastest_trial_within_the_budget(tight):
     found, _ = tight
     fitting = [trial for trial in found.trials if trial.fits]
     assert fitting and found.best is fitting[0]
-    assert all(trial.bytes_per_device <= BUDGET for trial in fitting)
+    assert not {str(trial.options): trial.bytes_per_device for trial in fitting if trial.bytes_per_device > BUDGET}
     assert found.best.seconds == min(trial.seconds for trial in fitting)
     assert [trial.fits for trial in found.trials] == sorted((trial.fits for trial in found.trials), reverse=True)
 

@@ -42,6 +42,7 @@ def imported(source):
 def test_module_imports_only_from_earlier_layers(module):
     own = folder_of(module)
     others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own, "xlstm_jax"}
+    assert {own, *others} <= LEVEL.keys(), f"add {sorted({own, *others} - LEVEL.keys())} to ORDER of {__file__}"
     wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
     assert not wrong, f"{module} imports from {sorted(wrong)}; the order is {' '.join(ORDER.split())}"
 
@@ -92,26 +93,68 @@ COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppe
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules(path):
     source = path.read_text()
+    numbered = list(enumerate(source.splitlines(), 1))
     if path.stem != "collectives":
-        assert not re.search(COLLECTIVE, source)
+        found = [f"line {number}: {line.strip()}" for number, line in numbered if re.search(COLLECTIVE, line)]
+        assert not found, f"use the functions of collectives.py in place of {found}"
     if path.stem != "trees":
-        assert "is_leaf=" not in source
+        found = [f"line {number}: {line.strip()}" for number, line in numbered if "is_leaf=" in line]
+        assert not found, f"use the walks of trees.py in place of {found}"
     if "cli" not in path.parts:
-        assert not any(isinstance(node, ast.Name) and node.id == "print" for node in ast.walk(ast.parse(source)))
+        names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+        lines = [node.lineno for node in names if node.id == "print"]
+        assert not lines, f"a library does not print, as lines {lines} do"
+
+
+# The modules that import Linen or NNX, by file name; the keys say what belongs in a list.
+IMPORT_LINEN = {
+    "wraps or lifts modules (data_parallel/modules)": {
+        "holders",
+        "linen_module",
+        "linen_run",
+        "linen_units_by_rule",
+        "scan_layers",
+        "shard_modules",
+    },
+    "handles one kind of Linen layer (data_parallel/extensions)": {
+        "fp8_products",
+        "logical_names",
+        "pieces",
+        "recurrent_carries",
+        "rows",
+    },
+    "is a layer that is split over an axis (model_parallel)": {
+        "attention",
+        "dense",
+        "embedding",
+        "experts",
+        "split_input",
+        "splitting",
+    },
+    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "unconstrained_boxes"},
+    "defines a model or a layer that is not split": {"cross_entropy", "self_test"},
+}
+IMPORT_NNX = {
+    "wraps or converts modules (data_parallel/modules)": {"holders", "nnx_filters", "nnx_model", "nnx_module"},
+    "splits layers over an axis (model_parallel)": {"nnx_splitting"},
+    "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},
+    "is itself an NNX module": {"data_parallel_methods", "distributed_metrics"},
+}
+
+
+def assert_imported_by(library, lists, cure):
+    """Asserts that the modules of ``lists`` import the library, and no others."""
+    found, listed = who_imports(library), set().union(*lists.values())
+    assert not found - listed, (
+        f"{sorted(found - listed)} import {library}: {cure}; if that is impossible, add the module to the list of "
+        f"tests/house/test_layers.py whose key is true of it: {'; '.join(lists)}"
+    )
+    assert not listed - found, f"{sorted(listed - found)} import {library} no longer: remove them from their list"
 
 
 def test_only_designated_modules_import_flax_linen():
     """Only modules that lift Linen modules import Linen; other code uses boxes, or a model's ``init`` and ``apply``."""
-    in_modules = {"holders", "linen_module", "linen_run", "linen_units_by_rule", "scan_layers", "shard_modules"}
-    in_modules |= {"unconstrained_boxes"}
-    beside = {"fp8_products", "logical_names", "pieces", "recurrent_carries", "rows"}  # at units of Linen
-    split = {"attention", "dense", "embedding", "experts", "split_input", "splitting"}
-    assert who_imports("flax.linen") == in_modules | beside | split | {
-        "cross_entropy",
-        "introspection",
-        "private_names",
-        "self_test",
-    }
+    assert_imported_by("flax.linen", IMPORT_LINEN, "use boxes, or a model's init and apply")
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
@@ -124,8 +167,7 @@ READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
 
 
 def test_only_designated_modules_import_flax_nnx():
-    in_modules = {"holders", "nnx_filters", "nnx_model", "nnx_module", "nnx_rows", "nnx_splitting"}
-    assert who_imports("flax.nnx") == in_modules | {"distributed_metrics", "data_parallel_methods"}
+    assert_imported_by("flax.nnx", IMPORT_NNX, "use a model's init and apply")
 
 
 def who_imports(name):

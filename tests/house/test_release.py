@@ -63,7 +63,8 @@ def test_package_metadata_has_each_project_url_once(address, tmp_path):
     urls = dict(line.split(", ", 1) for line in found.metadata.get_all("Project-URL") or [])
     assert urls == setup.project_urls(address) and "Home-page" not in found.metadata
     assert list(urls) == (["Documentation", "Source", "Changelog", "Issues"] if address else [])
-    assert all(url.startswith(ADDRESS) and len(set(urls.values())) == 4 for url in urls.values())
+    assert len(set(urls.values())) == len(urls)
+    assert not {name: url for name, url in urls.items() if not url.startswith(ADDRESS)}
 
 
 def test_release_texts_move_unreleased_changes_under_the_new_version():

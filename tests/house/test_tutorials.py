@@ -1,9 +1,9 @@
 """Tests of the tutorials: the text beside a program agrees with the program."""
 
 import difflib
-import re
 from pathlib import Path
 
+from tests.house.test_readme import figures_said
 from tests.support import blocks_of
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,5 @@ def test_pages_state_the_numbers_of_removed_and_new_tutorial_lines():
     _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
     gone, new = (sum(line.startswith(sign) for line in lines) for sign in "-+")
     for name in ("README.md", "docs/index.md", "docs/tutorials/plain_script.md"):
-        text = " ".join((ROOT / name).read_text().split())
-        said = re.search(r"of (\d+) lines\b.*? (\d+) (?:lines )?go and (\d+) are new", text)
-        assert said and [int(n) for n in said.groups()] == [len(before.splitlines()), gone, new], name
+        said = figures_said(name, r"of (\d+) lines\b.*? (\d+) (?:lines )?go and (\d+) are new")
+        assert [int(number) for number in said] == [len(before.splitlines()), gone, new], name

@@ -106,7 +106,7 @@ def test_doctor_command_of_the_wheel_reports_missing_extras(environment, tmp_pat
     found = json.loads(run([environment / "bin" / "xlstm-jax", "doctor", "--json"], tmp_path))
     assert found["missing"].items() >= EXTRAS.items() and "checkpoint" not in found["missing"]
     assert found["versions"]["xlstm_jax"] == xlstm_jax.__version__
-    assert all(check["ok"] for check in found["checks"]) and len(found["checks"]) >= 8
+    assert len(found["checks"]) >= 8 and not [check for check in found["checks"] if not check["ok"]]
     assert found["tested_on"] == "8 simulated CPU devices" or "x" in found["tested_on"]
 
 

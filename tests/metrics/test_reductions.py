@@ -50,7 +50,7 @@ def test_reductions_turn_global_arrays_into_scalars_and_pass_other_values_throug
         out = jax.jit(lambda arrays: {k: v for k, v in reduce(arrays | PASSED).items() if k in arrays})(arrays)
     else:
         out = reduce(arrays | PASSED)
-        assert all(out[name] is PASSED[name] for name in PASSED)
+        assert not [name for name in PASSED if out[name] is not PASSED[name]]
     assert float(out["loss"]) == getattr(np, operation)(VALUES)
     assert float(out["nested"]["count"]) == getattr(np, operation)(COUNTS)
     assert float(out["scalar"]) == 7 and out["loss"].shape == ()
@@ -81,7 +81,7 @@ def test_collective_reductions_cover_all_devices_with_and_without_check_vma(batc
     def local(x, counts):
         metrics = {"loss": x[0], "nested": {"count": counts}, "half": x.astype(jnp.bfloat16), "flag": counts > 4}
         out = COLLECTIVES[operation](metrics | PASSED)
-        assert all(out.pop(name) is PASSED[name] for name in PASSED)
+        assert not [name for name in PASSED if out.pop(name) is not PASSED[name]]
         return out
 
     out = on_mesh(local, batch_mesh, check_vma, P("batch"), P())(VALUES, COUNTS)

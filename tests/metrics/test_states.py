@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, Model, count_collectives, data, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics import (
     Compose,
@@ -166,8 +167,10 @@ def merge(a, b):
     return a.merge(b)
 
 
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+def assert_equal_cells(a, b):
+    """Asserts equal leaves by value, without NaN."""
+    for (path, y), x in zip(leaves_with_path(b), jax.tree.leaves(a), strict=True):
+        assert np.array_equal(x, y), f"{path} is {x} in place of {y}"
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -177,11 +180,12 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
     kind, elements = CELLS[name]
     numbers = [data.draw(st.lists(elements, max_size=4)) for _ in range(3)]
     a, b, c = (cell_of(kind, some) for some in numbers)
-    assert same(merge(a, b), merge(b, a))
-    assert same(merge(a, kind.identity()), a) and same(merge(kind.identity(), a), a)
+    assert_equal_cells(merge(a, b), merge(b, a))
+    assert_equal_cells(merge(a, kind.identity()), a)
+    assert_equal_cells(merge(kind.identity(), a), a)
     left, right = merge(merge(a, b), c), merge(a, merge(b, c))
     if kind is not Total:
-        assert same(left, right)
+        assert_equal_cells(left, right)
         return
     # Each of four merges errs by at most 3 u^2 of the result, or 3 u^2 of the sizes for different signs.
     size = sum(abs(x) for some in numbers for x in some)
@@ -193,7 +197,8 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
 def test_cells_are_importable_from_the_metrics_package():
     from xlstm_jax.distributed import metrics
 
-    assert all(getattr(metrics, cell.__name__) is cell for cell in (Total, Count, Maximum, Minimum))
+    for cell in (Total, Count, Maximum, Minimum):
+        assert getattr(metrics, cell.__name__) is cell
 
 
 def test_max_and_min_identities_are_the_extreme_values_of_the_dtype():
@@ -495,7 +500,7 @@ def test_train_step_carries_a_metric_state_without_additional_collectives(check_
     for _ in range(2):
         donated = local
         state, metrics, local = step(state, batch, rng, local)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+        assert not [path for path, leaf in leaves_with_path(donated) if not leaf.is_deleted()]
     got, emptied = make_log_step(metric, mesh, AXES)(local)
     error = np.mean((np.asarray(model.apply({"params": state.params}, batch["x"])) - np.asarray(batch["y"])) ** 2, -1)
     np.testing.assert_allclose(got["error"], np.average(error, weights=batch["weight"]), rtol=1e-5)

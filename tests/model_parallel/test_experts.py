@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, KEPT, assert_same_params, equations, train_on_one_device
+from tests.support import FLOAT32_ROUNDING, KEPT, assert_each_leaf, assert_same_params, equations, train_on_one_device
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -24,6 +24,7 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
@@ -104,7 +105,7 @@ def test_step_with_experts_matches_initial_values_loss_and_gradients_of_a_single
     groups = {"row_groups": int(np.prod(list(shape.values())))} if "capacity_factor" in options else {}
     params, loss, grads = of_one_device(**options, **groups)
     state, metrics, before = step_on(shape, axes, check_vma, **options)
-    jax.tree.map(np.testing.assert_array_equal, before, params)
+    assert_each_leaf(np.testing.assert_array_equal, before, params)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=FLOAT32_ROUNDING)
     assert_same_params(state.opt_state, grads)
 
@@ -424,7 +425,8 @@ def test_unassigned_and_padded_rows_leave_no_nan_in_expert_gradients():
         return grouped.sum() + slots.sum()
 
     grads = jax.jit(jax.grad(sums, (0, 1)))(factors, rows)
-    assert all(np.isfinite(x).all() and np.any(x) for x in grads)
+    for name, grad in zip(("factors", "rows"), grads, strict=True):
+        assert np.isfinite(grad).all() and np.any(grad), f"the gradient of {name} is not finite, or all zeros"
 
 
 def test_invalid_or_duplicate_expert_choices_give_nan():
@@ -623,7 +625,7 @@ def test_experts_on_a_single_device_have_forward_mode_derivatives():
         return (model.apply({"params": params}, X) ** 2).mean()
 
     _, products = jax.jvp(jax.grad(partial(loss, model=Experts(MLP(), COUNT, 2))), (params,), (ones,))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(products))
+    assert not [path for path, leaf in leaves_with_path(unbox(products)) if not np.isfinite(leaf).all()]
     full = partial(loss, model=Experts(MLP(), COUNT, 2, capacity_factor=1.25))
     _, slope = jax.jvp(full, (params,), (ones,))
     expected = sum(leaf.sum() for leaf in jax.tree.leaves(jax.grad(full)(params)))

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import (
     KEPT,
+    assert_each_leaf,
     assert_same_params,
     equations,
     fsdp,
@@ -149,7 +150,7 @@ def test_ten_clipped_adamw_steps_with_tensor_parallelism_match_a_single_device(n
     mesh, axes = on(name)
     state = state_of(name, kv_heads, split)
     start, params, grads, losses = one_device(kv_heads)
-    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), start)  # bit for bit
+    assert_each_leaf(np.testing.assert_array_equal, unbox(state.params), start)  # bit for bit
     step = make_train_step(loss_fn, mesh, axes, weighted=True, check_vma=check_vma, allow_replicated=True)
     for want in losses:
         state, metrics = step(state, BATCH, jax.random.key(0))
@@ -202,7 +203,7 @@ def test_tensor_parallel_checkpoint_restores_onto_other_meshes(tmp_path):
             model = Model(2, RING, partial(fsdp, min_weight_size=16))
             target = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(1), *BATCH, batch_axes=axes)
             found = checkpointer.restore(target).params
-            jax.tree.map(np.testing.assert_array_equal, unbox(found), unbox(state.params))
+            assert_each_leaf(np.testing.assert_array_equal, unbox(found), unbox(state.params))
             assert found["block"]["up"]["kernel"].value.sharding.mesh == mesh
 
 
@@ -273,7 +274,7 @@ def test_split_layers_on_a_single_device_equal_flax_layers(case):
     x = jax.random.normal(jax.random.key(1), shape) if case != "embedding" else jnp.arange(8).reshape(shape)
     mask = {"mask": nn.make_causal_mask(jnp.ones((2, 5)))} if ones is None else {}
     params = jax.jit(ours.init)(jax.random.key(0), x)
-    jax.tree.map(np.testing.assert_array_equal, params, jax.jit(theirs.init)(jax.random.key(0), x))
+    assert_each_leaf(np.testing.assert_array_equal, params, jax.jit(theirs.init)(jax.random.key(0), x))
     np.testing.assert_allclose(ours.apply(params, x), theirs.apply(params, x, **mask), rtol=1e-5, atol=1e-6)
 
 

@@ -88,7 +88,7 @@ def test_taking_extra_args_passes_only_arguments_in_the_signature(around):
     tx, params = taking_extra_args(AROUND[around](inner)), jnp.ones(3)
     tx.update(jnp.ones(3), tx.init(params), params, **GIVEN)
     assert seen
-    assert all(given == ["grad"] for given in seen)
+    assert not [given for given in seen if given != ["grad"]]
 
 
 @pytest.mark.parametrize("around", ["alone", "chain", "MultiSteps", "all of ours"])

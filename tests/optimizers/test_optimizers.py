@@ -11,7 +11,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 from tests.optimizer_cases import CASES, RIGHT
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
+from tests.support import AXES, assert_each_leaf, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     clip_by_global_norm,
     create_train_state,
@@ -305,7 +305,7 @@ def test_clip_by_global_norm_below_the_limit_changes_no_bit(check_vma):
     tree, mesh = tree_of(BOXES), mesh_of(2, 4)
     limit = 1.01 * float(optax.tree.norm(unbox(tree)))
     got = over_mesh(clip(limit), tree, mesh, check_vma)(tree)
-    jax.tree.map(np.testing.assert_array_equal, got, tree)
+    assert_each_leaf(np.testing.assert_array_equal, got, tree)
 
 
 @each_mode
@@ -427,7 +427,7 @@ def test_elementwise_only_accepts_any_optimizer_without_split_leaves(build):
     guarded, grads = elementwise_only(build()), jax.tree.map(jnp.ones_like, params)
     got, _ = guarded.update(grads, guarded.init(params), params)
     want, _ = build().update(grads, build().init(params), params)
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_each_leaf(np.testing.assert_array_equal, got, want)
 
 
 def test_elementwise_only_probes_a_transform_once_per_kind_of_tree():

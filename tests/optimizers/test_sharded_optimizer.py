@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain
+from tests.support import AXES, assert_each_leaf, assert_same_params, data, fsdp, mean_loss, mesh_of, plain
 from xlstm_jax.distributed import (
     TrainState,
     abstract_train_state,
@@ -120,8 +120,8 @@ def test_bfloat16_moments_wrapper_is_bit_equal_to_a_single_device(registry):
         params, moments = optax.apply_updates(params, updates), cast(new, jnp.bfloat16)
         updates, wide = tx.update(grads, wide, exact)
         exact = optax.apply_updates(exact, updates)
-    jax.tree.map(np.testing.assert_array_equal, unbox(state.params), params)
-    jax.tree.map(np.testing.assert_array_equal, unbox(state.opt_state), moments)
+    assert_each_leaf(np.testing.assert_array_equal, unbox(state.params), params)
+    assert_each_leaf(np.testing.assert_array_equal, unbox(state.opt_state), moments)
     trace = state.opt_state[0].trace["up"]["bias"].value
     assert trace.dtype == jnp.bfloat16 and trace.shape == (20,)  # padded, and split, as in float32
     assert trace.sharding.spec == state.params["up"]["bias"].value.sharding.spec

@@ -9,7 +9,7 @@ import transformers
 from flax import linen as nn
 from transformers.models.llama.modeling_flax_llama import FlaxLlamaDecoderLayer
 
-from tests.support import AXES, mesh_of
+from tests.support import AXES, assert_same_bits, mesh_of
 from xlstm_jax.distributed import (
     create_train_state,
     export_safetensors,
@@ -55,10 +55,11 @@ def test_transformers_reads_exported_files_and_import_restores_the_parameters(na
     theirs = getattr(transformers, cls).from_pretrained(tmp_path, from_pt=True)  # transformers' conversion
     ours, found = (flax.traverse_util.flatten_dict(tree) for tree in (model.params, theirs.params))
     assert ours.keys() == found.keys() and len(ours) > 10
-    assert all(np.array_equal(ours[path], found[path]) for path in ours)
+    assert not [path for path in ours if not np.array_equal(ours[path], found[path])]
 
     again = import_safetensors(tmp_path, split_on(mesh_of(1, 8), model.params), names=TRANSFORMERS)
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, again, model.params)))
+    assert jax.tree.structure(again) == jax.tree.structure(model.params)
+    assert_same_bits(again, model.params)
 
 
 def far(a, b):

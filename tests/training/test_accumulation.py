@@ -165,7 +165,7 @@ def test_accumulation_strategies_agree_for_tensor_parallel_leaves():
             state, metrics = step(state, BATCH, jax.random.key(0))
         losses[tp, accumulation] = float(metrics["loss"])
     want = losses.pop((1, "reduce_each"))
-    assert all(loss == pytest.approx(want, rel=1e-5) for loss in losses.values()), (want, losses)
+    assert losses == {case: pytest.approx(want, rel=1e-5) for case in losses}
 
 
 def test_accumulation_accepts_float64_example_weights_with_float32_gradients():

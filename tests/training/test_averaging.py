@@ -9,6 +9,7 @@ from flax import linen as nn
 
 from tests.support import (
     AXES,
+    assert_each_leaf,
     count_collectives,
     data,
     fsdp,
@@ -97,7 +98,7 @@ def average_on_one_device(params):
 
 
 def assert_equal_bits(got, want):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_each_leaf(np.testing.assert_array_equal, got, want)
 
 
 # ------------------------------------------------------------------------------------------------------- in a training

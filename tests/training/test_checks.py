@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support import AXES, data, fsdp, mean_loss, mesh_of, weighted_loss
+from tests.support import AXES, assert_each_leaf, data, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step
 from xlstm_jax.distributed.metrics import Count, WeightedMean
 from xlstm_jax.distributed.training.moments import CHECKS, Moment
@@ -72,7 +72,7 @@ def test_emptying_the_check_table_changes_neither_program_nor_results(name, monk
     monkeypatch.setattr(TABLE, [])
     without, others = text_and_results()
     assert without == text
-    jax.tree.map(np.testing.assert_array_equal, others, results)
+    assert_each_leaf(np.testing.assert_array_equal, others, results)
 
 
 def test_guard_check_table_is_the_source_of_the_argument_errors(monkeypatch):

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, assert_same_params, equations, fsdp, mesh_of, on_mesh
+from tests.support import AXES, assert_each_leaf, assert_same_params, equations, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
@@ -309,7 +309,7 @@ def test_lm_head_equals_nn_dense_in_names_values_and_logits():
     dense = partial(nn.Dense, use_bias=False)
     want, variables = (Model(head=head).init(jax.random.key(0), tokens) for head in (dense, LMHead))
     assert jax.tree.structure(want) == jax.tree.structure(variables)
-    jax.tree.map(assert_array_equal, want, variables)
+    assert_each_leaf(assert_array_equal, want, variables)
     for dtype in (None, jnp.bfloat16):
         logits = [Model(head=partial(head, dtype=dtype)).apply(want, tokens) for head in (dense, LMHead)]
         assert logits[0].dtype == logits[1].dtype

@@ -14,7 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 from tests.mistaken_models import OwnScan, Stacked
 from tests.step_corpus import ENTRIES
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, weighted_loss
+from tests.support import (
+    AXES,
+    assert_each_leaf,
+    assert_same_params,
+    data,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    on_mesh,
+    weighted_loss,
+)
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
@@ -312,8 +322,8 @@ def test_unbox_removes_padding_and_box_like_restores_padding():
     state = padding(18)
     bare = unbox(state.params)
     assert bare["kernel"].shape == (7, 18) and state.params["kernel"].value.shape == (7, 20)
-    jax.tree.map(np.testing.assert_array_equal, box_like(bare, state.params), state.params)
-    jax.tree.map(np.testing.assert_array_equal, box_like(stored_values(state.params), state.params), state.params)
+    assert_each_leaf(np.testing.assert_array_equal, box_like(bare, state.params), state.params)
+    assert_each_leaf(np.testing.assert_array_equal, box_like(stored_values(state.params), state.params), state.params)
     assert np.asarray(nn.Dense(18).apply({"params": bare}, ODD["x"])).any()
     shapes = padding(18, make=abstract_train_state).params
     assert unbox(shapes)["kernel"].shape == (7, 18)

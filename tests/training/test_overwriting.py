@@ -16,7 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
-from tests.support import AXES, fsdp, mesh_of, on_mesh, plain
+from tests.support import AXES, assert_each_leaf, fsdp, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     abstract_train_state,
     check_step,
@@ -32,6 +32,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.extensions import fp8_products
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.forecast import forecast
 
@@ -101,8 +102,8 @@ def on_one_device(tx, minibatches, op, layers=0, start=None):
 
 def assert_alike(state, params, scales):
     # The same rounding to fp8 on both sides: 8 devices change scales by a power of two alone.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.collections[OVERWRITTEN], scales)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), unbox(state.params), params)
+    assert_each_leaf(partial(np.testing.assert_allclose, rtol=1e-5), state.collections[OVERWRITTEN], scales)
+    assert_each_leaf(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), unbox(state.params), params)
 
 
 @pytest.mark.one_in(3)
@@ -120,8 +121,8 @@ def test_fp8_scales_after_each_of_ten_steps_match_a_single_device(check_vma, op,
     for params, scales in on_one_device(tx, minibatches, op):
         state, _ = step(state, X, jax.random.key(2))
         assert_alike(state, params, scales)
-    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, jax.device_get(state.collections[OVERWRITTEN]))
-    assert all(jax.tree.leaves(moved))  # guard: every scale changes
+    same = jax.tree.map(np.array_equal, start, jax.device_get(state.collections[OVERWRITTEN]))
+    assert not [path for path, is_same in leaves_with_path(same) if is_same]  # guard: every scale changes
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -196,7 +197,7 @@ def test_fp8_products_with_fp8_gathers_are_bit_equal_to_float32_gathers(model, c
         for _ in range(3):
             state, _ = step(state, X, jax.random.key(2))
         ended.append(jax.device_get((unbox(state.params), state.collections)))
-    jax.tree.map(np.testing.assert_array_equal, *ended)
+    assert_each_leaf(np.testing.assert_array_equal, *ended)
 
 
 def lowered(model, loss=loss_fn, **options):

@@ -27,6 +27,7 @@ from xlstm_jax.distributed import (
     replayed,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
 
@@ -115,8 +116,9 @@ def test_replayed_step_updates_as_the_plain_step_and_replays_every_kth_call():
         (state, metrics), (other, wanted) = step(state, x, KEY), plain(other, x, KEY)
         assert step.replays == call // 3
     np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-6)
-    for got, want in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    wanted_leaves = jax.tree_util.tree_leaves_with_path(other.params)
+    for (path, want), got in zip(wanted_leaves, jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=path_string(path))
 
 
 def loss_without_key(params, apply_fn, batch):

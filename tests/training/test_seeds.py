@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_same_params, mesh_of, on_mesh
+from tests.support import assert_each_leaf, assert_same_params, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, metrics
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh import DataParallel
 from xlstm_jax.distributed.metrics import (
     Accuracy,
@@ -160,7 +161,7 @@ def test_data_parallel_nnx_loop_without_jit_matches_a_single_device(mesh):
     assert_same_params(got, want)
     assert metrics["accuracy"] == of_one["accuracy"]
     np.testing.assert_allclose(metrics["loss"], of_one["loss"], rtol=1e-5)
-    assert all(len(leaf.sharding.device_set) == 8 for leaf in jax.tree.leaves(got))
+    assert not [path for path, leaf in leaves_with_path(got) if len(leaf.sharding.device_set) != 8]
 
 
 # --------------------------------------------------------------------------------------------------- parts of the loops
@@ -188,7 +189,8 @@ def test_shard_model_state_replicates_or_splits_as_shard_params_does(mesh):
         "count": P(),
     }
     for made in (DataParallel.shard_model_state(state, mesh), DataParallel().replicate_params(state, mesh)):
-        assert all(leaf.is_fully_replicated and leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(made))
+        for path, leaf in leaves_with_path(made):
+            assert leaf.is_fully_replicated and leaf.sharding.mesh == mesh, path
 
 
 dp = DataParallel()
@@ -264,7 +266,7 @@ def test_metric_subclass_with_an_accumulator_computes_the_value():
 
 def test_compose_gives_access_to_parts_by_name_and_raises_for_unknown_names():
     parts = {"loss": WeightedMean(), "peak": Max()}
-    assert all(Compose(parts)[name] is part for name, part in parts.items())
+    assert not [name for name, part in parts.items() if Compose(parts)[name] is not part]
     with pytest.raises(KeyError, match="los"):
         Compose(parts)["los"]
 
@@ -280,7 +282,7 @@ def test_confusion_matrix_accepts_class_index_onehot_and_boolean_labels(arrange,
     weight = np.arange(6) % 4
     want = metric.result(metric.observe(scores, labels, weight))
     got = metric.result(metric.observe(scores, arranged.get(arrange, one_hot.astype(np.float32)), weight))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_each_leaf(np.testing.assert_array_equal, got, want)
     assert 0.1 < want["top"] < 0.9
 
 

@@ -27,7 +27,8 @@ def test_repr_of_a_train_state_has_the_step_and_bytes_per_device():
 
 def test_repr_html_of_a_train_state_is_a_table():
     html = create_train_state(*ARGUMENTS, batch_axes=AXES)._repr_html_()
-    assert all(text in html for text in ("<pre", "TrainState at step 0", "params", "opt_state", "per device"))
+    texts = ("<pre", "TrainState at step 0", "params", "opt_state", "per device")
+    assert not [text for text in texts if text not in html]
 
 
 def test_repr_of_a_train_state_works_for_traced_deleted_and_missing_values():
@@ -37,7 +38,7 @@ def test_repr_of_a_train_state_works_for_traced_deleted_and_missing_values():
     for leaf in jax.tree.leaves(state):
         leaf.delete()
     seen += [repr(state), repr(jax.tree.map(lambda leaf: leaf.sharding, state))]
-    assert all(text.startswith("<TrainState without values: params ") for text in seen)
+    assert not [text for text in seen if not text.startswith("<TrainState without values: params ")]
 
 
 def test_repr_of_a_train_state_subclass_stays_short():

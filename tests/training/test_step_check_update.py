@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
 from xlstm_jax.distributed.training.step_check.update import compared_alone, of_state, same_bits
 
@@ -24,8 +25,8 @@ def state():
     return create_train_state(model, ADAM, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
 
 
-def after(change):
-    """Returns a step that applies ``change(new state, old state)`` to the result of a ready step."""
+def step_followed_by(change):
+    """Returns a faulty step: a ready step, and then ``change(new state, old state)`` on its result."""
     ready = make_train_step(mean_loss, mesh_of(2, 4), AXES)
 
     def step(state, batch, rng):
@@ -35,24 +36,26 @@ def after(change):
     return step
 
 
-def said(step, state):
+def checked(step, state):
+    """Returns the result of ``check_step``, and its text on one line."""
     found = check_step(step, state, BATCH, KEY, loss_fn=mean_loss)
     return found, " ".join(str(found).split())
 
 
-def begun_anew(new, old):
-    """Keeps the optimizer state unchanged from the second step on."""
+def opt_state_unchanged_from_the_second_step_on(new, old):
+    """Keeps the optimizer state of the first step in all later steps."""
     kept = lambda x, y: jnp.where(old.step > 0, y, x)  # noqa: E731
     inner = jax.tree.map(kept, new.opt_state.inner, old.opt_state.inner)
     return new.replace(opt_state=Recorded(inner, new.opt_state.record))
 
 
-def moments_lost(new, old):
-    """Sets the moments to 0 after each step, as ``tx.init`` does."""
+def opt_state_set_to_zeros(new, old):
+    """Sets the optimizer state to 0 after each step, as ``tx.init`` does."""
     zeros = jax.tree.map(jnp.zeros_like, new.opt_state.inner)
     return new.replace(opt_state=Recorded(zeros, new.opt_state.record))
 
 
+# name: (change of the new state, verdict of check_step, pattern in its text)
 CHANGES = {
     "nothing": (lambda new, old: new, "right", "parameters, updates and the optimizer's state after the step are"),
     "decay": (
@@ -60,23 +63,27 @@ CHANGES = {
         "wrong",
         "4 leaves .* the step multiplies them by 0.99 after the update",
     ),
-    "moments lost": (moments_lost, "wrong", "stays as it was"),
+    "moments lost": (opt_state_set_to_zeros, "wrong", "stays as it was"),
     "moments halved": (
         lambda new, old: new.replace(opt_state=jax.tree.map(lambda x: x * 0.5, new.opt_state)),
         "wrong",
         "the step changes all numbers in the optimizer's state",
     ),
     "a count of two": (lambda new, old: new.replace(step=old.step + 2), "wrong", "state.step is 2 .* and was 0"),
-    "a second step alone": (begun_anew, "wrong", "in a second step, the optimizer's state .* stays as it was"),
+    "a second step alone": (
+        opt_state_unchanged_from_the_second_step_on,
+        "wrong",
+        "in a second step, the optimizer's state .* stays as it was",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_check_step_finds_changes_to_params_or_opt_state_outside_the_optimizer(name, state):
     change, verdict, says = CHANGES[name]
-    found, text = said(after(change), state)
-    assert found.verdict == verdict, text
-    assert re.search(says, text), text
+    found, text = checked(step_followed_by(change), state)
+    assert found.verdict == verdict, f"{found.verdict!r}, with the text: {text}"
+    assert re.search(says, text), f"{says!r} is not in: {text}"
 
 
 def test_recorded_state_reads_like_the_state_and_trains_equally(state):
@@ -86,10 +93,10 @@ def test_recorded_state_reads_like_the_state_and_trains_equally(state):
     recorded, _ = step(jax.tree.map(jnp.copy, kept), BATCH, KEY)
     plain, _ = step(jax.tree.map(jnp.copy, state), BATCH, KEY)
     assert int(recorded.opt_state.record.calls) == 1
-    for a, b in zip(jax.tree.leaves(unbox(recorded.params)), jax.tree.leaves(unbox(plain.params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-    moved = [np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (recorded.params, state.params)), strict=True)]
-    assert all(moved)  # guard: records of an idle optimizer would be equal
+    after_recorded, after_plain, before = (leaves_with_path(unbox(s.params)) for s in (recorded, plain, state))
+    for (path, a), (_, b), (_, start) in zip(after_recorded, after_plain, before, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=path)
+        assert np.any(a != start), f"{path} is unchanged"  # guard: records of an idle optimizer would be equal
 
 
 def test_of_state_compares_opt_state_leaves_with_tolerance_and_counts_exactly():
@@ -122,5 +129,7 @@ def test_check_step_leaves_the_verdict_open_for_an_optimizer_failing_on_a_single
         return jax.tree.map(lambda g: -g, updates), opt_state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    found, text = said(after(lambda new, old: new), state.replace(tx=tx, opt_state=optax.EmptyState()))
-    assert found.verdict == "cannot tell" and "cannot be called on one device" in text, text
+    without_change = step_followed_by(lambda new, old: new)
+    found, text = checked(without_change, state.replace(tx=tx, opt_state=optax.EmptyState()))
+    assert found.verdict == "cannot tell", f"{found.verdict!r}, with the text: {text}"
+    assert "cannot be called on one device" in text
