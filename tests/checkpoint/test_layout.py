@@ -208,7 +208,8 @@ def test_a_tensor_that_is_split_and_repeated_has_equal_values_in_all_places(repe
     split = Divided("ab", ("a", "b"), (1, 2))
     layout = [Repeated("again", "ab"), split] if repeated_first else [split, Repeated("again", "b")]
     arrays = to_layout(like, layout)
-    assert_same_bits(arrays, {"a": like["ab"][:1], "b": like["ab"][1:], "again": like["ab"][0 if repeated_first else 1 :]})
+    again = like["ab"][0 if repeated_first else 1 :]
+    assert_same_bits(arrays, {"a": like["ab"][:1], "b": like["ab"][1:], "again": again})
     assert_same_bits(from_layout(arrays, layout, like), like)
     with pytest.raises(ValueError, match=r"repeats 'ab', and its values differ"):
         from_layout(arrays | {"again": arrays["again"] + 1}, layout, like)

@@ -70,7 +70,7 @@ def units(where):
     ([filterlib.PathIn(("first",)), Block], {"first", "blocks/0", "blocks/1"}),
     (nnx.All(..., nnx.OfType(Block)), {"blocks/0", "blocks/1"}),
     (nnx.Any(lambda path, module: path == ("last",)), {"last"}),
-], ids=str)  # fmt: skip
+], ids=["paths", "name", "class but name", "class and number", "list", "all of a class", "function"])  # fmt: skip
 def test_a_filter_selects_units(where, expected):
     assert units(where) == expected
 
@@ -108,7 +108,9 @@ def frozen(params):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    "trainable", [nnx.LoRAParam, nnx.Any(nnx.LoRAParam, filterlib.PathIn(("last", "bias")))], ids=str
+    "trainable",
+    [nnx.LoRAParam, nnx.Any(nnx.LoRAParam, filterlib.PathIn(("last", "bias")))],
+    ids=["class", "class or path"],
 )
 def test_a_filter_selects_trainable_parameters(trainable, check_vma):
     losses, params = trained_on_a_mesh(sharded(), TX, check_vma, trainable=trainable)
