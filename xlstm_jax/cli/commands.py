@@ -198,7 +198,10 @@ def _kept(cache: ReportCache | None) -> list[str]:
 
 
 def run_plan(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax plan``."""
+    """Runs ``xlstm-jax plan``: prints the plan, the reason of one leaf (``--explain``), or differences (``--diff``).
+
+    An exceeded limit, or a difference from the stored plan, is a refusal: the command ends with code 1.
+    """
     factory = load_factory(args.factory)
     mesh = _mesh(args, factory)
     say("tracing the model")

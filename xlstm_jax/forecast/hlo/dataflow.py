@@ -36,7 +36,11 @@ def upstream(program: Program, value: Value) -> Iterator[Value]:
 
 
 def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
-    """Yields the values computed from a value, nearest first; ``through`` limits the search to these opcodes."""
+    """Yields the values computed from a value, nearest first, at most ``MAX_VISITED``.
+
+    ``through`` are the opcodes behind whose results the search continues; other results are yielded, and end it. None:
+    all opcodes.
+    """
     return _walk(program, value, uses, through)
 
 
