@@ -21,9 +21,10 @@ HEAD = """\
 
 *Which models can I train, and how long is a program?*
 
-Each program has at most 100 lines and trains a small model on eight simulated devices in less than a minute. Click a
-picture to see the program. `python docs/gallery/{first}.py` in a checkout runs the program and writes the picture into
-the current folder. The programs generate their data or take text from the Python installation.
+Each program has at most 100 lines and trains a small model, sharded over eight simulated devices, in less than a
+minute. Click a picture to see the program. In a checkout `python docs/gallery/{first}.py` runs the first program and
+writes its picture into the current folder. The programs generate their data or take text from the Python
+installation.
 
 """
 NEXT = """

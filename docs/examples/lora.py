@@ -68,7 +68,7 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         table = self.vocabulary, self.width
-        # The table is frozen in bfloat16; activations stay in float32.
+        # The adapted model stores this table frozen in bfloat16; activations stay float32.
         embed = wrap(nn.Embed)(*table, dtype=jnp.float32, name="embed")
         axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
         blocks = nn.scan(nn.remat(wrap(Block)), length=self.layers, **axes)

@@ -209,7 +209,8 @@ ROWS = [
         lambda run: "SkipNonfiniteState" in str(type_names(run.state.opt_state)),
         "1x8-vma",
     ),
-    # The reference shows the weights: without them its loss is another (test_a_weight_counts).
+    # The reference shows the weights: without weights the loss differs
+    # (test_guard_compare_fails_for_weighted_against_unweighted_training).
     Row("weighted", {"weighted": True}, lambda run: True, "2x4-no_vma"),
     Row("minibatches", {"stepping": {"num_minibatches": 2}}, calls("scan"), "8x1-no_vma"),
     Row(

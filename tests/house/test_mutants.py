@@ -119,8 +119,9 @@ from tests.mutants.run import Run, outcomes
 path, file = "xlstm_jax/distributed/device_mesh/meshes.py", "device_mesh/test_device_mesh.py"
 of_file = drawn.mutations_of(path, (drawn.ROOT / path).read_text())
 (mutant,) = [m for m in of_file if m.kind == "none" and m.function == "DeviceMeshManager.create_hsdp_mesh"]
-seeing = f"{file}::test_sizes_that_take_fewer_devices_take_the_first[hsdp]"
-blind, absent = f"{file}::test_simulating_too_late_says_so", f"{file}::test_of_another_name"
+seeing = f"{file}::test_meshes_with_fewer_devices_take_the_first_devices[hsdp]"
+blind = f"{file}::test_simulate_cpu_devices_raises_for_a_call_after_jax_started"
+absent = f"{file}::test_of_another_name"
 for cases in [(absent, blind, seeing), (blind,), (absent,)]:
     (outcome,) = outcomes([Run((file,), mutant, cases)], 1)
     print(outcome.result, outcome.test == seeing)

@@ -11,7 +11,9 @@ from tests.third_party import table
 @pytest.mark.parametrize(("name", "check_vma"), [("GPT-2", True), ("T5, remat", False)])
 def test_unedited_hugging_face_model_trains_as_on_a_single_device(name, check_vma):
     pytest.importorskip("transformers", reason="needs the extra 'models'")
-    from tests.third_party.test_models import test_a_model_sharded_from_outside_trains_as_on_one_device as compare
+    from tests.third_party.test_models import (
+        test_third_party_model_with_shard_modules_matches_a_single_device as compare,
+    )
 
     compare(name, check_vma)
 
