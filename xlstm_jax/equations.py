@@ -21,6 +21,8 @@ _KINDS = {
 }
 # Each collective may be a pair of operations, start and done.
 COLLECTIVES = {name + form: kind for name, kind in _KINDS.items() for form in ("", "_start", "_done")}
+# Primitives that call a jaxpr as a function.
+FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-gather")
 
 

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from tests.damage import same
-from tests.support import mesh_of
+from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed.checkpoint import (
     Divided,
     Joined,
@@ -216,10 +215,10 @@ def test_a_published_model_is_that_of_transformers(case, tmp_path):
     got = {name: tensor for file in files for name, tensor in load_file(tmp_path / "reader" / file).items()}
     assert {name: tensor.shape for name, tensor in got.items()} == TABLES[table]
     assert index["weight_map"].keys() == got.keys()
-    assert same(got, wanted(table, params))
+    assert_same_bits(got, wanted(table, params))
     publish(split, tmp_path / "model", names=NAMES)
     plain = apply_publication({}, tmp_path / "model").arrays
-    assert same(from_layout(got, layout, plain), plain)
+    assert_same_bits(from_layout(got, layout, plain), plain)
 
 
 def test_stacking_is_the_inverse_of_unstacking(tmp_path):
@@ -228,7 +227,9 @@ def test_stacking_is_the_inverse_of_unstacking(tmp_path):
     apart = apply_publication({}, tmp_path / "apart").arrays
     publish(apart, tmp_path / "stacked", layout=STACK)
     publish(params, tmp_path / "model", names=NAMES)
-    assert same(apply_publication({}, tmp_path / "stacked").arrays, apply_publication({}, tmp_path / "model").arrays)
+    assert_same_bits(
+        apply_publication({}, tmp_path / "stacked").arrays, apply_publication({}, tmp_path / "model").arrays
+    )
 
 
 def test_a_delta_of_one_expert_is_in_the_tensor_of_this_expert(tmp_path):
@@ -238,6 +239,6 @@ def test_a_delta_of_one_expert_is_in_the_tensor_of_this_expert(tmp_path):
     params["blocks"]["mlp"]["experts"]["gate_up"][1, 2, 3, HIDDEN + 5] += 1
     publish(params, tmp_path, names=NAMES, layout=layout, since=1)
     got = apply_publication(arrays, tmp_path).arrays
-    assert same(got, wanted("MixtralForCausalLM", params))
+    assert_same_bits(got, wanted("MixtralForCausalLM", params))
     changed = [name for name in got if got[name] is not arrays[name]]
     assert changed == ["model.layers.1.block_sparse_moe.experts.2.w3.weight"]

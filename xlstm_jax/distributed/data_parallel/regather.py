@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.equations import GATHERS
+from xlstm_jax.equations import FUNCTIONS, GATHERS
 from xlstm_jax.private_names import mul_p
 
 Policy = Callable[..., Any]
@@ -57,8 +57,6 @@ _RANDOM = "iota_2x32_shape random_bits random_fold_in random_seed random_split r
 RECOMPUTED = frozenset(f"{_CASTS} {_MOVES} {_ARITHMETIC} {_RANDOM}".split())
 
 _MAKE_COMPLEX = ("complex", "eig", "fft")  # make complex values of real values
-
-_FUNCTIONS = frozenset({"closed_call", "custom_jvp_call", "custom_vjp_call", "eval_jaxpr", "jit", "pjit"})
 
 
 # Cached: JAX compares policies by identity.
@@ -102,7 +100,7 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
     """Returns whether a function contains nothing to keep."""
     # JAX applies policies inside most functions, but not inside a function with a custom derivative if nothing in it is
     # differentiated, such as the gather of frozen weights. The maxima in such a gather are those of packed blocks.
-    if name not in _FUNCTIONS:
+    if name not in FUNCTIONS:
         return False
     body = (params.get("call_jaxpr") or params["jaxpr"]).eqns
     passed = {"reduce_max"} if any(eqn.primitive.name in GATHERS for eqn in body) else ()

@@ -18,10 +18,9 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
-from xlstm_jax.distributed.optimizers.norms import axes_of_values
+from xlstm_jax.distributed.optimizers.norms import axes_of_values, sum_of_squares
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 from xlstm_jax.distributed.optimizers.state import states_of
 
@@ -121,14 +120,10 @@ def _norms(of_kinds: Sequence[PyTree]) -> jax.Array:
         leaves = [(path, leaf) for path, leaf in trees.sharded_leaves(tree) if leaf.is_differentiable]
         for number, (path, leaf) in enumerate(leaves):
             axes = axes_of_values(path, leaf, "with_leaf_norms")
-            by_axes.setdefault(axes, {}).setdefault(number, []).append(_sum_of_squares(leaf))
+            by_axes.setdefault(axes, {}).setdefault(number, []).append(sum_of_squares(leaf.value).astype(jnp.float32))
     if not by_axes:
         return jnp.zeros((len(of_kinds), 0))
     stacks = [jnp.stack([jnp.stack(squares) for squares in of_set.values()], axis=1) for of_set in by_axes.values()]
     sums = collectives.psum(stacks, tuple(tuple(sorted(axes)) for axes in by_axes))
     order = [number for of_set in by_axes.values() for number in of_set]
     return jnp.sqrt(jnp.concatenate(sums, axis=1)[:, np.argsort(order)])
-
-
-def _sum_of_squares(leaf: Sharded) -> jax.Array:
-    return jnp.sum(jnp.square(jnp.abs(leaf.value).astype(jnp.float32)))

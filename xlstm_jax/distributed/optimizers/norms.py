@@ -44,16 +44,20 @@ def global_norm(tree: PyTree) -> jax.Array:
     for path, leaf in trees.sharded_leaves(tree):
         if leaf.is_differentiable:
             axes = axes_of_values(path, leaf, "global_norm")
-            value = leaf.value
-            wide = value.astype(wide_dtype(value.dtype))
-            squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
             # Sum before the collective: a single scalar is sent for each set of axes, for any number of leaves. (With
             # operations of ``lax`` for equal dtypes: operations of ``jnp`` take three times as long to trace.)
-            total, before = jax.lax.reduce_sum(squares, range(squares.ndim)), by_axes.get(axes, 0)
+            total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
             alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
             by_axes[axes] = jax.lax.add(before, total) if alike else before + total
     sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
+
+
+def sum_of_squares(value: jax.Array) -> jax.Array:
+    """Returns the sum of the squares of a device's values, float32 or wider."""
+    wide = value.astype(wide_dtype(value.dtype))
+    squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
+    return jax.lax.reduce_sum(squares, range(squares.ndim))
 
 
 # Sums values[i] over axes[i]; the gradient is for a loss that is averaged over devices. The transpose of a sum over N

@@ -15,10 +15,10 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
 from xlstm_jax.formatting import kind_of, listed
 
-LeafPredicate = Callable[[str], Any]
 FILTERS = (
     *(filterlib.WithTag, filterlib.PathContains, filterlib.PathIn, filterlib.OfType),
     *(filterlib.All, filterlib.Any, filterlib.Not, filterlib.Everything, filterlib.Nothing),

@@ -22,9 +22,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.nnx_filters import (
-    LeafPredicate,
     is_filter,
     leaf_mask,
     leaf_predicate,

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.step import DeviceProgram
 from xlstm_jax.distributed.training.varying import followed_equation
-from xlstm_jax.equations import COLLECTIVES, all_equations, name_and_params, nested_jaxprs, scan_counts
+from xlstm_jax.equations import COLLECTIVES, FUNCTIONS, all_equations, name_and_params, nested_jaxprs, scan_counts
 from xlstm_jax.private_names import core
 
 Labels = frozenset[str]
@@ -148,7 +148,7 @@ class _Watcher:
             if name in ("remat2", "checkpoint") and params is eqn.params:
                 return self._of_remat(eqn, values)
             # Also a jax.checkpoint under jax_remat3: XLA may then merge the pass with the first one.
-            if name in (*_FUNCTIONS, "remat2"):
+            if name in (*FUNCTIONS, "remat2"):
                 return self.of_closed(params.get("jaxpr", params.get("call_jaxpr")), values)
         return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
 
@@ -241,9 +241,6 @@ class _Watcher:
             for index, (send, digest) in enumerate(zip(inner.sends, digests, strict=True))
         }
         return _with_labels(arrays, [Labels(names.get(name, name) for name in of) for of in labels])
-
-
-_FUNCTIONS = ("jit", "pjit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call")
 
 
 def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
