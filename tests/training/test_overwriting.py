@@ -294,21 +294,36 @@ def test_train_step_raises_for_an_fp8_scale_split_over_devices():
 
 
 def weighted_loss(params, apply_fn, x, rng, collections):
-    """Weighted loss with rows of zeros as padding: four of the eight devices have padding only."""
+    """Weighted loss with rows of zeros as padding. Devices differ in weight."""
     out, updated = apply_fn({"params": params, **collections}, x, mutable=list(collections))
-    weights = jnp.any(x != 0, -1)
+    # Numbers, not booleans: XLA makes a select of a product with a converted boolean, and a select hides 0 * inf.
+    weights = jnp.max(jnp.abs(x), -1)
     return (jnp.sum(weights * jnp.mean((out - x[:, :4]) ** 2, -1)), jnp.sum(weights)), updated
 
 
+PADDED = X.at[-8:].set(0)  # four of the eight devices have padding only
+MORE = jax.random.normal(jax.random.key(3), (48, 16)) * 3
+
+
 @pytest.mark.parametrize(
-    "wrap, loss, x",
-    [(fsdp, loss_fn, X), (fsdp, weighted_loss, X.at[-8:].set(0)), (fsdp(gather_dtype=NARROW), loss_fn, X)],
-    ids=["mean", "padding", "kernels that products round"],
+    "wrap, loss, x, num_minibatches",
+    [
+        (fsdp, loss_fn, X, 1),
+        (fsdp, weighted_loss, PADDED, 1),
+        (fsdp(gather_dtype=NARROW), loss_fn, X, 1),
+        (fsdp, loss_fn, MORE, 3),
+        (fsdp, weighted_loss, X.at[1::2].set(0), 2),
+    ],
+    ids=["mean", "padding", "kernels that products round", "minibatches", "a minibatch of padding"],
 )
-def test_check_step_uses_fp8_scales_of_the_global_mean(wrap, loss, x):
-    """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped."""
+def test_check_step_uses_fp8_scales_of_the_global_mean(wrap, loss, x, num_minibatches):
+    """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped.
+
+    Scales change between minibatches. Factors of terms are those of the step: fp8 rounds other factors otherwise.
+    """
     state = create_train_state(Fp8(wrap), optax.sgd(0.05), mesh_of(2, 4), jax.random.key(0), x, batch_axes=AXES)
-    step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=loss is weighted_loss)
+    weighted = loss is weighted_loss
+    step = make_train_step(loss, mesh_of(2, 4), AXES, weighted=weighted, num_minibatches=num_minibatches)
     state, _ = step(state, x, jax.random.key(2))
     found = check_step(step, state, x, jax.random.key(2))
     assert found.verdict == "right", found

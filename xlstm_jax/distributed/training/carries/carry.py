@@ -56,12 +56,12 @@ class Carry:
 
     Attributes:
       takes_aux: whether ``next`` consumes the auxiliary output; otherwise the output is averaged like the loss.
-      of_terms: whether to differentiate this device's term of the global mean, 1/N of the local mean, instead of the
-        local mean.
+      overwritten: names of collections whose gradient is their next value, the maximum over devices. Each device then
+        differentiates its term of the global mean, 1/N of the local mean, instead of the local mean.
     """
 
     takes_aux = False
-    of_terms = False
+    overwritten: Collection[str] = ()
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.training.loss import Loss
 class OverwrittenScales(CollectionCarry):
     """Carry for the scales of fp8 products."""
 
-    of_terms = True
+    overwritten = (OVERWRITTEN,)
 
     @classmethod
     def of(cls, inputs: Inputs) -> Self | None:

@@ -397,6 +397,8 @@ class Comparison:
 
         Returns their ratio, their compared gradients, and findings.
         """
+        if self.one.num_minibatches > 1 and self.one.overwritten():
+            mean = self.one.slices(key, minibatches=1)  # scales change between minibatches: rows of devices decide
         narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
         leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)

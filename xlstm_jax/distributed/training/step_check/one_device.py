@@ -14,7 +14,7 @@ of the split.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -263,6 +263,10 @@ class OneDevice:
         own = self.traced(rng).axes - set(self.axes)
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
 
+    def overwritten(self) -> list[str]:
+        """Returns the names of the collections whose gradient is their next value."""
+        return [name for carry in carries_of(Inputs(self.axes, *self._inputs[3])) for name in carry.overwritten]
+
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
@@ -284,28 +288,44 @@ class OneDevice:
 
         def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
             batch = batch if parts == 1 else self.layout.laid_out(batch)
-            # Some carries need gradients of a term of the global mean: fp8 would clip gradients of a sum.
-            of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *kept)))
+            names = self.overwritten()
 
-            def on_slice(index: Any, before: Any) -> MinibatchResult:
-                device, minibatch = index // minibatches, index % minibatches
+            def rows_and_key(device: Any, minibatch: Any) -> tuple[PyTree, PyTree]:
                 rows = batch if parts == 1 else self.slice_of(batch, device, minibatch, minibatches)
-                key = _key_of(rng, device, minibatch, minibatches)
-                # Each device starts from the collections of the state.
-                own = jax.tree.map(lambda x, first: jnp.where(minibatch == 0, first, x), before, kept)
+                return rows, _key_of(rng, device, minibatch, minibatches)
 
-                def term(live: Any) -> Any:
-                    total, (weight, after) = self._terms(live, weights, rows, key, own)
-                    # A slice without weight (padded rows) is 0 / 0.
-                    count = jnp.where(weight == 0, 1, weight * devices) if of_terms else jnp.ones_like(weight)
-                    return total / count, (total, weight, count, after)
+            def weight_over_devices(minibatch: Any) -> Any:
+                if not self.loss.weighted:
+                    return devices
+                each = lambda device: self._terms(live, weights, *rows_and_key(device, minibatch), kept)[1][0]  # noqa: E731
+                total = lax.map(each, jnp.arange(devices)).sum()
+                return jnp.where(total == 0, 1, total)  # 0 for a minibatch of padded rows alone
 
-                (_, (total, weight, count, after)), grads = jax.value_and_grad(term, has_aux=True)(live)
-                grads = [(g * count).astype(wide_dtype(g.dtype)) for g in grads]
+            def on_slice(index: Any, states: tuple[Any, Any]) -> MinibatchResult:
+                minibatch, device = index // devices, index % devices
+                rows, key = rows_and_key(device, minibatch)
+                # Each device starts a minibatch from the same collections.
+                is_first = partial(jnp.where, device == 0)
+                before = jax.tree.map(is_first, states[1], states[0])
+                scales, with_scales = _split(before, names)
+                # Scales of fp8 need gradients of a term of the global mean: fp8 would clip gradients of a sum.
+                count = weight_over_devices(minibatch) if names else 1
+
+                def term(live: Any, scales: Any) -> Any:
+                    total, (weight, after) = self._terms(live, weights, rows, key, with_scales(before, scales))
+                    return total / count, (total, weight, after)
+
+                (_, found), grads = jax.value_and_grad(term, (0, 1), has_aux=True)(live, scales)
+                total, weight, after = found
+                # The next scales are the maximum over devices.
+                earlier, _ = _split(states[1], names)
+                largest: list[Any] = [is_first(g, jnp.maximum(g, x)) for g, x in zip(grads[1], earlier, strict=True)]
+                grads = [(g * count).astype(wide_dtype(g.dtype)) for g in grads[0]]
                 # Average totals and weights separately: the mean loss is their ratio.
-                return MinibatchResult((total, weight, list(map(jnp.abs, grads))), grads, 1, after)
+                values = (total, weight, list(map(jnp.abs, grads)))
+                return MinibatchResult(values, grads, 1, (before, with_scales(after, largest)))
 
-            found = mean_over(on_slice, parts, kept)
+            found = mean_over(on_slice, parts, (kept, kept))
             total, weight, sizes = found.values
             return _means(total, weight, found.grads, sizes)
 
@@ -354,6 +374,15 @@ class OneDevice:
             return _means(total, weight, grads, [jnp.abs(g) * np.sqrt(self.devices) for g in grads])
 
         return mean
+
+
+def _split(kept: Any, names: Collection[str]) -> tuple[list[jax.Array], Callable[[Any, list[jax.Array]], Any]]:
+    """Splits the collections ``names`` off ``kept``: (differentiable leaves, function that puts leaves into ``kept``).
+
+    ``kept`` is a tuple of the collections, or () without collections.
+    """
+    live, put_back = trees.split_differentiable({name: kept[0][name] for name in names})
+    return live, lambda kept, leaves: ({**kept[0], **put_back(leaves)},) if names else kept
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
