@@ -68,7 +68,7 @@ import jax
 import optax
 from flax import linen as nn
 from xlstm_jax.distributed import (
-    DeviceMeshManager,
+    create_fsdp_mesh,
     create_train_state,
     make_train_step,
     shard_modules,
@@ -83,20 +83,20 @@ class Classifier(nn.Module):
         return nn.Dense(10)(x)
 
 
-def loss_fn(params, apply_fn, batch, rng):
+def loss_fn(params, apply_fn, batch):
     logits = apply_fn({"params": params}, batch["x"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
 model, x = Classifier(), batch_of(0)["x"]
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-mesh = DeviceMeshManager.create_device_mesh({"fsdp": 8})
-model = shard_modules(model, nn.Dense, "fsdp", min_weight_size=2**9)
-state = create_train_state(model, tx, mesh, jax.random.key(0), x, batch_axes="fsdp")
-step = make_train_step(loss_fn, mesh, batch_axes="fsdp")
+mesh = create_fsdp_mesh()
+model = shard_modules(model)
+state = create_train_state(model, tx, mesh, jax.random.key(0), x)
+step = make_train_step(loss_fn, mesh)
 losses = []
 for number in range(40):
-    state, metrics = step(state, batch_of(number), jax.random.key(1))
+    state, metrics = step(state, batch_of(number))
     losses.append(float(metrics["loss"]))
 print(f"loss {losses[0]:.4f} at first, {losses[-1]:.4f} at last")
 
