@@ -208,14 +208,14 @@ class SavedSums:
             text = store.read(f"sums/{process}", deadline)
             if text is None:
                 raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
-            for path, found in json.loads(text).items():
-                _add(sums, path, found)
+            for path, addends in json.loads(text).items():
+                _add(sums, path, addends)
         store.delete_previous()
         return sums
 
 
-def _add(sums: Sums, path: str, found: list[int]) -> None:
-    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], found, strict=True)]
+def _add(sums: Sums, path: str, addends: list[int]) -> None:
+    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], addends, strict=True)]
 
 
 _sums_of_part = jax.jit(checksum_of_part)

@@ -76,8 +76,8 @@ class Planned(Sharded, repr=False):
         before = leaf if isinstance(leaf, Planned) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
-        own = boxed if reader().has_rules_for(leaf) else leaf
-        box_type = before.box_type if before else type(own) if is_box(own) else None
+        original = boxed if reader().has_rules_for(leaf) else leaf
+        box_type = before.box_type if before else type(original) if is_box(original) else None
         return cls(
             box.value,
             box.names,
@@ -96,8 +96,8 @@ class Planned(Sharded, repr=False):
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):
             return self
-        kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
-        stored = tuple(map(axes_entry, kept))
+        remaining = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
+        stored = tuple(map(axes_entry, remaining))
         names = self.store.of_value(stored)
         box_type = self.box_type if any(names) else None
         return self.replace(value=true_value(self), store=AS_IT_IS, names=names, box_type=box_type)

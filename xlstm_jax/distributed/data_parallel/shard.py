@@ -81,11 +81,11 @@ def box_params(
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
-    leaves, how = dict(trees.sharded_leaves(params)), policy.communication
+    leaves, communication = dict(trees.sharded_leaves(params)), policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
     sizes = [leaves[path].stored_bytes for path in dims]
-    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
+    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(dims, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:
@@ -94,10 +94,10 @@ def box_params(
         if path not in dims:
             return leaf
         box, axes = leaf_of(leaf), order_of[path]
-        kept = LeafToSplit(box.value, box.names, dims[path], box.store)
+        to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
-            kept = mode.stored(kept, math.prod(axis_sizes.values()))
-        return split_along(box, kept._replace(value=take(kept.value, kept.dim, axes)), axes, how)
+            to_split = mode.stored(to_split, math.prod(axis_sizes.values()))
+        return split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
 
     return trees.map_leaves_with_path(box, params)
 
@@ -124,8 +124,8 @@ def plan_params(
     """
 
     def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        found = leaf_of(leaf)
-        value, choice = found.value, _choice(found, axis_sizes, policy)
+        box = leaf_of(leaf)
+        value, choice = box.value, _choice(box, axis_sizes, policy)
         gathered, summed = (str(value_dtype(value)),) * 2
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))

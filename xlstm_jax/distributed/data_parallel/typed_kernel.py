@@ -94,15 +94,15 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
         def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
             return _call(lambda trained, rest: jax.vjp(lambda x: kernel(x, rest), trained), (trained, rest), axes, name)
 
-        def backward(kept: Any, cotangent: Any) -> tuple[Any, None]:
-            (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
+        def backward(vjp: Any, cotangent: Any) -> tuple[Any, None]:
+            (grads,) = _call(lambda vjp, cotangent: vjp(cotangent), (vjp, cotangent), axes, name)
             # Some kernels return a wider gradient, which JAX accepts from them and refuses later.
             return {i: grad.astype(dtypes[i]) for i, grad in grads.items()}, None
 
         # A custom rule, since JAX cannot differentiate the opaque operation.
-        one = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
-        one.defvjp(forward, backward)
-        return one(trained, rest)
+        with_gradient = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
+        with_gradient.defvjp(forward, backward)
+        return with_gradient(trained, rest)
 
     return typed
 

@@ -76,8 +76,8 @@ class BatchLayout:
         """
         leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
         shapes = [(path_string(path), np.shape(leaf)) for path, leaf in leaves]
-        found = zip(shapes, self._by_leaf(batch), strict=True)
-        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in found])
+        pairs = zip(shapes, self._by_leaf(batch), strict=True)
+        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in pairs])
 
     def in_specs(self, batch: PyTree) -> PyTree:
         """Returns ``specs`` for ``shard_map``, without axes of size 1, which split nothing."""
@@ -90,7 +90,7 @@ class BatchLayout:
         for axis in reversed(self.axes):
             places[axis], device = device % self.mesh.shape[axis], device // self.mesh.shape[axis]
 
-        def own(leaf: Any, spec: PartitionSpec) -> Any:
+        def local(leaf: Any, spec: PartitionSpec) -> Any:
             for dim, entry in enumerate(spec):
                 # The indices along the axes of a dim are digits of the position, outermost axis first.
                 place = 0
@@ -100,7 +100,7 @@ class BatchLayout:
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, place * size, size, dim)
             return leaf
 
-        return jax.tree.map(own, batch, self.specs(batch))
+        return jax.tree.map(local, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
         """Returns the layout with ``tokens`` set: as given, else "zigzag" for ``ReorderedTokens``, else "contiguous".
@@ -117,13 +117,13 @@ class BatchLayout:
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
                 check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
-        found = replace(self, tokens=tokens)
-        devices = num_shards(self.mesh, found.sequence.axes)
+        layout = replace(self, tokens=tokens)
+        devices = num_shards(self.mesh, layout.sequence.axes)
         if tokens == ZIGZAG and devices > 1:
-            for (path, leaf), dim in zip(leaves, found._token_dims(batch), strict=True):
+            for (path, leaf), dim in zip(leaves, layout._token_dims(batch), strict=True):
                 if dim is not None:
                     check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}")
-        return found
+        return layout
 
     @property
     def sequence(self) -> SequenceLayout:
@@ -160,11 +160,11 @@ class BatchLayout:
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
         """Returns for each leaf the token dim: the dim that is split over the axes of the sequence, or None."""
-        found = []
+        token_dims = []
         for spec in self._by_leaf(batch):
             dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
-            found.append(dims[0] if dims else None)
-        return found
+            token_dims.append(dims[0] if dims else None)
+        return token_dims
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split otherwise than in the layout."""
@@ -182,10 +182,10 @@ class BatchLayout:
         try:
             return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
         except (ValueError, TypeError, KeyError):
-            here, there = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
+            in_spec, in_batch = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
             raise ValueError(
-                f"batch_spec has specs at {listed(here)}, and the batch has leaves at {listed(there)}: the specs must "
-                "be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
+                f"batch_spec has specs at {listed(in_spec)}, and the batch has leaves at {listed(in_batch)}: the specs "
+                "must be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
@@ -263,10 +263,10 @@ def batch_layout(
 def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
     """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
     if tokens == ZIGZAG and len(columns) != 1:
-        what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
+        dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
-            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that "
-            "split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
+            f"layout='zigzag', and {given} splits {dims_text}; the tokens of one sequence are laid out, over the axes "
+            "that split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
         )
 
 
@@ -297,9 +297,9 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
 
 def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """Returns, for each dim other than dim 0 that is split over several devices, the axes of the split."""
-    found = {}
+    columns = {}
     for dim, entry in enumerate(spec):
         names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
         if dim and (axes := tuple(axis for axis in names if mesh.shape[axis] > 1)):
-            found[dim] = axes
-    return found
+            columns[dim] = axes
+    return columns

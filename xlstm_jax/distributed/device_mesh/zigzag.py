@@ -74,15 +74,15 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
     """Returns the batch with ``fn(array, length of dim)`` for each array that has the dim."""
     # Leaves without the dim have no tokens, and stay unchanged.
-    found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
-    for path, x in found:
-        if x.shape[dim] != (length := found[0][1].shape[dim]):
+    leaves = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
+    for path, x in leaves:
+        if x.shape[dim] != (length := leaves[0][1].shape[dim]):
             raise ValueError(
                 f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
-                f"batch['{found[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
+                f"batch['{leaves[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
                 "to_zigzag({'tokens': batch['tokens'], ...}, devices)."
             )
-    if not found:
+    if not leaves:
         raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")
-    length = found[0][1].shape[dim]
+    length = leaves[0][1].shape[dim]
     return trees.map_leaves(lambda x: fn(x, length) if -np.ndim(x) <= dim < np.ndim(x) else x, batch)

@@ -88,7 +88,7 @@ def split_param(
         this axis for another dim, or the parameter arrives unsharded. The error names the parameter.
     """
     path, dim = "/".join((*module.path, name)), dim % len(shape)
-    count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
+    count, bound = parts_of_params(axis_name, path), devices_here(axis_name, path)
     if shape[dim] % count:
         raise ValueError(
             f"'{path}' of shape {shape} is to be split along dim {dim}, of size {shape[dim]}, which the {count} "
@@ -97,13 +97,13 @@ def split_param(
         )
 
     # Raise before Linen compares shapes: its error would name neither the axis nor the wrapper.
-    if here > 1 and module.has_variable("params", name):
+    if bound > 1 and module.has_variable("params", name):
         _check_own_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
     def own_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
-        value = collectives.own_shard(box.value, dim, (axis_name,)) if here > 1 else box.value
+        value = collectives.own_shard(box.value, dim, (axis_name,)) if bound > 1 else box.value
         if axis_name not in jax.sharding.get_abstract_mesh().shape:
             return rebox(leaf, value)  # on one device, where a box may not name an unknown axis
         names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
@@ -119,8 +119,8 @@ def split_param(
     return value
 
 
-def _check_own_part(path: str, found: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
-    if found.shape == shape:
+def _check_own_part(path: str, value: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
+    if value.shape == shape:
         raise ValueError(
             f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
             f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
@@ -299,8 +299,8 @@ def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]
         box = leaf_of(leaf)
         if axis_name not in box.axes:
             return leaf
-        kept = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
-        return Sharded(box.value, tuple(map(axes_entry, kept))) if any(kept) else box.value
+        names = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
+        return Sharded(box.value, tuple(map(axes_entry, names))) if any(names) else box.value
 
     return without
 
@@ -389,12 +389,13 @@ class ColumnDense(_SplitDense):
         """
         count = last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
-        here = devices_here(self.axis_name, self._called)
-        if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
+        devices = devices_here(self.axis_name, self._called)
+        if share_of_input(self, x, count, devices) == "share":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by columns, and its input of shape {x.shape} has {x.shape[-count]} of the "
-                f"{x.shape[-count] * here} features of its kernel: a column-split layer before has split them over "
-                f"the {here} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in split_modules)."
+                f"{x.shape[-count] * devices} features of its kernel: a column-split layer before has split them over "
+                f"the {devices} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in "
+                "split_modules)."
             )
         kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
         bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
@@ -407,14 +408,14 @@ class ColumnDense(_SplitDense):
         if copies == 1:
             check_features_divide(self._outputs, parts_of_params(axis, self._called), axis, self._called)
             return split_param(self, name, init, shape, self.param_dtype, dim=dim, axis_name=axis)
-        whole: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
+        full: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
         if devices_here(axis, self._called) == 1:
-            return whole
+            return full
         # Devices read different heads of the parameter, so gradients are summed: over the copies of a head, with zeros
         # from the remaining heads.
         with jax.named_scope("sync_gradients"):
-            whole = enter_split(whole, axis, caller=self._called)
-        return lax.dynamic_slice_in_dim(whole, collectives.axis_index((axis,)) // copies, 1, dim)
+            full = enter_split(full, axis, caller=self._called)
+        return lax.dynamic_slice_in_dim(full, collectives.axis_index((axis,)) // copies, 1, dim)
 
     def _devices_per_head(self) -> int:
         n, heads = parts_of_params(self.axis_name, self._called), self._outputs[0]
@@ -447,9 +448,9 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     """
     first = layers[0]
     for layer, name in itertools.product(layers[1:], _EQUAL_FIELDS):
-        if (found := getattr(layer, name)) != (want := getattr(first, name)):
+        if (got := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
-                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "
+                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {got!r}. Layers of the "
                 "same input must agree: pass equal options, or call each layer separately."
             )
     first._check_ring()
@@ -490,18 +491,18 @@ class RowDense(_SplitDense):
     def __call__(self, x: Array) -> Array:
         """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
         self._check_ring()
-        here, count = devices_here(self.axis_name, self._called), last_dims(self.axis, x, self._called)
+        devices, count = devices_here(self.axis_name, self._called), last_dims(self.axis, x, self._called)
         inputs = x.shape[x.ndim - count :]
-        if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
+        if share_of_input(self, x, count, devices) == "all":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
-                f"not the {inputs[0] // here} of each of the {here} devices along {self.axis_name!r}. Make the layer "
-                "before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this layer a "
-                "ColumnDense and the next a RowDense."
+                f"not the {inputs[0] // devices} of each of the {devices} devices along {self.axis_name!r}. Make the "
+                "layer before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this "
+                "layer a ColumnDense and the next a RowDense."
             )
-        if here > 1:
-            check_differs(x, self.axis_name, here, self._called)
-        shape = (inputs[0] * here, *inputs[1:], *self._outputs)
+        if devices > 1:
+            check_differs(x, self.axis_name, devices, self._called)
+        shape = (inputs[0] * devices, *inputs[1:], *self._outputs)
         init = _flat_init(self.kernel_init, count)
         kernel = split_param(self, "kernel", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)
         bias = None

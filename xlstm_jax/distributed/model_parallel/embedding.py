@@ -42,9 +42,9 @@ def look_up_split_rows(
     known = (tokens >= 0) & (tokens < num_embeddings)
     # Each token's row is on a single device; the remaining devices add zeros, so the sum equals the row to the last
     # bit.
-    own = tokens - collectives.axis_index((axis_name,)) * size
-    is_here = (own >= 0) & (own < size)
-    rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
+    local_tokens = tokens - collectives.axis_index((axis_name,)) * size
+    is_here = (local_tokens >= 0) & (local_tokens < size)
+    rows = jnp.take(table, jnp.where(is_here, local_tokens, 0), axis=0)
     rows = jnp.where(is_here[..., None], rows, jnp.where(known, 0, jnp.nan)[..., None].astype(rows.dtype))
     if sequence_dim is None:
         return leave_split(rows, axis_name, caller=caller)

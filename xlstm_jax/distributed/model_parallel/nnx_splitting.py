@@ -122,8 +122,8 @@ def _change_class(module: nnx.Module, cls: type[nnx.Module]) -> None:
 
 def _own_params(module: nnx.Module) -> list[str]:
     """Returns the names of a module's own parameters that take a gradient."""
-    found = ((name, value) for name, value in vars(module).items() if is_variable(value))
-    return [name for name, x in found if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    variables = ((name, value) for name, value in vars(module).items() if is_variable(value))
+    return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _is_checked(module: nnx.Module) -> bool:
@@ -147,8 +147,8 @@ def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict
     matched = set()
     for path, module in modules.items():
         is_layer = bool(_own_params(module))
-        found = ((pattern, kind) for pattern, kind in kinds.items() if is_layer or kind in BETWEEN)
-        pattern, kind = next(((pattern, kind) for pattern, kind in found if pattern.search(path)), (None, ""))
+        candidates = ((pattern, kind) for pattern, kind in kinds.items() if is_layer or kind in BETWEEN)
+        pattern, kind = next(((pattern, kind) for pattern, kind in candidates if pattern.search(path)), (None, ""))
         if pattern is not None:
             matched.add(pattern)
             chosen[path] = kind
@@ -157,9 +157,9 @@ def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict
     for pattern, kind in kinds.items():
         if pattern not in matched:
             layers = [path for path, module in modules.items() if kind in BETWEEN or isinstance(module, LAYERS[kind])]
-            what = "modules" if kind in BETWEEN else "dense layers"
+            noun = "modules" if kind in BETWEEN else "dense layers"
             raise ValueError(
-                f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of {model}: "
+                f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {noun} of {model}: "
                 f"{listed(sorted(layers), 12) or 'it has none'}. Patterns are of the last names of these paths."
             )
     inside = [path for path, kind in chosen.items() if kind == "inside"]
@@ -413,8 +413,8 @@ def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-    (own,) = column_products(query, [table.T], split.axis_name, caller=split.called)
-    return joined_logits(own, split.axis_name)
+    (logits,) = column_products(query, [table.T], split.axis_name, caller=split.called)
+    return joined_logits(logits, split.axis_name)
 
 
 def _checked(plain: Method, split: _Split) -> Method:

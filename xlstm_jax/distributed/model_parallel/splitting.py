@@ -148,11 +148,11 @@ class _Splitting:
         """Raises if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
-                found = self.dense | self.others if kind in BETWEEN else self.dense
-                what = "modules" if kind in BETWEEN else "dense layers"
+                seen = self.dense | self.others if kind in BETWEEN else self.dense
+                noun = "modules" if kind in BETWEEN else "dense layers"
                 raise ValueError(
-                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of "
-                    f"{type(model).__name__}: {listed(sorted(found), 12) or 'it has none'}. Patterns are of the "
+                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {noun} of "
+                    f"{type(model).__name__}: {listed(sorted(seen), 12) or 'it has none'}. Patterns are of the "
                     "last names of these paths."
                 )
 
@@ -252,8 +252,8 @@ class _Run:
         axis = self.splitting.axis_name
         is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
         # Direct parameters alone: parameters of submodules are checked when the submodule runs.
-        own = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
-        has_params = bool(trees.differentiable(own))
+        arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
+        has_params = bool(trees.differentiable(arrays))
         # With check_vma=True JAX sums the gradients.
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
@@ -271,8 +271,8 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
             f"{listed([cls.__name__ for cls in KINDS[kind]])}. An embedding, and the head over its vocabulary, are "
             "'vocabulary'; other layers 'column' or 'row'."
         )
-    own = {"dot_general": None, "dot_general_cls": None, "batch_dims": (), "promote_dtype": nn.Dense.promote_dtype}
-    for name, default in own.items():
+    defaults = {"dot_general": None, "dot_general_cls": None, "batch_dims": (), "promote_dtype": nn.Dense.promote_dtype}
+    for name, default in defaults.items():
         if getattr(module, name, default) != default:
             raise ValueError(
                 f"split_modules: '{path}' has {name}={getattr(module, name)!r}, and a split layer has the product of "

@@ -44,8 +44,8 @@ def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | Abs
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
         def on_device(opt_state: PyTree) -> tuple[PyTree, tuple[Trained, Metrics]]:
-            there = before._replace(opt_state=opt_state)
-            after, metrics = optimizer.update(grads, there, collections, **extra_args)
+            fetched = before._replace(opt_state=opt_state)
+            after, metrics = optimizer.update(grads, fetched, collections, **extra_args)
             return after.opt_state, (after._replace(opt_state=None), metrics)
 
         # Without leaves on the host this is a call of `on_device`.
@@ -83,8 +83,8 @@ def streamed(
 
     # Leaves on the device are constants of the jaxpr.
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
-        there = dict(zip((moment.place for moment in moments), fetched, strict=True))
-        updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        by_place = dict(zip((moment.place for moment in moments), fetched, strict=True))
+        updated = update(treedef.unflatten([by_place.get(i, leaf) for i, leaf in enumerate(leaves)]))
         flat, out_tree = jax.tree.flatten(updated)
         structure.append(out_tree)
         return flat
@@ -111,11 +111,11 @@ def streamed(
     stored: dict[int, jax.Array] = {}  # new moments on the host, by place
     before: list[int] = []  # the moments copied back last
     for k, group in enumerate([[], *groups]):
-        there = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
+        on_devices = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
         if before:  # Without the barrier XLA would copy in all moments at once.
-            there, back = jax.lax.optimization_barrier((there, [stored[i] for i in before]))
+            on_devices, back = jax.lax.optimization_barrier((on_devices, [stored[i] for i in before]))
             stored |= zip(before, back, strict=True)
-        values |= zip((variables[moment.place] for moment in group), there, strict=True)
+        values |= zip((variables[moment.place] for moment in group), on_devices, strict=True)
         values |= _evaluated(closed, eqns[k], values)
         new = {i: _read(values, jaxpr.outvars[i]) for i in variables if new_in[i] == k}
         stored |= {i: jax.device_put(value, jax.memory.Space.Host) for i, value in new.items()}

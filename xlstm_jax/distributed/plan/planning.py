@@ -100,23 +100,23 @@ def plan_sharding(
         partition_specs(variables, mesh)  # raises for names that are not mesh axes
         # The order in which training gathers over several axes.
         params = arranged(variables.pop(PARAMETERS, {}), sizes)
-        of_params, beside = _optimizer_rows(tx, params, mesh, offload)
+        of_params, other_rows = _optimizer_rows(tx, params, mesh, offload)
     rows = []
     for path, leaf in sharded_leaves(params):
-        kept = _bytes_of(path, leaf, sizes)
+        stored = _bytes_of(path, leaf, sizes)
         # A gradient has the bytes and the sharding of its parameter.
-        fields = {"parameters": kept, "gradients": kept if leaf.is_differentiable else NO_BYTES, **of_params[path]}
+        fields = {"parameters": stored, "gradients": stored if leaf.is_differentiable else NO_BYTES, **of_params[path]}
         fields |= _gathering(path, leaf, sizes, parts.get(path)) | {"trainable": leaf.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Further collections (batch_stats) are replicated, unless the model boxes them.
-    for collection, path, leaf in [(name, *found) for name in variables for found in sharded_leaves(variables[name])]:
+    for collection, path, leaf in [(name, *entry) for name in variables for entry in sharded_leaves(variables[name])]:
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf.names) if leaf.axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
     entries = {section.name: section.entries(sizes, rows) for section in sections}
     within = {section.role: section.axes_within(entries[section.name]) for section in sections if section.role}
     roles = _roles(params, within, sizes)
-    return ShardingPlan(sizes, assumed, (*rows, *beside), roles=roles, **entries)
+    return ShardingPlan(sizes, assumed, (*rows, *other_rows), roles=roles, **entries)
 
 
 def _roles(
@@ -128,8 +128,8 @@ def _roles(
     of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}
     of_layers: set[str] = set()
     for path, leaf in leaves:  # an axis may split both layers and experts
-        own = set(leaf.axes) - set(_gathered_axes(leaf))
-        of_layers |= own.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
+        model_axes = set(leaf.axes) - set(_gathered_axes(leaf))
+        of_layers |= model_axes.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
     # An axis may have several roles: the same devices split weights of one layer and experts of the next.
     by_role = {"fsdp": gathered, "tensor": of_layers}
     by_role |= {role: {axis for axes in by_path.values() for axis in axes} for role, by_path in within.items()}
@@ -307,9 +307,9 @@ def _optimizer_rows(
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
     """Returns bytes of optimizer state, [parameter's path]["optimizer" or "host"], and rows for further state."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
-    beside: list[LeafPlan] = []
+    other_rows: list[LeafPlan] = []
     if tx is None:
-        return of_params, beside
+        return of_params, other_rows
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
     opt_state = jax.eval_shape(optimizer.init, params)
     shardings = dict(leaves_with_path(optimizer.shardings(opt_state)))
@@ -318,11 +318,13 @@ def _optimizer_rows(
         # The shardings of training, with copies and offload applied.
         value, sharding = leaf.value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
-        kept = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)
+        nbytes = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)
         owner = owner_of_state(path, paths)
         if owner is None:
-            whole = Sharded(value, (None,) * value.ndim)
-            beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, whole, OfNoParameter(), {}, optimizer=kept))
+            replicated = Sharded(value, (None,) * value.ndim)
+            other_rows.append(
+                _row(f"({OPTIMIZER}) {path}", OPTIMIZER, replicated, OfNoParameter(), {}, optimizer=nbytes)
+            )
         else:
-            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += kept
-    return of_params, beside
+            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += nbytes
+    return of_params, other_rows

@@ -48,9 +48,9 @@ def check_equal_results(
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
     """Returns the axes of each leaf of ``results`` by path; the state of a metric counts as a single leaf."""
-    found: dict[str, Axes] = {}
+    by_name: dict[str, Axes] = {}
     left = iter(of_leaves)
     for path, node in trees.flatten_with_path(results, lambda node: isinstance(node, Local))[0]:
         name = "the state of the metric" if isinstance(node, Local) else path
-        found[name] = Axes().union(*(next(left) for _ in jax.tree.leaves(node)))
-    return found
+        by_name[name] = Axes().union(*(next(left) for _ in jax.tree.leaves(node)))
+    return by_name

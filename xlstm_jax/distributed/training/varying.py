@@ -166,8 +166,8 @@ class _Reader:
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
         name, params = name_and_params(eqn)
-        if self._look is not None and (said := self._look(eqn, inputs)) is not None:
-            return said
+        if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
+            return seen
         if name in _AS_THEY_ARE:
             return inputs
         if name == "name":

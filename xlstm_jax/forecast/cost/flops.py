@@ -167,7 +167,7 @@ class _Seen:
         if any(nested_jaxprs(eqn)):
             stems = set()  # `hand_over` sets the stems of the outputs
         for v in eqn.outvars:
-            self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
+            self.stems[v] = {stem for stem in stems if self.pairs[stem[0]][1].size == getattr(v.aval, "size", None)}
 
     def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
         """Copies ``stems`` from an operation's operands to its jaxpr's inputs; with ``out``, from outputs to results.

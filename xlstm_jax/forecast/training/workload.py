@@ -126,9 +126,9 @@ class Workload:
             cure = known_cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)
             if not cure and self.inputs is not None:  # the user chose the inputs, so the error may be in the model
                 raise (error.__cause__ if isinstance(error, InitError) and error.__cause__ else error) from None
-            what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
+            source = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
             raise InitError(
-                f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {what}: "
+                f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {source}: "
                 f"{described(raised).rstrip('.')}. "
                 f"{cure or any_cure(call, by_keyword)}"
             ) from error

@@ -137,11 +137,11 @@ class Stacked:
 
     def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result = dict(tensors)
-        found: dict[str, dict[int, str]] = defaultdict(dict)
+        by_stack: dict[str, dict[int, str]] = defaultdict(dict)
         for name in tensors:
             if match := compiled("layout", self.part).fullmatch(name):
-                found[match.expand(self.name)][int(match["n"])] = name
-        for stacked, numbered in found.items():
+                by_stack[match.expand(self.name)][int(match["n"])] = name
+        for stacked, numbered in by_stack.items():
             if sorted(numbered) != list(range(len(numbered))):
                 raise ValueError(f"layout: the parts of '{stacked}' have the numbers {sorted(numbered)}, not 0, 1, ...")
             names = [numbered[number] for number in range(len(numbered))]
@@ -297,21 +297,21 @@ def from_layout(
                 f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
             )
         given += [(name, source, part) for source, part in tensor.taken_apart(array)]
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     filled: set[tuple[str, str]] = set()
     # First the tensors that arrive undivided, so that nothing is written into the reader's arrays.
     for name, source, part in sorted(given, key=lambda one: len(one[1].place)):
         key, undivided = (source.name, str(source.place)), (source.name, str(()))
-        if source.name not in found:
-            found[source.name] = np.empty(like[source.name].shape, source.dtype) if source.place else part
-        there = source.part_of(found[source.name])
+        if source.name not in by_name:
+            by_name[source.name] = np.empty(like[source.name].shape, source.dtype) if source.place else part
+        region = source.part_of(by_name[source.name])
         if key in filled or undivided in filled:
-            if there.tobytes() != part.tobytes():
+            if region.tobytes() != part.tobytes():
                 raise ValueError(f"layout: '{name}' repeats '{source.name}', and its values differ.")
         elif source.place:
-            there[...] = part
+            region[...] = part
         filled.add(key)
-    return found
+    return by_name
 
 
 class ShapeAndDtype(Protocol):

@@ -124,9 +124,10 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
         raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
     versions = read_indices(directory)
     if since is not None and since not in versions:
-        there = f"the versions {joined(list(map(str, versions)))}" if versions else "no version"
+        versions_text = f"the versions {joined(list(map(str, versions)))}" if versions else "no version"
         raise ValueError(
-            f"since={since!r} cannot be built on: {directory} has {there}. Publish a full version, without since."
+            f"since={since!r} cannot be built on: {directory} has {versions_text}. Publish a full version, without "
+            "since."
         )
     return {"newest": max(versions, default=0), "full": min(versions, default=0)}
 
@@ -134,8 +135,8 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
 def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
     """Returns the result of ``work`` in process 0, since other processes may see an older state of the folder."""
     errors = ValueError, FileExistsError, OSError
-    found = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
-    return json.loads(allgather_text(json.dumps(found), "publish")[0])
+    result = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
+    return json.loads(allgather_text(json.dumps(result), "publish")[0])
 
 
 def _files(

@@ -60,18 +60,18 @@ class Product(NamedTuple):
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
     """Returns the fp8 products of a module, without products that share a kernel (their scales may differ)."""
-    found: list[Product] = []
+    result: list[Product] = []
 
     def look(path: str, node: Any) -> None:
         if isinstance(node, Mapping):
             products = [name for name in node if name.startswith("Fp8") and _SCALE in node[name]]
             if len(products) == 1:
-                found.append(Product(f"{OVERWRITTEN}{path}/{products[0]}", f"params{path}/kernel"))
+                result.append(Product(f"{OVERWRITTEN}{path}/{products[0]}", f"params{path}/kernel"))
             for name in node.keys() - products:
                 look(f"{path}/{name}", node[name])
 
     look("", variables.get(OVERWRITTEN))
-    return found
+    return result
 
 
 def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -178,9 +178,9 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
     return recording(leaf.value, shard)
 
 
-def quantises_products(how: Communication) -> bool:
+def quantises_products(communication: Communication) -> bool:
     """Returns whether the options of a unit ask for float8_e4m3fn, so that kernels are quantised before the gather."""
-    return how.gather_dtype == "float8_e4m3fn"
+    return communication.gather_dtype == "float8_e4m3fn"
 
 
 @dataclass
@@ -208,12 +208,12 @@ class Fp8Products(Extension):
         """
         if OVERWRITTEN not in variables:
             return {}
-        found: dict[str, Wire] = {}
+        wires: dict[str, Wire] = {}
         leaves = dict(sharded_leaves(variables))
         for product in products_of(variables):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
             kernel = leaves[product.kernel]
-            how = policy.communication.or_else(kernel.communication)
+            communication = policy.communication.or_else(kernel.communication)
             if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
                     f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next "
@@ -223,7 +223,7 @@ class Fp8Products(Extension):
                     "frozen: extra_trees={'teacher': freeze_params(params, lambda path: False)}."
                 )
             here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-            if not here or not quantises_products(how):
+            if not here or not quantises_products(communication):
                 continue
             if axes := split_over(scale, policy.axes):
                 raise ValueError(
@@ -232,9 +232,9 @@ class Fp8Products(Extension):
                     f"of '{product.scale}', or gather the kernel as it is, with gather_dtype=None."
                 )
             self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
-            self.shards[product.history] = sent = kernel.value.astype(how.dtypes(kernel.value)[0])
-            found[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
-        return found
+            self.shards[product.history] = sent = kernel.value.astype(communication.dtypes(kernel.value)[0])
+            wires[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
+        return wires
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""

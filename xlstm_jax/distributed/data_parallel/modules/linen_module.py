@@ -237,9 +237,9 @@ def enter(
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not module.is_initializing() and running(policy.axes) == "manual":
-            found = computed_from_shards(module, name, policy, args, kwargs)
-            if found is not None:
-                return returned(module, name, found)
+            result = computed_from_shards(module, name, policy, args, kwargs)
+            if result is not None:
+                return returned(module, name, result)
         return gathering(module, *args, **kwargs)
 
     with inside_unit(module, policy.axes):

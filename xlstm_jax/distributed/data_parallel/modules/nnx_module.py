@@ -91,9 +91,9 @@ class _Split(_Changed, SplitVariable):
         if not hasattr(self.get_raw_value(), "ndim"):  # NNX prints a variable with a text in place of the array
             return self.get_raw_value()
         with jax.named_scope("read.sharded"):
-            (whole,) = _full_values({".": self}).values()
+            (value,) = _full_values({".": self}).values()
         # The plain type has the model's own hooks (on_get_value).
-        return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
+        return _plain_type(self).from_metadata(value, self.get_metadata()).get_value(**index)
 
     def __getattr__(self: Any, name: str) -> Any:
         metadata = self.get_metadata()
@@ -152,11 +152,13 @@ def is_split(variable: Any) -> bool:
 
 def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns by path the values of split variables, gathered over the axes of their units, not over model axes."""
-    whole: dict[str, Any] = {}
+    full_values: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
-        whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
-    return trees.stored_values(whole)
+        full_values |= gather_here(
+            policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy}
+        )
+    return trees.stored_values(full_values)
 
 
 @contextmanager
@@ -210,8 +212,8 @@ def collection_of(leaf: Any) -> str | None:
 
 def leaves_of(module: nnx.Module) -> dict[str, Any]:
     """Returns the leaves of a module in the library's form, by path as in ``params/blocks/0/kernel``."""
-    found = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
-    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in found if name is not None}
+    leaves = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
+    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in leaves if name is not None}
 
 
 def _leaf(variable: Any) -> Any:
@@ -225,11 +227,11 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    own, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
-    if not any(own):
+    mesh_names, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
+    if not any(mesh_names):
         return value
     # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters.
-    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)  # type: ignore[arg-type]  # Flax: no tuples
+    return Sharded(value, mesh_names) if are_logical else meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
@@ -239,8 +241,8 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         # Split by the rules for its logical names, without a unit: gathered when it is read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and any(map(policy.has_axis, box.axes)):
-        how = box.communication.or_else(policy.communication)
-        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
+        communication = box.communication.or_else(policy.communication)
+        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
         _turn_into(split, _Split)
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
@@ -265,8 +267,8 @@ NNX = ModuleSystem(nnx.Module, nnx.remat, _is_method, (nnx.Pytree, nnx.Variable)
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns all modules by path, the model itself at ``""``, without lists and dicts of modules."""
     containers = (nnx.List, nnx.Dict)
-    found = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-    return {path: node for path, node in sorted(found, key=lambda item: item[0]) if not isinstance(node, containers)}
+    modules = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+    return {path: node for path, node in sorted(modules, key=lambda item: item[0]) if not isinstance(node, containers)}
 
 
 def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
@@ -279,8 +281,8 @@ def own_variables(module: nnx.Module) -> dict[str, Any]:
     """Returns the variables below a unit, by path relative to the unit, without variables of units inside the unit."""
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
-    own = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
-    return {path_of(path): leaf for path, leaf in own if not any(path[: len(unit)] == unit for unit in within)}
+    variables = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
+    return {path_of(path): leaf for path, leaf in variables if not any(path[: len(unit)] == unit for unit in within)}
 
 
 def _split_variables(module: nnx.Module) -> dict[str, Any]:
@@ -306,7 +308,7 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)
 
-    def whole(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def with_full_values(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with gathered(_split_variables(module)):
             return plain.__get__(module, cls)(*args, **kwargs)
 
@@ -322,8 +324,8 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         is_sharded = running(policy.axes) == "manual"
-        found = computed_from_shards(module, name, policy, args, kwargs) if is_sharded else None
-        return dropping(whole, NNX, policy)(module, *args, **kwargs) if found is None else found
+        result = computed_from_shards(module, name, policy, args, kwargs) if is_sharded else None
+        return dropping(with_full_values, NNX, policy)(module, *args, **kwargs) if result is None else result
 
     return method
 

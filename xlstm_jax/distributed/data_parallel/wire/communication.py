@@ -102,15 +102,15 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
     if dtype is None or (isinstance(dtype, str) and dtype in formats):
         return dtype
     try:
-        found = jnp.dtype(dtype)
+        jax_dtype = jnp.dtype(dtype)
     except (TypeError, ValueError):
         meant = SHORT_NAMES.get(str(dtype).lower(), "bfloat16")
         raise TypeError(
             f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
         ) from None
-    if found.name not in formats and not jnp.issubdtype(found, jnp.inexact):
-        raise ValueError(f"{argument}={found.name}: {_refusal(found.name, formats)}")
-    return found.name
+    if jax_dtype.name not in formats and not jnp.issubdtype(jax_dtype, jnp.inexact):
+        raise ValueError(f"{argument}={jax_dtype.name}: {_refusal(jax_dtype.name, formats)}")
+    return jax_dtype.name
 
 
 def _refusal(name: str, formats: Collection[str]) -> str:
@@ -128,8 +128,8 @@ def _refusal(name: str, formats: Collection[str]) -> str:
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
     """Returns ``requested`` if it names a format in ``WIRE_FORMATS`` for the dtype of ``x``; else ``None``."""
-    found = WIRE_FORMATS.get(str(requested))
-    return str(requested) if found and found.takes(value_dtype(x)) else None
+    wire_format = WIRE_FORMATS.get(str(requested))
+    return str(requested) if wire_format and wire_format.takes(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:

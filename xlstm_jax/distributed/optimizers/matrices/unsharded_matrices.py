@@ -79,17 +79,17 @@ def on_unsharded_matrices(
 
         def of_groups(groups: Sequence[MatrixGroup], values: Values, state: Mapping[str, PyTree]) -> Any:
             new: Values = {}
-            kept: dict[str, PyTree] = {}
+            states: dict[str, PyTree] = {}
             for name, group in named_groups(groups).items():
                 with jax.named_scope(f"whole_{group.name}"):
                     matrices = to_owners(group, values)
                     updates, new_state = of_each(matrices, trees.stored_values(state[name]))
                     new |= from_owners(group, updates)
-                kept[name] = trees.map_leaves(rebox, state[name], new_state)
-            return new, kept
+                states[name] = trees.map_leaves(rebox, state[name], new_state)
+            return new, states
 
-        updates, kept = map_groups(of_groups, updates, choices, state.of_owners)
-        return updates, OnWholeMatricesState(kept)
+        updates, states = map_groups(of_groups, updates, choices, state.of_owners)
+        return updates, OnWholeMatricesState(states)
 
     return optax.GradientTransformation(init, update)
 

@@ -55,8 +55,8 @@ def _with_cure(error: Exception) -> Exception | None:
             "function that runs the kernel: typed_kernel(kernel)(...), from xlstm_jax.distributed. Values and "
             "gradients are the same."
         )
-    if jax.config.jax_auto_pcast and (found := MIXED_AXES.search(text)):
-        return _of_mixed_axes(*found.groups())
+    if jax.config.jax_auto_pcast and (match := MIXED_AXES.search(text)):
+        return _of_mixed_axes(*match.groups())
     if _is_of_vmapped_axis(error):
         return _of_vmapped_axis("a collective", "an axis that the mesh does not have")
     if not isinstance(error, ValueError) or not (NO_TYPE in text or MIXED_AXES.search(text)):

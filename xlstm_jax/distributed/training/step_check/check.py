@@ -184,8 +184,8 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
     # Devices along an axis that splits layers receive the same rows.
-    own = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
-    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
+    model_axes = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in model_axes)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     axes = axes if all(count % num_shards(mesh, axes) == 0 for count in rows) else ()
     return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
@@ -235,20 +235,20 @@ class Comparison:
 
         Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
         """
-        one, rng = self.one, self.given[1]
+        one_device, rng = self.one, self.given[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
-        same_key, whole = self.with_same_draws(key)
-        if one.asks_for_axes(key):
-            return self.of_communicating_loss(same_key, whole)
-        right = one.slices(key)
+        same_key, full_batch = self.with_same_draws(key)
+        if one_device.asks_for_axes(key):
+            return self.of_communicating_loss(same_key, full_batch)
+        right = one_device.slices(key)
         if not right.is_finite:
-            why = report.not_finite(right) if not whole.is_finite else report.NOT_FINITE_SLICES
+            why = report.not_finite(right) if not full_batch.is_finite else report.NOT_FINITE_SLICES
             return self.checked([why], self.observed(rng, right))
-        draws = one.traced(key).draws
+        draws = one_device.traced(key).draws
         # Slices and batch can be compared only if the same rows draw the same numbers in both.
-        mean = one.slices(same_key) if draws else right
+        mean = one_device.slices(same_key) if draws else right
         step = self.beside(rng, right)
-        of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
+        of_loss, of_slices, findings = self.objective(same_key, mean, full_batch, step.seen, key)
         # Combine step / slices and slices / batch into step / batch.
         total = [
             leaf._replace(
@@ -260,48 +260,52 @@ class Comparison:
         ]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
         findings += self.without_gradient(key, right)
-        ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, whole.loss)
-        how = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
-        return self.checked(findings, step.seen, how, total, ratio)
+        ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, full_batch.loss)
+        method = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
+        return self.checked(findings, step.seen, method, total, ratio)
 
-    def of_communicating_loss(self, key: PyTree, whole: Reference) -> StepCheck:
+    def of_communicating_loss(self, key: PyTree, full_batch: Reference) -> StepCheck:
         """Checks a step of ``make_train_step`` whose loss communicates: compares the step with the full batch."""
-        if not whole.is_finite:
-            return self.checked([report.not_finite(whole)], self.observed(key, whole))
-        step = self.beside(key, whole)
+        if not full_batch.is_finite:
+            return self.checked([report.not_finite(full_batch)], self.observed(key, full_batch))
+        step = self.beside(key, full_batch)
         findings = step.findings
         if step.differs:
-            of_loss, _, of_objective = self.objective(key, self.one.slices(key), whole, step.seen, key)
+            of_loss, _, of_objective = self.objective(key, self.one.slices(key), full_batch, step.seen, key)
             findings = of_objective or findings
             if not step.of_model and (not of_objective or of_loss.is_count):
                 findings += self.of_leaves(step.leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, whole)
+        findings += self.without_gradient(key, full_batch)
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def of_own_step(self) -> StepCheck:
         """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
-        one = self.one
-        key, whole = self.with_same_draws(self.given[1])
+        one_device = self.one
+        key, full_batch = self.with_same_draws(self.given[1])
         try:
-            seen = self.observed(key, whole)
+            seen = self.observed(key, full_batch)
         except Exception:  # a step may use its key in any way, also in ways that a constant key does not support
             return self.by_many_keys("it does not take another kind of key")
-        if not whole.is_finite:
-            return self.checked([report.not_finite(whole)], seen)
-        step = self.beside(key, whole, seen)
+        if not full_batch.is_finite:
+            return self.checked([report.not_finite(full_batch)], seen)
+        step = self.beside(key, full_batch, seen)
         # A step that draws from other keys differs by its draws alone; means over many keys decide.
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
-        how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
+        method = (
+            f"{BATCH_AT_ONCE}, with draws that are the same everywhere"
+            if one_device.traced(key).draws
+            else BATCH_AT_ONCE
+        )
         findings, leaves, ratio = step.findings, step.leaves, step.loss_ratio
-        if step.differs and (of_objective := self.own_objective(key, step.seen, whole)):
-            return self.checked(of_objective, step.seen, how, leaves, ratio)
+        if step.differs and (of_objective := self.own_objective(key, step.seen, full_batch)):
+            return self.checked(of_objective, step.seen, method, leaves, ratio)
         tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
         of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
         if not step.of_model:
             findings += self.of_leaves(leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, whole)
-        return self.checked(findings, step.seen, how, leaves, ratio)
+        findings += self.without_gradient(key, full_batch)
+        return self.checked(findings, step.seen, method, leaves, ratio)
 
     # ------------------------------------------------------------------------------------------------------ compared
 
@@ -309,14 +313,14 @@ class Comparison:
         """Returns a key of constant draws with finite gradients that are not all 0, and the loss of the full batch."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
-        found = self.one.whole(same_key)
+        reference = self.one.whole(same_key)
         # With u near 0 or 1 a dropout drops everything or nothing, and gradients may vanish: then try another u.
         for u in others:
-            if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
+            if (reference.is_finite and reference.has_gradient) or not self.one.traced(key).draws:
                 break
             same_key = constant_like(key, u)
-            found = self.one.whole(same_key)
-        return same_key, found
+            reference = self.one.whole(same_key)
+        return same_key, reference
 
     def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
         """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
@@ -338,8 +342,8 @@ class Comparison:
     def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
         """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
 
-        def as_seen(found: Reference) -> dict[str, np.ndarray]:
-            return flat(seen.of_gradients(self.one.tree(found.grads)))
+        def as_seen(reference: Reference) -> dict[str, np.ndarray]:
+            return flat(seen.of_gradients(self.one.tree(reference.grads)))
 
         narrow = {**of_wire(self.state.params, truth), **seen.rounding}
         leaves = compare_leaves(
@@ -387,26 +391,26 @@ class Comparison:
 
     def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
         """Returns whether ``loss`` is also the loss of the split model on the mesh, computed without the step."""
-        found = self.one.on_mesh(key, self.one.num_minibatches)
-        return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
+        reference = self.one.on_mesh(key, self.one.num_minibatches)
+        return same_number(loss, reference.loss, lambda: reference.shaken().loss, eps)[0]
 
     def objective(
-        self, key: PyTree, mean: Reference, whole: Reference, seen: SeenStep, real_key: PyTree
+        self, key: PyTree, mean: Reference, full_batch: Reference, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
-        """Checks that the loss is a mean over rows, by the ``mean`` over slices and the ``whole`` batch.
+        """Checks that the loss is a mean over rows, by the ``mean`` over slices and by the ``full_batch``.
 
         Returns their ratio, their compared gradients, and findings.
         """
-        narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
-        leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
+        narrow, shaken = of_wire(self.state.params, mean), lambda: flat(full_batch.shaken().grads)
+        leaves = compare_leaves(flat(mean.grads), flat(full_batch.grads), self.axes, narrow, shaken, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
-        same, tolerance = same_number(mean.loss, whole.loss, lambda: whole.shaken().loss, eps)
+        same, tolerance = same_number(mean.loss, full_batch.loss, lambda: full_batch.shaken().loss, eps)
         # On the mesh, JAX differentiates the model's communication without the library, so these gradients prove
         # nothing about rows if the loss is correct.
         of_rows = not self.one.needs_all_devices(key)
         if (same and (_are_right(leaves) or not of_rows)) or self.one.devices * self.one.num_minibatches == 1:
             return Multiple("equal"), leaves, []
-        tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
+        tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, full_batch.loss)
         times = Multiple.of(ratio, self.parts, tolerance)
         of_draws = self.one.traced(key)
         if not times.is_count and of_draws.draws:
@@ -415,18 +419,18 @@ class Comparison:
             else:  # draws from other keys differ between slices and batch, whatever the loss
                 over = Multiple.of(ratio, self.parts, ROUGHLY) if is_sum_over_positions(self.one, real_key) else None
             if over is not None:
-                said = [] if over.kind == "equal" else [report.of_loss(over, self.one.loss.weighted)]
-                return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], said
-        return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
+                lines = [] if over.kind == "equal" else [report.of_loss(over, self.one.loss.weighted)]
+                return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], lines
+        return times, leaves, list(why_no_mean(self.one, key, mean, full_batch, leaves, times, self.parts, tolerance))
 
-    def own_objective(self, key: PyTree, seen: SeenStep, whole: Reference) -> list[str]:
+    def own_objective(self, key: PyTree, seen: SeenStep, full_batch: Reference) -> list[str]:
         """Returns findings on the loss if a user's step equals the mean over slices, not the full batch; else []."""
         if not self.one.axes:
             return []
         mean = self.one.slices(key)
         if not _are_right(self.compared(seen, mean)[1]):
             return []
-        return self.objective(key, mean, whole, seen, self.given[1])[2]
+        return self.objective(key, mean, full_batch, seen, self.given[1])[2]
 
     def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
         """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
@@ -434,7 +438,7 @@ class Comparison:
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
-        if not any(found.has_gradient for found in (truth, *elsewhere)):
+        if not any(reference.has_gradient for reference in (truth, *elsewhere)):
             return list(report.zero_gradient_lines(list(truth.grads), len(truth.grads)))
         return list(report.zero_gradient_lines(self.one.unconnected(key), len(truth.grads)))
 
@@ -458,41 +462,41 @@ class Comparison:
 
         The step counter is advanced for each key, since a step may fold the counter into its key.
         """
-        kept: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
             rng = folded(self.given[1], i)
             right = self.one.whole(rng)
             moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one)
-            seen = kept["seen"] = moved.observed(rng, right)
+            seen = cache["seen"] = moved.observed(rng, right)
             ours, truth = flat(seen.got), flat(seen.of_gradients(self.one.tree(right.grads)))
             if seen.loss is not None:
                 ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
             return ours, truth
 
-        found, count = ratios(sample)
-        seen = kept["seen"]
+        by_path, count = ratios(sample)
+        seen = cache["seen"]
         leaves = [
             _with_copies(LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed), seen.got[path])
-            for path, of in found.items()
+            for path, of in by_path.items()
             if path != LOSS
         ]
-        loss = found.get(LOSS)
+        loss = by_path.get(LOSS)
         of_loss = Multiple.of(loss.value, self.sizes, loss.allowed) if loss else Multiple("equal")
         findings = [report.of_loss(of_loss, self.one.loss.weighted)] if of_loss.kind != "equal" else []
         findings += self.of_leaves(leaves, seen, of_loss)
-        how = f"means over {count} keys, since {why}"
+        method = f"means over {count} keys, since {why}"
         ratio = loss.value if loss else None
-        unknown = [path for path, of in found.items() if not of.is_known]
+        unknown = [path for path, of in by_path.items() if not of.is_known]
         if unknown and not any(leaf.copies_differ for leaf in leaves):
-            return self.checked([report.unknown_lines(unknown, why, count)], seen, how, leaves, ratio, CANNOT_TELL)
-        return self.checked(findings, seen, how, leaves, ratio)
+            return self.checked([report.unknown_lines(unknown, why, count)], seen, method, leaves, ratio, CANNOT_TELL)
+        return self.checked(findings, seen, method, leaves, ratio)
 
     def checked(
         self,
         findings: list[str],
         seen: SeenStep,
-        how: str = "",
+        method: str = "",
         leaves: list[LeafCheck] | None = None,
         loss_ratio: float | None = None,
         verdict: str | None = None,
@@ -509,7 +513,7 @@ class Comparison:
             findings, verdict = [*update.unknown], CANNOT_TELL
         verdict = verdict or (WRONG if findings else RIGHT)
         return StepCheck(
-            verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio, update.compared
+            verdict, tuple(findings), seen.what, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
@@ -521,17 +525,17 @@ class Comparison:
         rng = self.given[1]
         value_fn = None if self.one.traced(rng).draws else self.one.value_fn(rng)
         again = seen.again if is_right else None
-        found = check_update(seen.before, seen.after, self.one.one_device, again, value_fn)
-        if is_right and not found.findings and self.knows_collections(rng):
+        update = check_update(seen.before, seen.after, self.one.one_device, again, value_fn)
+        if is_right and not update.findings and self.knows_collections(rng):
             of = self.of_collections(seen, rng)
-            return found._replace(findings=tuple(of), compared=(*found.compared, "collections"))
-        return found
+            return update._replace(findings=tuple(of), compared=(*update.compared, "collections"))
+        return update
 
     def knows_collections(self, rng: PyTree) -> bool:
         """Returns whether collections after the step can be compared: one device computes the same statistics."""
-        kept, one = collections_of(self.state), self.one
-        is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
-        return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
+        collections, one_device = collections_of(self.state), self.one
+        is_whole = one_device.num_minibatches == 1 and (one_device.devices == 1 or one_device.needs_all_devices(rng))
+        return bool(collections) and OVERWRITTEN not in collections and is_whole and not one_device.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
         """Compares collections after the step with those of one device; returns findings."""

@@ -118,16 +118,16 @@ class OneDevice:
         self.paths, self._leaves = list(trained), list(trained.values())
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
-        self._rest, kept = rest, collections_of(state)
+        self._rest, collections = rest, collections_of(state)
         # Kernels of fp8 products have a wire format of their product, which rounds them on one device, too.
         boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
-        by_extension = named_wires(kept, lambda path: boxes[path].communication)
+        by_extension = named_wires(collections, lambda path: boxes[path].communication)
         rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
-        own = trees.map_leaves(split_by_model, dict(extra_trees))
-        self._of_others = trees.map_sharded(_spec_of_model, own)
-        arrived = trees.map_sharded(partial(_arrived, mesh=mesh), own)
+        boxed = trees.map_leaves(split_by_model, dict(extra_trees))
+        self._of_others = trees.map_sharded(_spec_of_model, boxed)
+        arrived = trees.map_sharded(partial(_arrived, mesh=mesh), boxed)
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
-        self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
+        self._inputs = self._put((live, weights, batch, (readable(collections),) if collections else ()), self._one)
         self._jitted: dict[Any, Any] = {}
         self._traced: dict[str, Traced] = {}
 
@@ -179,22 +179,22 @@ class OneDevice:
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
-        live, weights, batch, kept = self._inputs
+        live, weights, batch, collections = self._inputs
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
 
-        def after(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> PyTree:
-            _, (_, (updated,)) = self._terms(live, weights, batch, rng, kept)
+        def after(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> PyTree:
+            _, (_, (updated,)) = self._terms(live, weights, batch, rng, collections)
             return updated
 
         run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-        return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
+        return jax.jit(run)(*self._put((live, weights, batch, collections, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
         """Returns a function from trainable parameters to the full batch's loss, for optimizers with line searches."""
-        _, weights, batch, kept = self._inputs
+        _, weights, batch, collections = self._inputs
 
         def value(params: PyTree) -> jax.Array:
-            loss, *_ = self._mean_in_turn(1, 1)(jax.tree.leaves(params), weights, batch, kept, rng)
+            loss, *_ = self._mean_in_turn(1, 1)(jax.tree.leaves(params), weights, batch, collections, rng)
             return loss
 
         return value
@@ -209,7 +209,7 @@ class OneDevice:
         shake: bool = False,
     ) -> Reference:
         """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
-        live, weights, own_batch, kept = self._inputs
+        live, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
         live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _other_parameters(live, elsewhere) if elsewhere else live
@@ -217,7 +217,7 @@ class OneDevice:
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
         mesh = self.mesh if make == self._mean_on_mesh else self._one
-        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, kept, rng), mesh))
+        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, collections, rng), mesh))
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
         again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
         return Reference(float(loss), grads, sizes, again)
@@ -239,12 +239,12 @@ class OneDevice:
 
     def unconnected(self, rng: PyTree) -> list[str]:
         """Returns the leaves on which the loss does not depend; their gradient is constant 0."""
-        live, weights, batch, kept = self._inputs
+        live, weights, batch, collections = self._inputs
         flat, treedef = jax.tree.flatten((live, batch))
 
         def grads(*leaves: Any) -> list[Any]:
             live, batch = jax.tree.unflatten(treedef, leaves)
-            return list(self._mean_in_turn(1, 1)(live, weights, batch, kept, rng)[1])
+            return list(self._mean_in_turn(1, 1)(live, weights, batch, collections, rng)[1])
 
         # Read the equations: a gradient may have the value 0 (dead units) although it depends on the leaf.
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
@@ -260,42 +260,44 @@ class OneDevice:
 
     def model_axes(self, rng: PyTree) -> tuple[str, ...]:
         """Returns the axes of a split model: the loss communicates along them, and the batch is not split over them."""
-        own = self.traced(rng).axes - set(self.axes)
-        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
+        model_axes = self.traced(rng).axes - set(self.axes)
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in model_axes)
 
     # ------------------------------------------------------------------------------------- one part after another
 
-    def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
+    def _terms(
+        self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, collections: Any
+    ) -> tuple[Any, Any]:
         """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
         with inside_loss(RunningLoss(is_reference=True)), said(self.layout.sequence):
-            loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.extra_trees)
-        if kept:
-            kept = ({**kept[0], **readable(dict(loss.collections))},)
+            loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
+        if collections:
+            collections = ({**collections[0], **readable(dict(loss.collections))},)
         wide = wide_dtype(jnp.result_type(loss.total))
         weight = jnp.asarray(1 if loss.weight is None else loss.weight, wide)
-        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
+        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), collections)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
         """Returns a function for loss and gradients, averaged over slices that run in sequence on one device."""
         parts = devices * minibatches
 
-        def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
+        def mean(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> Any:
             batch = batch if parts == 1 else self.layout.laid_out(batch)
             # Some carries need gradients of a term of the global mean: fp8 would clip gradients of a sum.
-            of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *kept)))
+            of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *collections)))
 
             def on_slice(index: Any, before: Any) -> MinibatchResult:
                 device, minibatch = index // minibatches, index % minibatches
                 rows = batch if parts == 1 else self.slice_of(batch, device, minibatch, minibatches)
                 key = _key_of(rng, device, minibatch, minibatches)
                 # Each device starts from the collections of the state.
-                own = jax.tree.map(lambda x, first: jnp.where(minibatch == 0, first, x), before, kept)
+                carried = jax.tree.map(lambda x, first: jnp.where(minibatch == 0, first, x), before, collections)
 
                 def term(live: Any) -> Any:
-                    total, (weight, after) = self._terms(live, weights, rows, key, own)
+                    total, (weight, after) = self._terms(live, weights, rows, key, carried)
                     # A slice without weight (padded rows) is 0 / 0.
                     count = jnp.where(weight == 0, 1, weight * devices) if of_terms else jnp.ones_like(weight)
                     return total / count, (total, weight, count, after)
@@ -305,9 +307,9 @@ class OneDevice:
                 # Average totals and weights separately: the mean loss is their ratio.
                 return MinibatchResult((total, weight, list(map(jnp.abs, grads))), grads, 1, after)
 
-            found = mean_over(on_slice, parts, kept)
-            total, weight, sizes = found.values
-            return _means(total, weight, found.grads, sizes)
+            result = mean_over(on_slice, parts, collections)
+            total, weight, sizes = result.values
+            return _means(total, weight, result.grads, sizes)
 
         return jax.shard_map(mean, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
 
@@ -317,20 +319,20 @@ class OneDevice:
         """Returns a function, run on the mesh, for each device's loss sum and weight, averaged over minibatches."""
         devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
-        kept = self._inputs[3]
+        collections = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
         of_weights = _Weights(of_live, of_live, of_rest, self._of_others)
 
-        def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
-            def on_minibatch(j: Any, kept: Any) -> MinibatchResult:
+        def local(live: Any, weights: Any, batch: PyTree, collections: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
+            def on_minibatch(j: Any, collections: Any) -> MinibatchResult:
                 rows, key = rows_at(split_rows(batch, minibatches), j), _key_of(rng, index[0], j, minibatches)
-                total, (weight, kept) = self._terms(live, weights, rows, key, kept)
-                return MinibatchResult((total, weight), [], 1, kept)
+                total, (weight, collections) = self._terms(live, weights, rows, key, collections)
+                return MinibatchResult((total, weight), [], 1, collections)
 
-            return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, kept).values)
+            return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, collections).values)
 
         # Parameters enter unsharded, split only over the axes of the model itself.
-        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
+        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(collections, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
 
@@ -358,8 +360,8 @@ class OneDevice:
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
     """Returns the key of a slice, folded as in ``make_train_step`` and ``accumulate_gradients``."""
-    own = folded(rng, device)
-    return own if minibatches == 1 else folded(own, minibatch)
+    device_key = folded(rng, device)
+    return device_key if minibatches == 1 else folded(device_key, minibatch)
 
 
 def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple[Any, Any, Any]:

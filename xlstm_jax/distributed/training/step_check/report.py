@@ -217,11 +217,11 @@ def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
         )
 
 
-def not_finite(found: Reference) -> str:
+def not_finite(reference: Reference) -> str:
     """Returns the finding that loss or gradients are not finite on one device."""
-    loss_is_finite = math.isfinite(found.loss)
-    what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
-    return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
+    loss_is_finite = math.isfinite(reference.loss)
+    subject = f"the gradients of {listed(reference.not_finite)}" if loss_is_finite else f"the loss ({reference.loss})"
+    return f"{subject} are not finite on one device either: nothing can be compared. Look at the loss function first."
 
 
 NOTHING_SHOWS = (

@@ -71,7 +71,7 @@ class UpdateCheck(NamedTuple):
 def check_update(
     before: Any,
     after: Any,
-    one: Mesh,
+    device: Mesh,
     again: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
@@ -83,21 +83,21 @@ def check_update(
       again: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
-    update = _Update(before, after, one, value_fn)
-    found = update.check()
-    if found.findings or again is None:
-        return found
+    update = _Update(before, after, device, value_fn)
+    problems = update.check()
+    if problems.findings or again is None:
+        return problems
     # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
-    later = _Update(after, again(), one, value_fn).check()
+    later = _Update(after, again(), device, value_fn).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
-    return UpdateCheck(tuple(findings), found.unknown or later.unknown, found.compared)
+    return UpdateCheck(tuple(findings), problems.unknown or later.unknown, problems.compared)
 
 
 class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
-    def __init__(self, before: Any, after: Any, one: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.one, self.value_fn = before, after, one, value_fn
+    def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
+        self.before, self.after, self.one, self.value_fn = before, after, device, value_fn
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
@@ -114,11 +114,13 @@ class _Update:
         if not all(np.all(np.isfinite(leaf)) for leaf in values_of(self.record.grads).values()):
             return UpdateCheck(unknown=("its gradients are not finite, and nothing can be said of its update",))
         findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after), *self.of_count()]
-        found = self.of_optimizer()
-        if not (findings or found.findings):
+        of_optimizer = self.of_optimizer()
+        if not (findings or of_optimizer.findings):
             findings += self.of_copies()
         frozen = ("frozen leaves",) if frozen_leaves(self.before) else ()
-        return UpdateCheck((*findings, *found.findings), found.unknown, ("parameters", *frozen, *found.compared))
+        return UpdateCheck(
+            (*findings, *of_optimizer.findings), of_optimizer.unknown, ("parameters", *frozen, *of_optimizer.compared)
+        )
 
     # -------------------------------------------------------------------------------------------- the optimizer's input
 
@@ -190,13 +192,13 @@ class _Update:
                 f"they move by {of_update:.3g} x its update. Call apply_gradients, or optax.apply_updates, once, with "
                 "the updates that tx.update returns; a factor belongs into the optimizer, as optax.scale."
             )
-        for factor, what in (
+        for factor, cause in (
             (_multiple(new, old + update, fits), "multiplies them by {} after the update"),
             (_multiple(new - update, old, fits), "adds its update to {} x the parameters"),
         ):
             if factor is not None and f"{factor:.4g}" != "1":
                 return (
-                    f"the step {what.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
+                    f"the step {cause.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
                     "optax.add_decayed_weights(...)), or optax.adamw."
                 )
         return ""
@@ -237,11 +239,11 @@ class _Update:
         """Yields findings about values that differ between devices although the gradients do not."""
         if any(copies_differ(leaf.value) for _, leaf in trees.sharded_leaves(self.record.grads)):
             return
-        for what, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
+        for noun, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
             differ = [path for path, leaf in trees.sharded_leaves(tree) if copies_differ(leaf.value)]
             if differ:
                 yield (
-                    f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
+                    f"the {noun} ({listed(differ)}) are not the same on all devices that should hold the same after "
                     "the update, although the gradients are: the update depends on the device. Call tx.update outside "
                     "of shard_map, and draw noise from a key that all devices share."
                 )
@@ -253,18 +255,18 @@ class _Update:
         try:
             right, again, eps = self.on_one_device()
         except Exception as error:  # optimizers that need arguments which only the step has may raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:120]
             why = (
-                f"the state's optimizer cannot be called on one device ({said}), so that its updates are not compared. "
-                "Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
+                f"the state's optimizer cannot be called on one device ({message}), so that its updates are not "
+                "compared. Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
             )
             return UpdateCheck(unknown=(why,))
         (updates, state), got = right, by_path(bare(self.record.updates))
         findings = list(of_updates(got, by_path(updates), lambda: by_path(again()[0]), eps))
         if not findings:  # the state of wrong updates is wrong, too
             before = {path: true_value(leaf) for path, leaf in self.record.opt_state.items()}
-            kept, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
-            findings = list(of_state(kept, wanted, before, lambda: by_path(bare(again()[1])), eps))
+            got_state, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
+            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(again()[1])), eps))
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
@@ -296,11 +298,11 @@ class _Update:
                 extra |= {"value_fn": value_fn, "grad_fn": gradients}
             return taking_extra_args(self.before.tx).update(grads, state, params, **extra)
 
-        form, whole = update, PartitionSpec()
+        form, replicated = update, PartitionSpec()
         try:
             jaxpr = jax.make_jaxpr(form)(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
-            form = jax.shard_map(update, mesh=self.one, in_specs=whole, out_specs=whole, check_vma=False)
+            form = jax.shard_map(update, mesh=self.one, in_specs=replicated, out_specs=replicated, check_vma=False)
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
         narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one.devices.flat[0].platform, 0.0))
@@ -364,7 +366,7 @@ def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arr
             "of this step are lost. Return the opt_state of tx.update: state.replace(params=..., opt_state=...)."
         )
         return
-    each = [f"'{path}' is {how}" for path, how in wrong.items()]
+    each = [f"'{path}' is {problem}" for path, problem in wrong.items()]
     yield (
         f"the optimizer's state after the step is not what tx.update returns on one device: {'; '.join(each[:3])}"
         f"{' ...' if len(each) > 3 else ''}. Return its second result as it is; an average of the weights is kept by "
@@ -378,8 +380,8 @@ def of_collections(
     """Yields a finding if collections after the step are not ``right``, the statistics of the full batch."""
     paths = [path for path in right if path in got and is_inexact(right[path])]
     ours, wanted = (flat({path: tree[path] for path in paths}) for tree in (got, right))
-    found = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
-    wrong = [leaf for leaf in found if not leaf.is_equal]
+    checks = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
+    wrong = [leaf for leaf in checks if not leaf.is_equal]
     if wrong and all(same_bits(got[leaf.path], before[leaf.path]) for leaf in wrong):
         yield (
             f"the collections ({listed(leaf.path for leaf in wrong)}) stay as they were. Return those that the loss "
@@ -394,7 +396,7 @@ def of_collections(
 
 def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
     """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
-    found = []
+    checks = []
     for path, leaf in right.items():
         dtype = value_dtype(leaf)
         narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
@@ -402,7 +404,7 @@ def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps:
         floor = float(jnp.finfo(dtype).tiny) * np.sqrt(np.size(leaf)) + narrow * float(
             np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
         )
-        found += compare_leaves(
+        checks += compare_leaves(
             flat({path: got[path]}),
             flat({path: leaf}),
             {},
@@ -410,7 +412,7 @@ def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps:
             partial(_alone, again, path),
             float(jnp.finfo(np.float32).eps) if jnp.finfo(dtype).bits <= 32 else max(eps, float(jnp.finfo(dtype).eps)),
         )
-    return found
+    return checks
 
 
 def _alone(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
