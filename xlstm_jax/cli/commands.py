@@ -129,7 +129,7 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
-def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
+def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
     """Reports, before anything is compiled, the options that do not reach the factory."""
     if ignored := [option for option in factory.not_varied if option in varied]:
         say(
@@ -160,7 +160,7 @@ def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPla
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
-        _say_what_it_ignores(factory, list(VARIED)[:1], say)
+        _note_ignored_options(factory, list(VARIED)[:1], say)
     say("building the step")
     # For a topology the mesh is abstract, since its devices are absent. CPU devices are simulated before the user's
     # code runs, because that code may start JAX's devices.
@@ -284,7 +284,7 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax fit``."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
-    _say_what_it_ignores(factory, list(VARIED), say)
+    _note_ignored_options(factory, list(VARIED), say)
 
     def build_step(options: Options) -> Any:
         workload = factory.workload(options.mesh, chosen, options.offload, settings_of(options))

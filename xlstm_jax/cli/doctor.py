@@ -105,12 +105,12 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     """Examines the machine and runs the self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
-    begun = {extra: _begin_compiling(extra) for extra in compilers_at_hand(missing)}
+    begun = {extra: _begin_compiling(extra) for extra in available_compilers(missing)}
     say("starting JAX on the devices at hand")
-    with ThreadPoolExecutor() as beside:
+    with ThreadPoolExecutor() as executor:
         # Started before the devices are listed: on a machine without accelerators the simulated test is needed, and an
         # early start hides its time.
-        simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
+        simulated = executor.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
         listed = run_child("devices", dict(os.environ))
         kinds = listed.get("kinds", [])
         # A single accelerator splits nothing, so a training on it would not test sharding.
@@ -199,7 +199,7 @@ def _checks(name: str, report: dict[str, Any]) -> Sequence[Check]:
     return [Check(**check) for check in report.get("checks", ())]
 
 
-def compilers_at_hand(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
+def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
     """Returns the extras whose compilers are installed; empty if unknown."""
     if missing is None:
         return []

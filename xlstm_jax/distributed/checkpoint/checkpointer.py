@@ -25,7 +25,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json, MakeBackend
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
-from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_on_all_processes
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
@@ -256,7 +256,7 @@ class Checkpointer:
           TimeoutError: a process did not arrive, or did not finish reading, within ``peer_timeout_s`` of another.
         """
         with interruptions_go_on():
-            restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
+            restored, entries, number = self._newest_intact(abstract_state, step, lambda *_: "")
         record.warn_if_other_optimizer(f"step {number} in {self.directory}", entries, abstract_state)
         self._own_steps.add(number)
         _read_from.add(steps.real_path(self.directory))
@@ -289,11 +289,11 @@ class Checkpointer:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
         with interruptions_go_on():
-            restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
+            restored, *_ = self._newest_intact(abstract_params, step, part_of, "the parameters of ")
         _read_from.add(steps.real_path(self.directory))
         return record.boxed_like(abstract_params, restored)
 
-    def _newest_sound(
+    def _newest_intact(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
         """Reads the leaves of ``step``, or of the newest undamaged step; returns the leaves, the record and the step.
@@ -344,7 +344,7 @@ class Checkpointer:
         An error in one process is raised in every process.
         """
         where, reads = f"step {step} in {self.directory}", f"read step {step}"
-        everything = self._read_together(lambda: self._read_record(step), where, reads)
+        everything = self._read_on_all_processes(lambda: self._read_record(step), where, reads)
 
         def part() -> tuple[record.Record, record.Leaves]:
             begin = part_of(everything, where)
@@ -356,8 +356,8 @@ class Checkpointer:
         entries, wanted = self._together(part, _MISTAKES, reads)
         # Reading and checking are separate exchanges: checksums are programs with collectives, in which the processes
         # would wait for a process that could not read its shards.
-        arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
-        self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
+        arrays = self._read_on_all_processes(lambda: self._read_arrays(step, entries, wanted), where, reads)
+        self._read_on_all_processes(lambda: record.check_sound(entries, arrays), where, reads)
         leaves = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
         return dict(zip(likes, leaves, strict=True)), entries
 
@@ -390,7 +390,9 @@ class Checkpointer:
             return json.dumps([*steps.steps_in(self.directory, self._backend, read_records=True).items()])
 
         what = "list the steps of a checkpoint"
-        text = allgather_text(self._read_together(listing, str(self.directory), what), what, self.peer_timeout_s)[0]
+        text = allgather_text(
+            self._read_on_all_processes(listing, str(self.directory), what), what, self.peer_timeout_s
+        )[0]
         return {number: steps.StepFolder(*fields) for number, fields in json.loads(text)}
 
     def _together(
@@ -398,8 +400,8 @@ class Checkpointer:
     ) -> Result:
         return raise_on_all(work, failure, what, self.peer_timeout_s)
 
-    def _read_together(self, work: Callable[[], Result], where: str, what: str) -> Result:
-        return read_together(work, where, what, self.peer_timeout_s)
+    def _read_on_all_processes(self, work: Callable[[], Result], where: str, what: str) -> Result:
+        return read_on_all_processes(work, where, what, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
         """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""

@@ -437,13 +437,13 @@ def open_regular(path: Path) -> BinaryIO:
 def parse_json(content: bytes) -> Json:
     """Parses UTF-8 JSON; raises a ``ValueError`` for a repeated name, which readers would resolve differently."""
 
-    def once_each(pairs: list[tuple[str, Json]]) -> Json:
+    def without_duplicates(pairs: list[tuple[str, Json]]) -> Json:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             raise ValueError("a name stands in it twice")
         return entries
 
-    return json.loads(content.decode(), object_pairs_hook=once_each)
+    return json.loads(content.decode(), object_pairs_hook=without_duplicates)
 
 
 class Header(NamedTuple):

@@ -37,7 +37,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, gathered_by_hand
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, with_summed_gradient
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -436,9 +436,11 @@ def gather_leaf(
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
     """Returns the shard to gather over ``axes``: without gradient if frozen.
 
-    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``gathered_by_hand``).
+    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``with_summed_gradient``).
     """
-    return gathered_by_hand(as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path)
+    return with_summed_gradient(
+        as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path
+    )
 
 
 def as_gathered(

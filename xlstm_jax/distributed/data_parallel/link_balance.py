@@ -107,7 +107,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
         box = leaf_of(leaf)
         dim, axes = _reorderable(box, axis_sizes) if is_ours(leaf) else (0, ())
         if axes:
-            reorderable[path] = _travelling_bytes(box), dim, axes
+            reorderable[path] = _sent_bytes(box), dim, axes
             slow_axes |= set(box.communication.inter_host_axes)
     order_of = _shared_orders(reorderable, axis_sizes, slow_axes)
 
@@ -133,7 +133,7 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
     return 0, ()
 
 
-def _travelling_bytes(box: Sharded) -> float:
+def _sent_bytes(box: Sharded) -> float:
     """Returns the bytes of a full leaf in a gather and, if the leaf is trainable, in the gradient's reduce-scatter."""
     shape = np.shape(box.value)
     if avoids_gather(box):

@@ -194,7 +194,7 @@ class _Scan:
         """Returns the fully gathered leaves of the next layer, converted from the sent format of ``ahead``."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
-    def whole(self, values: Arrays, index: Scalar) -> Arrays:
+    def replicated_leaves(self, values: Arrays, index: Scalar) -> Arrays:
         """Returns the leaves of layer ``index`` that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
@@ -237,12 +237,12 @@ class _Scan:
         def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, carries, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
-            args = self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
+            args = self.arrived(ahead), self.replicated_leaves(values, index), carry, _at(per_layer, index), shared
             new, out = self.compute(*args)
             return new, further, _put(carries, index, carry), _put(outputs, index, out)
 
         ahead = self.first_gathers(values, range(self.length))
-        args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
+        args = self.arrived(ahead), self.replicated_leaves(values, 0), carry, _at(per_layer, 0), shared
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
         stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
@@ -272,7 +272,7 @@ class _Scan:
             # Gathers run in parallel with the recomputation; without the barrier a compiler may delay them to the
             # scatters.
             d_carry, further = _together(d_carry, further)
-            split, replicated = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
+            split, replicated = map(self.to_differentiate, (self.arrived(ahead), self.replicated_leaves(values, index)))
             args = split, replicated, _at(carries, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _gradients_of_args(
                 self.compute, args, (d_carry, _at(d_outputs, index))

@@ -13,7 +13,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import axis_orders
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf
 from xlstm_jax.distributed.data_parallel.policy import (
     DEFAULT_MIN_WEIGHT_SIZE,
     DEFAULT_UNEVEN,
@@ -66,7 +66,7 @@ def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
     """Splits and boxes parameters like ``shard_params``, with all options of a wrapped module; inside ``shard_map``."""
     # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
-    return box_params(params, sizes, policy, collectives.own_shard)
+    return box_params(params, sizes, policy, collectives.local_shard)
 
 
 def box_params(
@@ -114,7 +114,7 @@ def plan_params(
     policy: ShardPolicy,
     wires: Mapping[str, str] = MappingProxyType({}),
 ) -> PyTree:
-    """Returns the tree with each leaf in a ``Planned`` box, with the decision of ``shard_params`` on the leaf.
+    """Returns the tree with each leaf in a ``PlannedLeaf`` box, with the decision of ``shard_params`` on the leaf.
 
     ``params`` are global or abstract. ``wires`` has, by path, the names of the formats of leaves that extensions
     send otherwise than ``policy`` says.
@@ -123,7 +123,7 @@ def plan_params(
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
     """
 
-    def plan(path: str, leaf: Any, boxed: Any) -> Planned:
+    def plan(path: str, leaf: Any, boxed: Any) -> PlannedLeaf:
         box = leaf_of(leaf)
         value, choice = box.value, _choice(box, axis_sizes, policy)
         gathered, summed = (str(value_dtype(value)),) * 2
@@ -134,7 +134,9 @@ def plan_params(
         # Names after the split: the next wrapper sees that the dim is taken.
         split = leaf_of(boxed)
         names = split.store.of_value(split.names)
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
+        return PlannedLeaf.of(
+            leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed)
+        )
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, policy))
 
@@ -171,7 +173,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
             f"{count} devices over {axes} do not divide; the last {size % count} would be lost. Pad it to "
             f"{next_multiple(size, count)}."
         )
-    return collectives.own_shard(x, split_axis % x.ndim, axes)
+    return collectives.local_shard(x, split_axis % x.ndim, axes)
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:

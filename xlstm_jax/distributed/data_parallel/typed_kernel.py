@@ -77,7 +77,7 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
         # Arrays that the kernel closes over (a mask made beside it) are operands, too: such an array may be traced, and
         # below the kernel is traced again, also after that trace has ended (in the backward pass of a scan).
         jaxpr, consts, structure = _traced(of_arrays, *arrays.values())
-        _check_alone(jaxpr, consts, name)
+        _check_no_communication(jaxpr, consts, name)
         operands = [*consts, *arrays.values()]
         axes = tuple(sorted(frozenset().union(*map(varying_axes, operands))))
         operands = [to_varying(value, axes) for value in operands]
@@ -114,7 +114,7 @@ def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], 
     return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
-def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
+def _check_no_communication(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
     """Raises a ``ValueError`` if a kernel communicates, reads the device's index, or closes over a varying array.
 
     Its results could then vary over axes over which no argument varies.

@@ -35,12 +35,12 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     ReorderedTokens,
     SequenceLayout,
     check_even,
-    check_laid_out,
     check_layout,
+    check_reordered,
     exchanged,
-    is_laid_out,
+    is_reordered,
+    layout_context,
     reordered,
-    said,
     zigzag_order,
 )
 from xlstm_jax.formatting import kind_of, listed
@@ -109,14 +109,16 @@ class BatchLayout:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
             sequence does not divide into two chunks of equal size per device.
         """
-        leaves = flatten_with_path(batch, one_leaf=is_laid_out)[0]
+        leaves = flatten_with_path(batch, one_leaf=is_reordered)[0]
         is_zigzag = any(isinstance(leaf, ReorderedTokens) and leaf.devices > 1 for _, leaf in leaves)
         tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
             if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
-                check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
+                check_reordered(
+                    named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split
+                )
         layout = replace(self, tokens=tokens)
         devices = num_shards(self.mesh, layout.sequence.axes)
         if tokens == ZIGZAG and devices > 1:
@@ -135,7 +137,7 @@ class BatchLayout:
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
-        leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
+        leaves, treedef = flatten_with_path(batch, one_leaf=is_reordered)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
             dims = [
@@ -143,10 +145,10 @@ class BatchLayout:
                 for (_, leaf), dim in zip(leaves, self._token_dims(batch), strict=True)
             ]
             values = exchanged(values, dims, self.sequence.axes)
-        with said(self.sequence):
+        with layout_context(self.sequence):
             yield jax.tree.unflatten(treedef, values)
 
-    def laid_out(self, batch: PyTree) -> PyTree:
+    def reorder(self, batch: PyTree) -> PyTree:
         """Returns a global batch whose tokens are in zigzag order, if ``tokens`` says so: as the step splits it."""
         if self.tokens != ZIGZAG:
             return batch

@@ -104,10 +104,10 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
     layout = layout_over(axes, layout, "context_positions")
     if layout == ZIGZAG:
         check_even(length * collectives.axis_size(axes), collectives.axis_size(axes), "context_positions")
-    return _own_positions(_Options(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
+    return _local_positions(_Options(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
 
 
-def _own_positions(options: _Options, length: int, back: int = 0) -> Array:
+def _local_positions(options: _Options, length: int, back: int = 0) -> Array:
     """Returns the positions of this device's tokens, or of the device ``back`` places before in the ring."""
     device, places = (
         (collectives.axis_index(options.axes) - back) % options.devices,
@@ -197,7 +197,7 @@ def _by_gather(
     length = query.shape[1]
     key, value = (collectives.all_gather(x, 1, options.axes) for x in (key, value))
     all_segments = None if segments is None else collectives.all_gather(segments, 1, options.axes)
-    places = _own_positions(options, length), jnp.asarray(options.positions(length).ravel(), jnp.int32)
+    places = _local_positions(options, length), jnp.asarray(options.positions(length).ravel(), jnp.int32)
     # The mask holds all conditions: the options of a kernel assume that keys and queries have the same order.
     mask = _visible(options, *places, segments, all_segments)
     return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=options.scale)
@@ -218,7 +218,7 @@ def _by_ulysses(
         parts = jnp.moveaxis(collectives.all_to_all(pieces, options.axes), 0, 1)
         return _in_order(parts.reshape(x.shape[0], n * length, -1, x.shape[3]), natural)
 
-    def own_tokens(x: Array) -> Array:  # the inverse of whole_sequence
+    def local_tokens(x: Array) -> Array:  # the inverse of whole_sequence
         parts = _in_order(x, order).reshape(x.shape[0], n, length, *x.shape[2:])
         pieces = collectives.all_to_all(jnp.moveaxis(parts, 1, 0), options.axes)
         return jnp.moveaxis(pieces, 0, 2).reshape(x.shape[0], length, -1, x.shape[3])
@@ -234,7 +234,7 @@ def _by_ulysses(
         "local_window_size": options.window,
         "scale": options.scale,
     }
-    return own_tokens(kernel(query, key, value, **kernel_options))
+    return local_tokens(kernel(query, key, value, **kernel_options))
 
 
 def _in_order(values: Array, order: np.ndarray) -> Array:
@@ -362,7 +362,7 @@ def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
     length = query.shape[1]
-    positions, _ = lax.optimization_barrier((_own_positions(options, length, step), query[:1, :1, :1, :1]))
+    positions, _ = lax.optimization_barrier((_local_positions(options, length, step), query[:1, :1, :1, :1]))
     return positions.reshape(-1, _block_length(options, length))
 
 

@@ -38,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,
-    own_part,
+    local_part,
     send_back,
     send_rows,
     starts_of,
@@ -414,16 +414,16 @@ class Experts(nn.Module):
         self._sow_losses(routing, weights)
         params = self._params(axes, rows)
         local = rows, routing.weights, routing.logits
-        if shared_axes:  # own_part has no forward-mode derivative, so call it only if needed
-            local = jax.tree.map(lambda x: own_part(x, 0, shared_axes), local)
-        chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
-        out = self._of_own_tokens(params, local[0], Routing(chosen, *local[1:]), weights, axes, shared_axes)
+        if shared_axes:  # local_part has no forward-mode derivative, so call it only if needed
+            local = jax.tree.map(lambda x: local_part(x, 0, shared_axes), local)
+        chosen, weights = jax.tree.map(lambda x: collectives.local_shard(x, 0, shared_axes), (routing.experts, weights))
+        out = self._apply_to_local_tokens(params, local[0], Routing(chosen, *local[1:]), weights, axes, shared_axes)
         out = all_parts(out, 0, shared_axes) if shared_axes else out
         if self.shared is not None:
             out = out + self.shared(rows)
         return out.reshape(*x.shape[:-1], -1)
 
-    def _of_own_tokens(
+    def _apply_to_local_tokens(
         self,
         params: PyTree,
         rows: Array,
@@ -532,7 +532,7 @@ class Experts(nn.Module):
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
         """Initialises each expert with a separate key; boxes the parameters with the experts' axis in front."""
         # Each device makes all keys and keeps its shard: the same values on any number of devices.
-        keys = collectives.own_shard(jax.random.split(rng, self.num_experts), 0, axes)
+        keys = collectives.local_shard(jax.random.split(rng, self.num_experts), 0, axes)
         module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])
         with apart_from_model():
             params = jax.vmap(lambda key: module.init(key, row)["params"])(keys)

@@ -39,15 +39,15 @@ from xlstm_jax.distributed.data_parallel.modules.unit import is_within, public_m
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
-from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, parts_of_params
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     FUSED,
     check_features_divide,
     column_products,
     contracted,
+    fused_features_error,
     last_dims,
     row_product,
-    several_in_one,
 )
 from xlstm_jax.distributed.model_parallel.embedding import check_integers, look_up_split_rows
 from xlstm_jax.distributed.model_parallel.splitting import BETWEEN, SPLITTERS, joined_logits
@@ -78,7 +78,7 @@ class _Split:
 
     @property
     def devices(self) -> int:
-        return devices_here(self.axis_name, self.called)
+        return axis_devices(self.axis_name, self.called)
 
 
 @dataclass
@@ -304,7 +304,7 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
         before = {path: leaf.get_raw_value() for path, leaf in variables.items()}
         for path, leaf in variables.items():
             # NNX refuses to write a variable of another trace. This write is undone before NNX could notice.
-            object.__setattr__(leaf, "_raw_value", _own_value(leaf, before[path], split))
+            object.__setattr__(leaf, "_raw_value", _local_value(leaf, before[path], split))
         try:
             yield
         finally:
@@ -313,7 +313,7 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
                     object.__setattr__(leaf, "_raw_value", before[path])
 
 
-def _own_value(leaf: Any, value: Any, split: _Split) -> Any:
+def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
     if isinstance(leaf, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact):
         with jax.named_scope("sync_gradients"):  # a gradient is sent, not an activation
             return enter_split(value, split.axis_name, caller=split.called)
@@ -362,10 +362,10 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 def _check_features(features: tuple[int, ...], split: _Split) -> None:
     """Raises if the devices along the axis do not divide the first feature dim, or if this dim counts fused layers."""
-    count = parts_of_params(split.axis_name, split.called)
+    count = param_shards(split.axis_name, split.called)
     check_features_divide(features, count, split.axis_name, split.called)
     if len(features) == 3 and count > 1 and count == features[0] in FUSED and features[1] not in FUSED:
-        raise several_in_one(features, count, split.axis_name, f"split_modules: {split.called}")
+        raise fused_features_error(features, count, split.axis_name, f"split_modules: {split.called}")
     if features[0] % count:
         raise ValueError(
             f"split_modules: '{split.path}' has {features[0]} features (or heads), which the {count} devices along "

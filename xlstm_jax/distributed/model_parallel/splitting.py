@@ -18,13 +18,13 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.linen_module import class_and_fields, is_nnx, methods_to_lift, watching
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens, parts_of_params
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     DEFAULT_AXIS,
     FUSED,
     ColumnDense,
     RowDense,
-    several_in_one,
+    fused_features_error,
     share_of_input,
 )
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
@@ -206,7 +206,7 @@ class _Run:
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
         """Raises if a row-split layer gets unsplit features, or a column-split layer gets split features."""
         axis, ran = self.splitting.axis_name, self.splitting.ran
-        n, count = devices_here(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
+        n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
         share = share_of_input(module, x, count, n)
         if isinstance(module, RowDense) and share == "all":
             order, parent = list(ran), path.rpartition("/")[0]
@@ -238,7 +238,7 @@ class _Run:
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
             return
-        n, axes = devices_here(axis, f"'{path}'"), getattr(module, "axis", -1)
+        n, axes = axis_devices(axis, f"'{path}'"), getattr(module, "axis", -1)
         count = 1 if isinstance(axes, int) else len(axes)
         if share_of_input(module, args[0], count, n) == "share":
             shape = args[0].shape
@@ -250,7 +250,7 @@ class _Run:
 
     def _check_between(self, path: str, module: nn.Module) -> None:
         axis = self.splitting.axis_name
-        is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
+        is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
         # Direct parameters alone: parameters of submodules are checked when the submodule runs.
         arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
         has_params = bool(trees.differentiable(arrays))
@@ -285,9 +285,9 @@ def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
         return
-    count, (first, heads) = parts_of_params(axis_name, f"'{path}'"), features[:2]
+    count, (first, heads) = param_shards(axis_name, f"'{path}'"), features[:2]
     if count > 1 and count == first and first in FUSED and heads not in FUSED:
-        raise several_in_one(tuple(features), count, axis_name, f"split_modules: '{path}'")
+        raise fused_features_error(tuple(features), count, axis_name, f"split_modules: '{path}'")
 
 
 _inside_class = functools.cache(on_split_input)

@@ -92,7 +92,7 @@ def streamed(
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
     # The second trace inlines calls of jitted functions. Adam's bias correction is a single call for all parameters:
     # everything computed from its results, such as an average of the weights, would wait for all moments.
-    closed = jax.make_jaxpr(partial(_opened, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
+    closed = jax.make_jaxpr(partial(_inlined, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
     jaxpr: Any = closed.jaxpr
     variables = dict(zip((moment.place for moment in moments), jaxpr.invars, strict=True))
 
@@ -167,13 +167,13 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
 
 
-def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
+def _inlined(closed: Any, *arguments: jax.Array) -> list[Any]:
     """Evaluates a jaxpr, with the equations of jitted functions in place of calls of these functions."""
     names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name in JIT:
-            results = _opened(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
+            results = _inlined(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
             values |= zip(eqn.outvars, results, strict=True)
         else:
             values |= _evaluated(closed, [eqn], values)

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.extension import PartialGather, arrange
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
-from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_the_librarys
+from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_library_error
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -162,7 +162,7 @@ def _planned_init(
         # plain model, too, without mesh and boxes.
         if (plain := init_failure(model, inputs, kwargs)) is None or type(plain) is not type(error):
             raise
-        if is_the_librarys(plain):
+        if is_library_error(plain):
             raise
         raise init_error(model, inputs, kwargs, error) from error
 
@@ -184,7 +184,7 @@ def _decided(
 
     A model with wrappers has recorded the decisions already; the second result is then "".
     """
-    if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
+    if any(isinstance(leaf, PlannedLeaf) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
         if name := next((name for name, value in options.items() if value is not None), None):
             raise ValueError(
@@ -203,7 +203,7 @@ def _decided(
 
 def _gathered_axes(leaf: Sharded) -> set[str]:
     """Returns the axes over which a wrapper gathers the leaf, without the model's axes (such as tensor parallel)."""
-    if not isinstance(leaf, Planned):
+    if not isinstance(leaf, PlannedLeaf):
         return set(leaf.gathered_axes)
     return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
 
@@ -242,7 +242,7 @@ def _reason(leaf: Sharded) -> Reason:
 
     For wrappers over different axes: the reason for each tuple of axes.
     """
-    if not isinstance(leaf, Planned):
+    if not isinstance(leaf, PlannedLeaf):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
@@ -258,7 +258,7 @@ def _reason(leaf: Sharded) -> Reason:
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
     """Returns the fields of ``LeafPlan`` about gathers of a leaf; ``part`` is set if a module gathers it in pieces."""
     shape = tuple(leaf.value.shape)
-    decisions = leaf.decisions if isinstance(leaf, Planned) else ()
+    decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
     if _count(gathered, sizes) == 1:

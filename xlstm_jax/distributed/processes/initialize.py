@@ -139,7 +139,7 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
     address, num_processes, process_id, device_ids = detected
     if address is not None and num_processes is not None and process_id is not None:
         # By default JAX listens on every interface, where anybody who reaches the port can join the job.
-        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_own_address(address) if process_id == 0 else None)
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_local_address(address) if process_id == 0 else None)
         return Membership(address, num_processes, process_id, device_ids, bind)
     if variable is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
     return None
 
 
-def _own_address(address: str) -> str | None:
+def _local_address(address: str) -> str | None:
     """Returns the address of this host for the name in "name:port", or None if the name gives no reachable address.
 
     Each process resolves the name by itself, and may get another address. Two kinds of results are useless: an

@@ -42,7 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
 )
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, gather_tokens, leave_split
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, gather_tokens, leave_split
 from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 
 Arrays = tuple[Array, ...]
@@ -136,7 +136,7 @@ def _token_losses(
     """Computes ``chunked_cross_entropy`` for a kernel in storage form; ``pieces`` describes how to read ``stored``."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
-    parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
+    parts = axis_devices(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, pieces, labels, chunk_size)
     # A sharded kernel is cast piece by piece, after each gather.

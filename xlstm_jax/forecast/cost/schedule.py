@@ -64,7 +64,7 @@ def _timed_in(
         [kernels.of(computation, instruction) for instruction in computation.instructions]
         for kernels in (expected, least)
     )
-    alone = [_alone(links, collective) for _, collective in pairs]
+    alone = [_isolated(links, collective) for _, collective in pairs]
     # Once with NCCL's times and the rates that kernels reach, and once by published rates alone, a lower bound.
     real = [
         Transfer(*site.span, alone_timing.networks, alone_timing.seconds)
@@ -85,7 +85,7 @@ def _timed_in(
         )
 
 
-def _alone(links: Links, collective: Collective) -> Timing:
+def _isolated(links: Links, collective: Collective) -> Timing:
     """Returns a collective's time without overlap, as if the schedule waits until the end."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)

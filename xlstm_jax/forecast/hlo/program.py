@@ -92,7 +92,9 @@ class Program:
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
         """Returns ``executed`` without asynchronous computations, whose work counts at the start instruction."""
-        return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
+        return (
+            (computation, trips) for computation, trips in self.executed() if computation.name not in self.asynchronous
+        )
 
     @cached_property
     def trips(self) -> dict[str, int]:
@@ -129,15 +131,15 @@ class Program:
         return 1 if trips is None else trips
 
     @cached_property
-    def beside(self) -> frozenset[str]:
+    def asynchronous(self) -> frozenset[str]:
         """Names of the computations that an async-start or call-start runs asynchronously."""
         # Callers come first, so a single pass also finds the callees of asynchronous computations.
-        beside: set[str] = set()
+        asynchronous: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
-                if instruction.opcode.endswith("-start") or computation.name in beside:
-                    beside.update(_executed_callees(instruction))
-        return frozenset(beside)
+                if instruction.opcode.endswith("-start") or computation.name in asynchronous:
+                    asynchronous.update(_executed_callees(instruction))
+        return frozenset(asynchronous)
 
     def with_fused(
         self, computation: Computation, instruction: Instruction

@@ -57,7 +57,7 @@ from xlstm_jax.forecast.training.model_axes import (
     model_meshes,
     ranked,
 )
-from xlstm_jax.forecast.training.workload import in_a_line
+from xlstm_jax.forecast.training.workload import one_line_text
 from xlstm_jax.formatting import (
     Bar,
     format_axes,
@@ -372,7 +372,7 @@ def _considered(
             call = StepCall(step, tuple(args), topology=topology)
             _ = call.traced  # runs the user's loss; the trace is cached
         except Exception as error:  # the user's code may raise anything
-            estimates.append((mesh, in_a_line(error)))
+            estimates.append((mesh, one_line_text(error)))
         else:
             estimates.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
     considered = ranked(estimates, budget, MESHES_COMPILED)
@@ -490,7 +490,7 @@ class Search:
         if job is not None and forecast is not None:
             return Trial(options, forecast, forecast.total_bytes <= self.budget_bytes, took_s=job.seconds)
         assert error is not None
-        problem = in_a_line(error)
+        problem = one_line_text(error)
         if not self.trials and not isinstance(error, CompileError):  # the compiler may accept the next options
             raise _no_forecast(options, problem) from error
         return Trial(options, None, False, problem)

@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
             array = array[index]
         return array
 
-    def taken_apart(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
+    def split_tensor(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
         """Yields the model's tensors, or parts of these, as views."""
         if not self.parts:
             yield self, array
@@ -72,7 +72,7 @@ class Tensor(NamedTuple):
         for part in self.parts:
             size = 1 if self.is_new_dim else part.shape[self.dim]
             view = array[(slice(None),) * self.dim + (slice(start, start + size),)]
-            yield from part.taken_apart(view.reshape(part.shape) if self.is_new_dim else view)
+            yield from part.split_tensor(view.reshape(part.shape) if self.is_new_dim else view)
             start += size
 
 
@@ -241,7 +241,7 @@ class Repeated:
         return result
 
 
-def laid_out(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
+def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
     """Returns the tensors of the reader.
 
     Args:
@@ -263,7 +263,7 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
     >>> to_layout(arrays, [Joined(("q", "k"), "qk")])["qk"].shape
     (5, 2)
     """
-    tensors = laid_out(arrays, layout)
+    tensors = tensors_in_layout(arrays, layout)
     return {name: tensor.assembled(iter([arrays[key] for key in tensor.sources()])) for name, tensor in tensors.items()}
 
 
@@ -285,7 +285,7 @@ def from_layout(
     >>> from_layout({"qk": np.ones((5, 2))}, layout, like)["k"].shape
     (1, 2)
     """
-    tensors = laid_out(like, layout)
+    tensors = tensors_in_layout(like, layout)
     if differ := sorted(tensors.keys() ^ arrays.keys()):
         raise ValueError(f"layout: {listed(differ)} are tensors of the layout or of the arrays, but not of both.")
     given: list[tuple[str, Tensor, np.ndarray]] = []
@@ -296,7 +296,7 @@ def from_layout(
                 f"layout: the tensor '{name}' is {array.dtype}{list(array.shape)}, and "
                 f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
             )
-        given += [(name, source, part) for source, part in tensor.taken_apart(array)]
+        given += [(name, source, part) for source, part in tensor.split_tensor(array)]
     by_name: dict[str, np.ndarray] = {}
     filled: set[tuple[str, str]] = set()
     # First the tensors that arrive undivided, so that nothing is written into the reader's arrays.

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.checkpoint.publication.files import (
     write_tensors,
 )
 from xlstm_jax.distributed.checkpoint.publication.follow import Chain
-from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
+from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, tensors_in_layout
 from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, received_in_rounds
 from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_MAX_FILE_BYTES,
@@ -82,7 +82,7 @@ def publish(
     max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
     directory = Path(directory)
     sources = tensors_to_write(params, names)
-    tensors = laid_out(sources, layout)
+    tensors = tensors_in_layout(sources, layout)
     before = _from_process_0(lambda: _newest(directory, since))
     version = before["newest"] + 1
     by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
@@ -104,7 +104,7 @@ def publish(
     for text in allgather_text(json.dumps(written), "publish"):
         headers |= json.loads(text)
 
-    def make_it_the_version() -> None:
+    def commit_version() -> None:
         if jax.process_index() == 0:
             full = since is None
             weight_map = {name: file for some in files for file, names in some.items() for name in names}
@@ -113,7 +113,7 @@ def publish(
             if full:
                 delete_before(directory, before["full"])
 
-    raise_on_all(make_it_the_version, OSError)
+    raise_on_all(commit_version, OSError)
     return version
 
 

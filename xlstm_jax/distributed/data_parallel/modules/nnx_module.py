@@ -141,7 +141,7 @@ def _plain_type(variable: Any) -> Any:
     return getattr(type(variable), "plain_type", type(variable))
 
 
-def _turn_into(variable: Any, state: Any) -> None:
+def _change_class(variable: Any, state: Any) -> None:
     object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), state))
 
 
@@ -169,7 +169,7 @@ def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
         # NNX refuses to write a variable made under another trace. This write is undone before NNX could notice.
         for path, variable in variables.items():
             object.__setattr__(variable, "_raw_value", values[path])
-            _turn_into(variable, state)
+            _change_class(variable, state)
 
     shards = {path: variable.get_raw_value() for path, variable in variables.items()}
     write(_full_values(variables), _Whole)
@@ -243,7 +243,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     if policy and any(map(policy.has_axis, box.axes)):
         communication = box.communication.or_else(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
-        _turn_into(split, _Split)
+        _change_class(split, _Split)
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
         return variable.copy(read_value(box))
@@ -277,7 +277,7 @@ def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
     object.__setattr__(module, "__class__", _unit_type(type(module), policy))
 
 
-def own_variables(module: nnx.Module) -> dict[str, Any]:
+def unit_variables(module: nnx.Module) -> dict[str, Any]:
     """Returns the variables below a unit, by path relative to the unit, without variables of units inside the unit."""
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
@@ -286,7 +286,7 @@ def own_variables(module: nnx.Module) -> dict[str, Any]:
 
 
 def _split_variables(module: nnx.Module) -> dict[str, Any]:
-    return {path: leaf for path, leaf in own_variables(module).items() if is_split(leaf)}
+    return {path: leaf for path, leaf in unit_variables(module).items() if is_split(leaf)}
 
 
 @functools.cache
@@ -315,7 +315,7 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     @functools.wraps(plain)
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         # ``NOTE_SHAPE`` callbacks get the shapes in this unit: one layer's, if the model scans over layers.
-        for leaf in own_variables(self).values():
+        for leaf in unit_variables(self).values():
             if note := leaf.get_metadata(NOTE_SHAPE, None):
                 note(np.shape(leaf.get_raw_value()), notes_lookup)
         if not _split_variables(self):  # no variable is split, or another method of the module has gathered them

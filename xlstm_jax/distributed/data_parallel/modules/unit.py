@@ -40,7 +40,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     path_in_model,
     read_value,
 )
-from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
@@ -253,7 +253,7 @@ def gather_here(
         box = leaf_of(leaf)
         if not is_box(leaf) or not is_gathered_here(path, box):
             return leaf
-        if isinstance(box, Planned):
+        if isinstance(box, PlannedLeaf):
             return box.gathered(policy.axes)
         # A box over other axes stays for the wrapper over those axes.
         return read_value(box) if all(map(policy.has_axis, box.axes)) else leaf

@@ -106,7 +106,7 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
     return lax.axis_index(axes) if axes else jnp.int32(0)
 
 
-def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices."""
     if (count := axis_size(axes)) == 1:
         return value

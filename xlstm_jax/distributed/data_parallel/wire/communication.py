@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
-from xlstm_jax.distributed.data_parallel.wire.wires import AsItIs, Wire
+from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
 
@@ -84,9 +84,9 @@ class Communication:
         return packed_format(value, self.gather_dtype)
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``AsItIs`` on one device."""
+        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``Unchanged`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
-        return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else AsItIs()
+        return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else Unchanged()
 
 
 DEFAULT_COMMUNICATION = Communication()

@@ -191,24 +191,24 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
         )
 
 
-def gathered_by_hand(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
+def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
     """Returns the shard for a gather over ``model_axes``, axes over which the model itself splits the leaf.
 
     Only a user's code gathers over model axes. ``sync_gradients`` expects the gradient to be a sum over the batch
     axes among ``model_axes``, and divides the sum. The transpose of the gather is a mean; this function makes it a sum.
     """
     model_axes = collectives.spread_axes(model_axes)
-    return _gathered_by_hand(shard, model_axes, running_loss().axes, path) if model_axes else shard
+    return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered_by_hand(
+def _with_summed_gradient(
     shard: jax.Array, model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str
 ) -> jax.Array:
     return shard
 
 
-def _by_hand_bwd(
+def _with_summed_gradient_bwd(
     model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
     if not batch_axes:
@@ -220,7 +220,7 @@ def _by_hand_bwd(
     return (cotangent * collectives.axis_size([axis for axis in model_axes if axis in batch_axes]),)
 
 
-_gathered_by_hand.defvjp(lambda shard, model_axes, batch_axes, path: (shard, None), _by_hand_bwd)
+_with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard, None), _with_summed_gradient_bwd)
 
 
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
@@ -298,4 +298,4 @@ def _gather_some(
             )
         else:
             value = collectives.all_gather(value, dim, (axis,))
-    return collectives.own_shard(value, dim, remaining), axes_entry(outer + remaining)
+    return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)

@@ -3,7 +3,7 @@
   function    forward                                backward
   equal_in    x unchanged                            sum of the gradients of all devices
   summed      sum of the terms of all devices        the gradient unchanged
-  own_part    each device keeps its part             all-gather of the parts
+  local_part    each device keeps its part             all-gather of the parts
   all_parts   all-gather of the parts                each device keeps its part
   send_rows   rows to their destination devices      send_back
   send_back   rows back to their source devices      send_rows
@@ -57,14 +57,14 @@ def _linear_bwd(forward: Any, transpose: Any, static: tuple[Any, ...], arrays: d
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _as_it_is(x: Array, axes: tuple[str, ...]) -> Array:
+def _identity(x: Array, axes: tuple[str, ...]) -> Array:
     return x
 
 
-equal_in = linear(_as_it_is, collectives.all_reduce_sum)  # (x, axes)
-summed = linear(collectives.all_reduce_sum, _as_it_is)
-own_part = linear(collectives.own_shard, collectives.all_gather_equal)  # (x, dim, axes)
-all_parts = linear(collectives.all_gather_equal, collectives.own_shard)
+equal_in = linear(_identity, collectives.all_reduce_sum)  # (x, axes)
+summed = linear(collectives.all_reduce_sum, _identity)
+local_part = linear(collectives.local_shard, collectives.all_gather_equal)  # (x, dim, axes)
+all_parts = linear(collectives.all_gather_equal, collectives.local_shard)
 
 
 # -------------------------------------------------------------------------------------------- rows, grouped by device

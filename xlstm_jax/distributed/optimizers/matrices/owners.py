@@ -96,7 +96,7 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
     if group.copies_dim is None:
         return stacked
     # Devices with equal shards send a part each, so that nothing is sent twice.
-    return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
+    return collectives.local_shard(stacked, 1 + group.copies_dim, group.copies)
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_own
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 
 
-class OnWholeMatricesState(NamedTuple):
+class UnshardedMatricesState(NamedTuple):
     """State of ``on_unsharded_matrices``: the rule's state by name of the group, with leaves [matrices, ...]."""
 
     of_owners: dict[str, PyTree]
@@ -65,12 +65,12 @@ def on_unsharded_matrices(
     """
     check_transform(tx, "on_unsharded_matrices")
 
-    def init(params: PyTree) -> OnWholeMatricesState:
+    def init(params: PyTree) -> UnshardedMatricesState:
         choices = choices_of(dimension_numbers, params)
         report_matrices("on_unsharded_matrices", params, choices, any_order=False)
         place = place_of(params)
         groups = named_groups(place.groups(choices, any_order=False))
-        return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
+        return UnshardedMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
@@ -89,7 +89,7 @@ def on_unsharded_matrices(
             return new, states
 
         updates, states = map_groups(of_groups, updates, choices, state.of_owners)
-        return updates, OnWholeMatricesState(states)
+        return updates, UnshardedMatricesState(states)
 
     return optax.GradientTransformation(init, update)
 

@@ -91,12 +91,12 @@ def compare_leaves(
     right: Gradients,
     axes: Mapping[str, tuple[str, ...]],
     wire: Mapping[str, float],
-    shaken: Callable[[], Gradients],
+    perturbed: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
     """Returns a ``LeafCheck`` for each leaf of ``right``.
 
-    ``wire`` is the norm of the rounding by the communication of a leaf. ``shaken`` computes ``right`` from perturbed
+    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``right`` from perturbed
     inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
@@ -109,7 +109,7 @@ def compare_leaves(
     }
     if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
         # Only if the cheap bound does not explain the difference: this computes the loss once more.
-        again = shaken()
+        again = perturbed()
         known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
     return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
 
@@ -127,11 +127,11 @@ def _compared(
     return LeafCheck(path, axes, ratio, left, allowed / norm)
 
 
-def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
+def same_number(got: float, right: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
     """Returns whether the loss ``got`` equals ``right`` to rounding, and the relative tolerance."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
-        allowed += SHAKEN * abs(shaken() - right)
+        allowed += SHAKEN * abs(perturbed() - right)
     return abs(got - right) <= allowed, allowed / abs(right) if right else 0.0
 
 

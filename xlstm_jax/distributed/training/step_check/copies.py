@@ -35,7 +35,7 @@ def counted(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     if other is None:
         return
     key = constant_like(rng, CHOICES[0])
-    loss, of_other = one_device.whole(key).loss, one_device.whole(key, other).loss
+    loss, of_other = one_device.on_full_batch(key).loss, one_device.on_full_batch(key, other).loss
     if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "

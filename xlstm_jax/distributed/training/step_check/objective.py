@@ -127,7 +127,7 @@ def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int
     count = min(rows, MOST_DRAWS)
     # Evenly spaced, so that the mean over draws has no sampling noise.
     keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
-    pairs = [(one_device.slices(key), one_device.whole(key)) for key in keys]
+    pairs = [(one_device.slices(key), one_device.on_full_batch(key)) for key in keys]
     pairs = [(mean, full_batch) for mean, full_batch in pairs if mean.is_finite and full_batch.is_finite]
     if not pairs:
         return None
@@ -158,7 +158,7 @@ def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
             even = jnp.arange(len(x) // 2).reshape(-1, *[1] * (x.ndim - 1)) % 2 == 0
             return jnp.where(even, parts[rest], parts[other])
 
-        return one_device.whole(key, batch=jax.tree.map(rows, one_device.batch))
+        return one_device.on_full_batch(key, batch=jax.tree.map(rows, one_device.batch))
 
     before, after = ([half(i, j) for i, j in pairs] for pairs in (((0, 0), (1, 1)), ((0, 1), (1, 0))))
     losses = [sum(reference.loss for reference in pair) for pair in (before, after)]
@@ -174,12 +174,12 @@ def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Refer
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one_device.needs_all_devices(rng):
         return "reduced"
-    parts = [one_device.whole(rng, batch=part) for part in one_device.all_slices()]
+    parts = [one_device.on_full_batch(rng, batch=part) for part in one_device.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
     right = _vector(full_batch)
     # Duplicating each row keeps a mean; a sum doubles, and pairs of rows change in another way.
-    twice = one_device.whole(
+    twice = one_device.on_full_batch(
         rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one_device.batch)
     )
     scale = np.abs(values).max() + abs(full_batch.loss)

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
-from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, said
+from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import Inputs
@@ -53,14 +53,14 @@ WHOLE = PartitionSpec()
 class Reference(NamedTuple):
     """Loss, and gradients by path, computed on one device: the reference for a step.
 
-    ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` repeats the computation with
+    ``sizes`` are the absolute values of gradients, averaged over slices. ``perturbed()`` repeats the computation with
     parameters and inputs perturbed by the size of rounding.
     """
 
     loss: float
     grads: dict[str, jax.Array]
     sizes: dict[str, jax.Array]
-    shaken: Callable[[], "Reference"]
+    perturbed: Callable[[], "Reference"]
 
     @property
     def not_finite(self) -> list[str]:
@@ -144,12 +144,12 @@ class OneDevice:
         return num_shards(self.mesh, self.axes)
 
     def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
-        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.laid_out``."""
+        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.reorder``."""
         return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
 
     def all_slices(self) -> Iterator[PyTree]:
         """Yields the batch of each device in each minibatch."""
-        batch = self.layout.laid_out(self.batch)
+        batch = self.layout.reorder(self.batch)
         for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
             yield self.slice_of(batch, device, minibatch, self.num_minibatches)
 
@@ -173,14 +173,14 @@ class OneDevice:
         """Returns loss and gradients averaged over the slices, which run on the mesh with unsharded weights."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
-    def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
+    def on_full_batch(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
         """Returns loss and gradients of the full batch, or of ``batch``; ``elsewhere``: seed of other parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
         live, weights, batch, collections = self._inputs
-        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
 
         def after(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> PyTree:
             _, (_, (updated,)) = self._terms(live, weights, batch, rng, collections)
@@ -211,7 +211,7 @@ class OneDevice:
         """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
         live, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
-        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _other_parameters(live, elsewhere) if elsewhere else live
         # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
@@ -250,7 +250,7 @@ class OneDevice:
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
-    def asks_for_axes(self, rng: PyTree) -> bool:
+    def uses_mesh_axes(self, rng: PyTree) -> bool:
         """Returns whether the loss communicates along a mesh axis, or reads a device index."""
         return bool(self.traced(rng).axes)
 
@@ -272,7 +272,7 @@ class OneDevice:
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        with inside_loss(RunningLoss(is_reference=True)), said(self.layout.sequence):
+        with inside_loss(RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
             loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
         if collections:
             collections = ({**collections[0], **readable(dict(loss.collections))},)
@@ -285,7 +285,7 @@ class OneDevice:
         parts = devices * minibatches
 
         def mean(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> Any:
-            batch = batch if parts == 1 else self.layout.laid_out(batch)
+            batch = batch if parts == 1 else self.layout.reorder(batch)
             # Some carries need gradients of a term of the global mean: fp8 would clip gradients of a sum.
             of_terms = any(carry.of_terms for carry in carries_of(Inputs(self.axes, *collections)))
 
@@ -337,7 +337,7 @@ class OneDevice:
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
 
         def of_all(live: Any, weights: Any, batch: PyTree, *rest: Any) -> Any:
-            return spread(live, weights, self.layout.laid_out(batch), *rest, jnp.arange(devices))
+            return spread(live, weights, self.layout.reorder(batch), *rest, jnp.arange(devices))
 
         return of_all
 
@@ -369,7 +369,7 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
     return total / weight, [g / weight for g in grads], [size / jnp.abs(weight) for size in sizes]
 
 
-def shaken(tree: PyTree, eps: float) -> PyTree:
+def perturbed(tree: PyTree, eps: float) -> PyTree:
     """Multiplies floats by 1 + u eps, u random in (-1, 1): the possible effect of rounding to a dtype with this eps."""
     # Always the same perturbation, so that the same step has the same verdict.
     rng = np.random.default_rng(0)

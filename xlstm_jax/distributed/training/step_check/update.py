@@ -40,7 +40,7 @@ from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ
-from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, shaken
+from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, perturbed
 from xlstm_jax.distributed.training.step_check.recording import Record
 from xlstm_jax.formatting import listed
 
@@ -97,7 +97,7 @@ class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
     def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.one, self.value_fn = before, after, device, value_fn
+        self.before, self.after, self.one_device, self.value_fn = before, after, device, value_fn
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
@@ -281,7 +281,7 @@ class _Update:
             lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
         )
         inputs = jax.device_put(
-            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one, PartitionSpec())
+            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one_device, PartitionSpec())
         )
         has_value = bool(int(self.record.has_value))
 
@@ -302,12 +302,14 @@ class _Update:
         try:
             jaxpr = jax.make_jaxpr(form)(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
-            form = jax.shard_map(update, mesh=self.one, in_specs=replicated, out_specs=replicated, check_vma=False)
+            form = jax.shard_map(
+                update, mesh=self.one_device, in_specs=replicated, out_specs=replicated, check_vma=False
+            )
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
-        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one.devices.flat[0].platform, 0.0))
+        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one_device.devices.flat[0].platform, 0.0))
         eps = min(narrowest, COARSEST_EPS)
-        return run(*inputs), cache(lambda: run(*shaken(inputs, eps))), eps
+        return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
 
 
 # ------------------------------------------------------------------------------------------------ for any optimizer
@@ -331,7 +333,7 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
     """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
-    wrong = [leaf for leaf in compared_alone(got, right, again, eps) if not leaf.is_equal]
+    wrong = [leaf for leaf in compare_each_leaf(got, right, again, eps) if not leaf.is_equal]
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
@@ -352,7 +354,9 @@ def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arr
         return
     paths = [path for path in right if not _is_set_by_hand(path)]
     numbers = [path for path in paths if is_inexact(right[path]) and np.shape(got[path]) == np.shape(right[path])]
-    leaves = compared_alone({path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps)
+    leaves = compare_each_leaf(
+        {path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps
+    )
     wrong = {leaf.path: f"{leaf.ratio:.3g} x" for leaf in leaves if not leaf.is_equal}
     for path in paths:
         if path not in numbers and not same_bits(got[path], right[path]):
@@ -394,7 +398,7 @@ def of_collections(
         )
 
 
-def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
+def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
     """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
     checks = []
     for path, leaf in right.items():
@@ -409,13 +413,13 @@ def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps:
             flat({path: leaf}),
             {},
             {path: floor},
-            partial(_alone, again, path),
+            partial(_one_leaf, again, path),
             float(jnp.finfo(np.float32).eps) if jnp.finfo(dtype).bits <= 32 else max(eps, float(jnp.finfo(dtype).eps)),
         )
     return checks
 
 
-def _alone(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
+def _one_leaf(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
     return flat({path: again()[path]})
 
 
