@@ -472,7 +472,6 @@ def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -
     """
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
-        "path: 'lora' in path), or freeze_params."
+        "inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train (LoRA) "
+        "belong into state.params, where they are frozen: docs/frozen.md."
     )

@@ -248,9 +248,8 @@ def fused_features_error(features: tuple[int, ...], count: int, axis_name: str, 
     multiple = "" if second % count == 0 else f", with a multiple of {count} in place of {second}"
     return ValueError(
         f"{caller} has the features {features}, and a column-split layer splits the first dim, of {first}, over the "
-        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} fused layers{FUSED.get(first, '')}, "
-        f"make {first} layers of features {of_each}, or put the dim to split first: "
-        f"{(second, first, *rest)}{multiple}{heads}."
+        f"{count} devices along {axis_name!r}{divided}. Make {first} layers{FUSED.get(first, '')} of features "
+        f"{of_each}, or put the dim to split first: {(second, first, *rest)}{multiple}{heads}."
     )
 
 
@@ -497,8 +496,7 @@ class RowDense(_SplitDense):
             raise ValueError(
                 f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
                 f"not the {inputs[0] // devices} of each of the {devices} devices along {self.axis_name!r}. Make the "
-                "layer before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this "
-                "layer a ColumnDense and the next a RowDense."
+                "layer before a ColumnDense ('column' in split_modules), or swap the kinds of the two layers."
             )
         if devices > 1:
             check_differs(x, self.axis_name, devices, self._called)

@@ -388,8 +388,8 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
         raise ValueError(
             f"split_modules: '{split.path}' is split by rows, and its input of shape {x.shape} has all "
             f"{x.shape[x.ndim - count]} features, not the {kernel.shape[0]} of each of the {n} devices along "
-            f"{split.axis_name!r}. Split the layer before {split.called} by 'column' (are the two swapped?), or leave "
-            f"{split.called} out of split=."
+            f"{split.axis_name!r}. Split the layer before {split.called} by 'column', or leave {split.called} out of "
+            "split=."
         )
     product = functools.partial(contracted, count=count, precision=self.precision)
     y = row_product(x, kernel, split.axis_name, product=product, caller=split.called)
@@ -446,6 +446,5 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
         raise ValueError(
             f"split_modules: '{split.path}' ({type(module).__name__}) has whole parameters, and runs after '{column}' "
             f"is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its input is "
-            f"split over {axis!r} (check_vma=False needs this to sum its gradients), or as 'whole' if its input and "
-            "output are replicated."
+            f"split over {axis!r}, or as 'whole' if its input and output are replicated."
         )

@@ -259,8 +259,7 @@ class _Run:
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
-                f"'inside' if its input is split over {axis!r} (check_vma=False needs this to sum its gradients), or "
-                "as 'whole' if its input and output are replicated."
+                f"'inside' if its input is split over {axis!r}, or as 'whole' if its input and output are replicated."
             )
 
 

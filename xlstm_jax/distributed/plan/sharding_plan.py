@@ -199,8 +199,8 @@ class ShardingPlan:
                 f"{format_fraction(self.replicated_fraction)} of the parameters' bytes ({format_bytes(replicated)} of "
                 f"{format_bytes(self.parameters.total)}) stay whole on each of {self.devices} devices; "
                 f"max_replicated_fraction={max_replicated_fraction} allows {format_fraction(max_replicated_fraction)}. "
-                f"The largest: {_worst(self.replicated)}. Wrap the modules that own them with shard_module_params, "
-                "lower its min_weight_size, or give them a dim that the axis divides."
+                f"The largest: {_worst(self.replicated)}. Wrap their modules with shard_module_params, lower "
+                "min_weight_size, or choose sizes that the axis divides."
             )
         if max_bytes_per_device is not None and self.bytes_per_device > max_bytes_per_device:
             largest = sorted(self.rows, key=lambda row: -row.all_bytes.per_device)

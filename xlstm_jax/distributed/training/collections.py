@@ -108,9 +108,8 @@ def check_equal_collections(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"the collections {listed(refused)} would differ from device to device along {along}, and a state holds "
-            f"equal values on all devices. Compute statistics of all rows, nn.BatchNorm(..., axis_name={axes}), or "
-            f"return pmean(updated, {axes}) of jax.lax; choose a branch or end a loop by pmax(flag, {axes}). For sown "
-            "values see docs/collections.md."
+            f"equal values on all devices. Pass nn.BatchNorm(..., axis_name={axes}), return pmean(updated, {axes}) of "
+            f"jax.lax, or make the predicate of a branch equal by pmax(flag, {axes}): docs/collections.md."
         )
 
 

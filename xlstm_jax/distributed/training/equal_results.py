@@ -40,9 +40,8 @@ def check_equal_results(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
-            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; if a branch or "
-            "loop (lax.cond, switch, while_loop) depends on the device, make its predicate equal on all devices, by "
-            f"pmax(flag, {along})."
+            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; make the predicate "
+            f"of a branch or loop equal on all devices, by pmax(flag, {along})."
         )
 
 

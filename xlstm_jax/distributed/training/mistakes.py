@@ -148,8 +148,8 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
     if optax_introspection.LOOKAHEAD in {part.name for part in transforms} and optax_introspection.sees_pairs(tx):
         raise ValueError(
             "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
-            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), which keeps "
-            "the slow parameters in opt_state; or by hand, with tx=with_slow_params(optax.lookahead(...))."
+            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
+            "tx=with_slow_params(optax.lookahead(...))."
         )
 
 
@@ -163,7 +163,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         _warn(
             f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: updates smaller "
             f"than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and gather in 16 "
-            "bits: nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
+            "bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': docs/dtypes.md.",
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
@@ -182,8 +182,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             _warn(
                 f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one "
                 f"dim, as {listed(flat, 1)}: biases and scales of stacked layers (nn.scan, nn.vmap) have one dim more. "
-                "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
-                "'kernel' in jax.tree_util.keystr(path), params)."
+                "Choose parameters by name: docs/howto/weight_decay.md."
             )
 
 
@@ -367,8 +366,7 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
             f"split over {batch_axes}, and no parameter and no collective uses {listed(names)}. The result is right, "
-            f"at {times} times the work. Name the axis in batch_axes (of shard_batch and create_train_state, too), or "
-            "split parameters over it.",
+            f"at {times} times the work. Name the axis in batch_axes, or split parameters over it.",
             ("idle", mesh, idle),
         )
 
@@ -428,8 +426,7 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
             f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
-            "batch | {'weight': weight}, and use the weight: weighted=True with (sum, weight) in training, "
-            "metric.update(..., weight=) in an evaluation.",
+            "batch | {'weight': weight}, and use the weight in losses and metrics: docs/processes.md#padding.",
             "padding",
         )
     for kind, names in counting.items():

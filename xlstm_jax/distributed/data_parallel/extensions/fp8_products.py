@@ -95,10 +95,9 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
     if not (is_flaxs and is_whole and got.dtype != jnp.float16):
         raise ValueError(
             f"'{'/'.join((*owner.path, 'kernel'))}' is gathered in float8_e4m3fn, rounded as the fp8 product "
-            f"'{path}' would round it, and the product gets something else, to which its scale belongs: the kernel "
-            "transformed, in float16, a second time, or through a transformation where this cannot be seen. Pass "
-            "gather_dtype='bfloat16' for this module, or None; or let Flax's nn.Dense or nn.DenseGeneral read the "
-            "kernel, in bfloat16 or float32, and wrap within nn.remat, nn.scan, nn.WeightNorm and nn.map_variables."
+            f"'{path}' would round it, and the product receives another array (transformed, in float16, or a second "
+            "time). Pass gather_dtype='bfloat16' for this module, or let nn.Dense or nn.DenseGeneral read the kernel: "
+            "docs/fp8.md."
         )
     kernels[path] = None  # the gradient of a second call would be added to the first; it is the next history, not a sum
 
@@ -216,11 +215,10 @@ class Fp8Products(Extension):
             communication = policy.communication.or_else(kernel.communication)
             if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
-                    f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next "
-                    "value. This loss is differentiated by its parameters alone, and scales would stay as they are. "
-                    "Keep the collection in the state, and train by make_train_step; or pass it to "
-                    "accumulate_gradients(..., collections=...), which returns the next one. A teacher is to be "
-                    "frozen: extra_trees={'teacher': freeze_params(params, lambda path: False)}."
+                    f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, which would stay as they are: this "
+                    "loss is differentiated by its parameters alone. Keep the collection in the state of "
+                    "make_train_step, or pass it to accumulate_gradients(..., collections=...); freeze a teacher by "
+                    "freeze_params: docs/fp8.md."
                 )
             here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
             if not here or not quantises_products(communication):

@@ -60,9 +60,8 @@ class _Changed:
         del value, index
         raise ValueError(
             f"the model writes a parameter that is split as {self.get_metadata(BOX).names}. Write it outside of the "
-            "model: by the optimizer, or in the variables that the model is applied to. nnx.WeightNorm and "
-            "nnx.SpectralNorm write the kernel of their layer: leave these layers out of where=, as by "
-            "nnx.Not(nnx.PathContains(name))."
+            "model, by the optimizer, and leave layers that write their kernel (nnx.WeightNorm, nnx.SpectralNorm) out "
+            "of where=: docs/nnx.md."
         )
 
 

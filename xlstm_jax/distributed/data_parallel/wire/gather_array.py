@@ -185,9 +185,9 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken {where}: it would be a mean over the devices of {axes}, unlike the gradients of replicated leaves. "
-            "Gather first in the loss function, whole = gather_params(params, axis_name), and differentiate with "
-            "respect to whole. In an NNX model: Shard the module that calls nnx.vmap, and no module that it runs."
+            f"taken {where}: it would be a mean over the devices of {axes}. Call full = gather_params(params, "
+            "axis_name) first in the loss function, and differentiate with respect to full; in an NNX model, shard the "
+            "module that calls nnx.vmap."
         )
 
 

@@ -208,8 +208,8 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
     """Returns the error text for a kernel whose input dims are unknown; shows the override to pass."""
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
-        f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
-        "inputs, its outputs, or layers. Say so: muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
+        f"{path!r} of shape {shape} has {len(shape)} dims and no bias: which dims are inputs, outputs or layers is "
+        "unknown. Pass muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
         f"'{path}': MuonDimensionNumbers({stacked}, {outputs})}})), or None in its place, for AdamW."
     )
 

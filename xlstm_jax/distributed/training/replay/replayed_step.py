@@ -195,8 +195,7 @@ class ReplayedStep:
         return ReplayError(
             f"replay in call {self._calls}: of {len(differs)} devices, device {named_devices(ordered)} computed other "
             f"bits than its neighbour from the same numbers, of {len(leaves)} leaves: {named}. The update was not "
-            "taken, and the state is unchanged. Take the device out of the job, and train on with this state or from "
-            "the last checkpoint.",
+            "taken, and the state is unchanged. Take the device out of the job: docs/howto/wrong_numbers.md.",
             ordered,
             leaves,
         )

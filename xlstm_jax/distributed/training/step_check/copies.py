@@ -39,7 +39,6 @@ def counted(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
-            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch; "
-            "for statistics of the batch, and losses that compare rows (contrastive, a top-k), mask the copies, or "
-            "pass a number of rows that the devices divide."
+            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch, "
+            "and mask copies in statistics and comparisons of rows: docs/processes.md#padding."
         )

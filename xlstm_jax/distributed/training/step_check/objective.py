@@ -102,9 +102,9 @@ _CURES = {
     "part": "A part of it is a sum over rows. Return means over the rows that loss_fn is given, of all parts.",
     "negatives": "It compares rows with each other (negatives, pairs), and a device has its local rows. Gather all rows"
     " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of row i here is lax.axis_index({0}) * rows + i.",
-    "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), that a device takes "
-    "of its local rows. Reduce it over all devices by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - "
-    "mean) ** 2).mean(0), {0}); nn.BatchNorm(axis_name={0}). For ranks: values = all_gather(values, {0}, tiled=True).",
+    "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), which a device computes "
+    "from its local rows. Reduce the statistic over all devices: mean = pmean(x.mean(0), {0}) of jax.lax, "
+    "nn.BatchNorm(axis_name={0}), and values = all_gather(values, {0}, tiled=True) for ranks.",
     "reduced": "It communicates over devices, and is another number than on one device. A standard deviation is the "
     "root of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
 }

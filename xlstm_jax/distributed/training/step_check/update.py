@@ -337,9 +337,8 @@ def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: flo
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
-            f"gradients on one device, but {_times(wrong)}. An optimizer that needs entire leaves (clipping, a norm, "
-            "Adafactor, Muon) is wrong on shards: call tx.update outside of shard_map, as apply_gradients does; or use "
-            "clip_by_global_norm and muon of this library."
+            f"gradients on one device, but {_times(wrong)}. Call tx.update outside of shard_map, as apply_gradients "
+            "does: an optimizer that needs entire leaves (clipping, Adafactor, Muon) is wrong on shards."
         )
 
 
