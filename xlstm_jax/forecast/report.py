@@ -97,6 +97,7 @@ def closing(forecast: Any) -> list[str]:
 
 
 def _memory_table(forecast: Any) -> RenderableType:
+    """Returns the table of bytes per device: arguments, results and temporaries."""
     memory, available = forecast.memory, forecast.available_bytes
     counts = {
         "arguments (parameters, optimizer, batch)": memory.argument_bytes,
@@ -114,6 +115,7 @@ def _memory_table(forecast: Any) -> RenderableType:
 
 
 def _temporaries_table(forecast: Any) -> RenderableType:
+    """Returns the table of the temporaries that are live at the peak of memory."""
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
@@ -228,6 +230,7 @@ def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
 
 
 def _time_table(forecast: Any) -> RenderableType:
+    """Returns the table of times of a step: at peak rates, expected, and exposed."""
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
@@ -334,6 +337,7 @@ def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> lis
 
 
 def _plot_time(axes: "Axes", forecast: Any) -> None:
+    """Draws bars for the times of a step: products, memory, links, kernels, and the step itself."""
     roofline = forecast.roofline
     axes.set(title="Time of a step", xlabel="ms")
     if roofline is None:

@@ -198,6 +198,7 @@ class SavedSums:
         return sums if self._store is None else self._of_all(sums, self._store)
 
     def _of_all(self, sums: Sums, store: KeyValueStore) -> Sums:
+        """Returns the sums of all processes, added by path."""
         # Through the key-value store of the job, because training steps with collectives are in flight.
         deadline = time.monotonic() + self._timeout_s
 
@@ -226,6 +227,7 @@ def is_in_host_memory(device: Device) -> bool:
 
 
 def _parts(path: str, array: jax.Array) -> list[_Part]:
+    """Returns the parts of an array that this process sums: its shards with ``replica_id`` 0."""
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:
         # Only the copy of a shard with replica_id 0 counts, so that each word is summed once in the job.

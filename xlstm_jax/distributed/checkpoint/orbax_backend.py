@@ -47,6 +47,7 @@ class OrbaxBackend:
         self._manager: Any = None
 
     def open(self) -> None:
+        """Opens orbax's manager, or rereads the folder if the manager is open."""
         if self._manager is not None:
             self._manager.reload()
             return
@@ -104,6 +105,7 @@ class OrbaxBackend:
         return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
+        """Reads the wanted arrays of a step, each in the sharding of its ``ShapeDtypeStruct``."""
         if not wanted:
             return {}
 

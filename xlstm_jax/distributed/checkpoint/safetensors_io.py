@@ -391,6 +391,7 @@ class StoredTensor(NamedTuple):
 
 
 def _tensors(target: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file, or of the files of an index, by name; raises if index and files differ."""
     index = index_file_of(target)
     if target.exists():
         return read_header(target).tensors
@@ -484,6 +485,7 @@ def read_header(path: Path) -> Header:
 
 
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
+    """Returns a tensor's entry of a header; raises a ``ValueError`` if sizes, dtype or offsets are invalid."""
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
         # `type`, because True is an instance of int; the bound, because NumPy sizes have 64 bits.
@@ -519,6 +521,7 @@ def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
 def _check_fits(
     tensors: Mapping[str, StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
 ) -> None:
+    """Raises a ``ValueError`` if a stored tensor does not fit the leaf that it is read into."""
     needed = {name for place in places.values() for name in place.tensors}
     if problem := names_problem(tensors.keys(), needed, "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")

@@ -135,6 +135,7 @@ class Sharded(QuickBox):
     # ----------------------------------------------------------------------------------------------- reads as an array
 
     def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the value for a read of the parameter: gathered inside ``shard_map``, without padding."""
         del apply_constraint
         if self.read_as_stored:
             return self.value

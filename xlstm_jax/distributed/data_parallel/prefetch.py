@@ -234,6 +234,8 @@ class _Scan:
     # --------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, values: Arrays, carry: PyTree, per_layer: PyTree, shared: PyTree) -> tuple[Any, Any]:
+        """Runs the scan, gathers shards of later layers ahead; returns results, and residuals for ``backward``."""
+
         def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, carries, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
@@ -257,6 +259,7 @@ class _Scan:
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        """Runs the backward pass of the scan: gathers shards of earlier layers ahead, and scatters gradients."""
         values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.
         d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)

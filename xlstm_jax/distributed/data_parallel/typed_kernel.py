@@ -161,6 +161,7 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, name: str) -> Any:
+    """Lowers the kernel; raises a ``ValueError`` if the kernel is for another platform."""
     # The operands have types, and the program was traced without: the program's types match its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
     try:

@@ -206,6 +206,7 @@ def _by_gather(
 def _by_ulysses(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options, kernel: Kernel
 ) -> Array:
+    """Computes attention after an all-to-all, by which each device gets all tokens of some heads."""
     n, length, groups = options.devices, query.shape[1], query.shape[2] // key.shape[2]
     # The fewest copies of each key head for which all devices get the same number, along with the matching query heads.
     copies = next(c for c in range(1, groups + 1) if groups % c == 0 and key.shape[2] * c % n == 0)
@@ -280,6 +281,7 @@ def _ring(query: Array, key: Array, value: Array, segments: Array | None, option
 def _ring_fwd(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options
 ) -> tuple[Array, PyTree]:
+    """Computes attention while keys and values go around the ring; residuals: inputs, result, logsumexp."""
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = common_dtype(query.dtype, jnp.float32)
     # All three start as zeros derived from the queries, to vary over the same devices: a scan keeps its carry's type.
@@ -298,6 +300,7 @@ def _ring_fwd(
 
 @promoting
 def _ring_bwd(options: _Options, residuals: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
+    """Computes the gradients while keys, values and their gradients go around the ring; recomputes the logits."""
     query, key, value, segments, out, normalizer = residuals
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = normalizer.dtype
@@ -470,6 +473,7 @@ def _product(dims: str, a: Array, b: Array) -> Array:
 def _check(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options, impl: str, kernel: Kernel | None
 ) -> None:
+    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices."""
     if impl not in ("gather", "ulysses", "ring"):
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
     _check_shapes(query, key, value, segments)
@@ -503,6 +507,7 @@ def _check(
 
 
 def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None) -> None:
+    """Raises a ``ValueError`` if the shapes of query, key, value and segments do not fit."""
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 for shape in shapes) and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not (fit and key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3]):

@@ -402,6 +402,7 @@ class ColumnDense(_SplitDense):
         return x, kernel, bias
 
     def _columns(self, name: str, init: Callable[..., Any], shape: tuple[int, ...]) -> Array:
+        """Returns the columns of a parameter for this device: a shard, or a head if heads are copied."""
         dim, axis = len(shape) - len(self._outputs), self.axis_name
         copies = self._devices_per_head() if self.copied else 1
         if copies == 1:

@@ -89,6 +89,7 @@ def _by_group(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: 
 
 
 def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> tuple[Array, PyTree]:
+    """Applies each expert to the blocks of its group of rows; residuals: the inputs."""
     padded = _with_block(rows, block)
 
     def of_one_group(out: Array, group: Any) -> tuple[Array, None]:
@@ -112,6 +113,7 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
 
 
 def _by_group_bwd(expert: Expert, block: int, residuals: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
+    """Recomputes the experts block by block; returns the gradients of parameters and rows."""
     params, rows, sizes = residuals
     padded, d_out = _with_block(rows, block), _with_block(_up_to(sizes, d_out), block)
 
@@ -432,6 +434,7 @@ class Experts(nn.Module):
         axes: tuple[str, ...],
         shared_axes: tuple[str, ...],
     ) -> Array:
+        """Applies the experts to the local tokens; devices exchange tokens if experts are split over ``axes``."""
         module = self.module.clone(parent=None, name=None)
 
         def expert(params: PyTree, rows: Array) -> Array:

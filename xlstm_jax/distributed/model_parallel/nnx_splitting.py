@@ -220,6 +220,7 @@ def _name_axis(layer: Any, split: _Split) -> None:
 
 
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
+    """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there."""
     metadata = variable.get_metadata()
     given = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
     # nnx.vmap adds leading dims of layers.
@@ -431,6 +432,7 @@ def _checked(plain: Method, split: _Split) -> Method:
 
 
 def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Split) -> None:
+    """Raises a ``ValueError`` if a module between a column-split and a row-split layer is in no kind of ``split=``."""
     axis, n = split.axis_name, split.devices
     if isinstance(module, DENSE) and args:
         count = len(module.axis) if isinstance(module, nnx.LinearGeneral) else 1

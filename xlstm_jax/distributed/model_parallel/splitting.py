@@ -249,6 +249,7 @@ class _Run:
             )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
+        """Raises a ``ValueError`` if a module between a column-split and a row-split layer is not in ``split=``."""
         axis = self.splitting.axis_name
         is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
         # Direct parameters alone: parameters of submodules are checked when the submodule runs.
@@ -264,6 +265,7 @@ class _Run:
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
+    """Raises a ``ValueError`` for a layer of a class that ``kind`` does not split, or with a custom product."""
     if type(module) not in KINDS[kind]:
         raise ValueError(
             f"split_modules: '{path}' is of the class {type(module).__name__}, and {kind!r} is for "
@@ -308,6 +310,8 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
+    """Returns a method that splits the layers which it calls, and checks after ``init`` that every pattern matched."""
+
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Unbound, or within another method of this model: nothing to intercept, or already intercepted.

@@ -140,6 +140,7 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
 
 
 def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the spec of a leaf of the optimizer's state: the spec of its parameter ``owner``, if shapes are equal."""
     box = leaf_of(leaf)
     if is_state_box(leaf):
         return placement.spread_spec(box.names, mesh)

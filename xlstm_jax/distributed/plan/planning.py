@@ -209,6 +209,7 @@ def _gathered_axes(leaf: Sharded) -> set[str]:
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
+    """Returns the row of a leaf in the plan."""
     shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
     return LeafPlan(
@@ -280,15 +281,15 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
         "row_bytes": sent // last.shape[0] if avoids_gather(leaf) else 0,
-        "piece_bytes": sent * _entries(leaf, part, last, sizes) // stored[part.along] if part else 0,
+        "piece_bytes": sent * _piece_size(leaf, part, last, sizes) // stored[part.along] if part else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if leaf.trainable else None,
         "gathered_with": "/".join(path.split("/")[: -leaf.unit_depth]) if leaf.unit_depth else None,
     }
 
 
-def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """Returns the size of a piece along the dim ``part.along``; 0 if the kernel is not gathered in pieces."""
+def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
+    """Returns how many entries of dim ``part.along`` a gather returns; 0 if the kernel is gathered at once."""
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
     if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):

@@ -248,6 +248,7 @@ class ShardingPlan:
 
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":
+        """Returns the plan of parsed JSON; raises a ``ValueError`` for another format version."""
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise ValueError(

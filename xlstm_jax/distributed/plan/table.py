@@ -173,6 +173,7 @@ def _sums(lines: list[Line], offloads: bool) -> list[str]:
 
 
 def _cells(line: Line, offloads: bool) -> list[Any]:
+    """Returns the cells of a row of the plan."""
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)

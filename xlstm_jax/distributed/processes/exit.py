@@ -88,6 +88,7 @@ def _start_listening() -> None:
 
 
 def _listen(client: Any, me: int) -> None:
+    """Waits for the message that another process has exited, and then ends this process, too."""
     while True:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)

@@ -192,6 +192,7 @@ def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
 
 
 def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> None:
+    """Raises a ``ValueError`` or ``TypeError`` if arguments of ``chunked_cross_entropy`` do not fit each other."""
     dim = pieces.shape[1 - pieces.along]
     if hidden.shape[-1:] != (dim,):
         raise ValueError(
@@ -246,6 +247,7 @@ def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces
 
 @promoting
 def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
+    """Recomputes the logits chunk by chunk; returns the gradients of hidden states and kernel."""
     hidden, kernel, labels, log_normalizer = residuals
     d_normalizer, d_label_logit, *_ = cotangents
     primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.communication)

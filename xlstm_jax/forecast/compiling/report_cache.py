@@ -166,6 +166,7 @@ def _packed(key: str, texts: Texts) -> bytes:
 
 
 def _unpacked(key: str, data: bytes) -> Texts:
+    """Returns the texts of a cache entry; raises if the entry is damaged or too large."""
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
         _unusable("an entry does not have its digest: it is damaged, or of another version")

@@ -245,6 +245,7 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
+    """Describes the collective at ``site``: bytes and dtype, the module served, and the overlap with computation."""
     groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
     # The operands are sent. For an all-reduce the result gives the dtype, since a TPU may sum in a wider dtype.
@@ -260,7 +261,7 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = tuple(_leaf(program, value) for value in site.arrays) if gathers else ()
+    leaves = tuple(_parameter_path(program, value) for value in site.arrays) if gathers else ()
     # All or none: `leaves` has an entry for each array of the collective.
     leaves = leaves if all(leaves) else ()
     direction = module_path(names[0])[1] if names[0] else OTHER
@@ -393,7 +394,7 @@ def _size(instruction: Instruction) -> int:
     return math.prod(instruction.shapes[0].dims)
 
 
-def _leaf(program: Program, value: Value) -> str:
+def _parameter_path(program: Program, value: Value) -> str:
     """Returns the path of the parameter behind an array, as in the model's tree: "blocks/up/kernel"; "" if unknown.
 
     JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.

@@ -171,6 +171,7 @@ class Program:
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
+        """Returns all executed computations, each after its callers."""
         # Depth first: a computation is appended after its callees, and the list is reversed at the end. The stack is
         # explicit, because nested loops may exceed Python's recursion limit.
         order, seen = [], set()
@@ -220,6 +221,7 @@ def parse(text: str) -> Program:
 
 
 def _computations(body: str) -> Iterator[Computation]:
+    """Yields the computations in the text of a program."""
     name, is_entry = None, False
     lines: list[str] = []
     for line in body.splitlines():

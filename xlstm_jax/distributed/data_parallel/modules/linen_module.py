@@ -230,9 +230,10 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs method ``name`` of a unit: by an extension from shards if possible, else by ``gathering``.
+    """Runs the method ``name`` of a unit, a wrapped module.
 
-    The result of an extension is passed through ``returned(module, name, result)``.
+    An extension that can compute the result from shards does so; ``returned(module, name, result)`` converts its
+    result. Otherwise ``gathering`` gathers the parameters and runs the method.
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -166,6 +166,7 @@ def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tup
 def _look_up_bwd(
     lookup: RowLookup, residuals: tuple[Primal, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
+    """Sends the gradients of looked-up rows to the devices that store the rows, and adds them there."""
     (primal, asked), communication = residuals, lookup.communication
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
     summed = communication.dtypes(primal)[1]

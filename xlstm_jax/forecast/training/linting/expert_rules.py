@@ -27,6 +27,7 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, exchange: Dispatch) -> Iterator[Defect]:
+    """Finds a busiest device that delays the others, or drops tokens beyond its capacity."""
     # With a capacity rows are dropped; without a capacity every device waits. Either way the router is uneven.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = exchange.imbalance_s or 0.0, exchange.experts.path
