@@ -199,13 +199,13 @@ def largest_mesh() -> Mesh:
     return DeviceMeshManager.create_device_mesh(shape, devices=devices[:count])
 
 
-def main(what: str, path: str) -> None:
-    """Runs a child process; see the top of this file."""
-    if what == "simulated":
+def main(test: str, path: str) -> None:
+    """Writes the devices, and the results of ``parity`` unless ``test`` is "devices", to ``path`` as JSON."""
+    if test == "simulated":
         simulate_cpu_devices(MAX_DEVICES)
     devices = jax.local_devices()
     report: dict[str, Any] = {"platform": devices[0].platform, "kinds": [device.device_kind for device in devices]}
-    if what != "devices":
+    if test != "devices":
         mesh = largest_mesh()
         report |= {"mesh": dict(mesh.shape), "checks": [dataclasses.asdict(check) for check in parity(mesh)]}
     Path(path).write_text(json.dumps(report))

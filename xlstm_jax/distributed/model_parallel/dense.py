@@ -293,7 +293,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an initialiser so that the parameter is not split over the axis, even if ``init`` names the axis."""
 
-    def without(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def replicated_init(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
         if axis_name not in box.axes:
@@ -301,7 +301,7 @@ def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[...,
         names = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
         return Sharded(box.value, tuple(map(axes_entry, names))) if any(names) else box.value
 
-    return without
+    return replicated_init
 
 
 class Split(nn.Module, kw_only=True):

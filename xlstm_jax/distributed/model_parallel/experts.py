@@ -322,7 +322,9 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Assigns rows to the C slots of each expert, for one group; a choice of expert E takes no slot.
+    """Assigns rows to the C slots of each expert, for one group of rows.
+
+    A choice with the value E, the number of experts, is of a row that does not count, and takes no slot.
 
     Returns:
       The row in each slot, [E, C], and for each choice the place among the choices of the same expert, [n, k].

@@ -57,6 +57,7 @@ class MarkedLoss(LossFunction):
     """Loss function that gives its results names in the jaxpr, for ``counting_padding``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
+        """Calls the loss function, and names its results in the jaxpr for ``counting_padding``."""
         result = super().__call__(*args, **kwargs)
         collections = result.collections
         if isinstance(collections, Mapping):
@@ -65,7 +66,7 @@ class MarkedLoss(LossFunction):
                 for name, tree in collections.items()
             }
         if result.weight is not None:
-            with_names(jnp.asarray(result.weight), WEIGHT)  # marks a copy: a Python number stays one
+            with_names(jnp.asarray(result.weight), WEIGHT)  # names an array: result.weight may be a Python number
         return Loss(with_names(result.total, LOSS), result.weight, with_names(result.aux, AUX), collections)
 
 

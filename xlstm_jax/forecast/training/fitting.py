@@ -483,6 +483,7 @@ class Search:
             return None, (options, error)
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
+        """Returns the trial of ``options``: the forecast of the compiled job, or the error in place of a forecast."""
         try:
             forecast = job.result() if job is not None else None
         except (ValueError, CompileError, TimeoutError) as raised:  # other exceptions do not depend on the options
