@@ -69,7 +69,7 @@ from xlstm_jax.forecast.training.model_axes import (
     model_meshes,
     ranked,
 )
-from xlstm_jax.forecast.training.workload import in_a_line
+from xlstm_jax.forecast.training.workload import one_line_text
 from xlstm_jax.formatting import format_bytes, format_mesh, rich_table
 
 OUT = Path(__file__).parent / "results" / "axes"
@@ -327,7 +327,7 @@ def considered(cell: Cell, topology: str, compile_best: int) -> list[Considered]
             call = StepCall(step, args, topology=place)
             found.append((mesh, estimate(call, links_of_mesh(place, cell.row(topology, mesh).sizes))))
         except ValueError as error:
-            found.append((mesh, in_a_line(error)))
+            found.append((mesh, one_line_text(error)))
     return ranked(found, place.chip.usable_hbm_bytes, compile_best)
 
 
@@ -379,7 +379,7 @@ def tried(row: Row) -> dict[str, Any]:
     try:
         return summary(forecast_of(row))
     except CompileError as error:
-        return {"problem": in_a_line(error)[:300]}
+        return {"problem": one_line_text(error)[:300]}
 
 
 def cells_table(kept: Mapping[str, Any]) -> Any:

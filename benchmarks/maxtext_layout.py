@@ -40,7 +40,7 @@ from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.forecast import CompileError, forecast, parse_topology
 from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
-from xlstm_jax.forecast.training.workload import in_a_line
+from xlstm_jax.forecast.training.workload import one_line_text
 from xlstm_jax.formatting import format_bytes, format_mesh, rich_table
 
 TOPOLOGY, CONTEXT = "h100:8x8", 8192
@@ -138,7 +138,7 @@ def row_of(side: str, sizes: dict[str, int], options: str, step: Any, args: tupl
     try:
         found = forecast(step, *args, topology=TOPOLOGY, compiler_options=OPTIONS[options], tokens=OURS.rows * CONTEXT)
     except (CompileError, ValueError) as error:
-        return row | {"problem": in_a_line(error)[:300]}
+        return row | {"problem": one_line_text(error)[:300]}
     figures = {"step_s": found.step_seconds, "exposed_s": found.exposed_seconds, "bytes": found.total_bytes}
     return row | figures | {"fits": found.fits, "wire_bytes": found.wire_bytes, "flops": found.flops.total}
 

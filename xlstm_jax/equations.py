@@ -66,12 +66,12 @@ def nbytes(aval: Any) -> int:
 
 def all_equations(eqns: Iterable[Any]) -> list[Any]:
     """Returns the equations, including equations of nested jaxprs; a jaxpr shared by several equations appears once."""
-    found, waiting, known = [], [eqns], set[int]()
+    equations, waiting, known = [], [eqns], set[int]()
     while waiting:
         for eqn in waiting.pop():
-            found.append(eqn)
+            equations.append(eqn)
             for inner in nested_jaxprs(eqn):
                 if id(inner) not in known:
                     known.add(id(inner))
                     waiting.append(inner.eqns)
-    return found
+    return equations

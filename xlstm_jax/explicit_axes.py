@@ -149,21 +149,21 @@ def on_set_mesh(tree: PyTree) -> PyTree:
 def _on_set_mesh(leaf: Any) -> Any:
     if not _is_on_mesh(leaf):
         return leaf
-    there = placed(leaf.sharding)
-    if not has_explicit_axes(there.mesh) and _is_replicated_on(around := _set_mesh(), there):
-        there = NamedSharding(around, PartitionSpec())
+    sharding = placed(leaf.sharding)
+    if not has_explicit_axes(sharding.mesh) and _is_replicated_on(around := _set_mesh(), sharding):
+        sharding = NamedSharding(around, PartitionSpec())
     # Programs return specs with an entry for each dim, and in JAX 0.12 an empty one for replicated arrays. The specs of
     # arguments are the same, since after another spec the second step would compile again.
-    if has_explicit_axes(there.mesh):
-        entries = [*there.spec, *[None] * (leaf.ndim - len(there.spec))] if any(there.spec) else []
-        there = there.update(spec=PartitionSpec(*entries))
-    return _moved(leaf, there)
+    if has_explicit_axes(sharding.mesh):
+        entries = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))] if any(sharding.spec) else []
+        sharding = sharding.update(spec=PartitionSpec(*entries))
+    return _moved(leaf, sharding)
 
 
 def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[Mesh]:
     """Returns whether the sharding replicates arrays over the devices of the mesh, whose memory is then shared."""
-    own = sharding.mesh
-    same = mesh is not None and isinstance(own, Mesh) and list(own.devices.flat) == list(mesh.devices.flat)
+    own_mesh = sharding.mesh
+    same = mesh is not None and isinstance(own_mesh, Mesh) and list(own_mesh.devices.flat) == list(mesh.devices.flat)
     return same and sharding.is_fully_replicated
 
 
@@ -238,10 +238,10 @@ def _is_on_mesh(leaf: Any) -> bool:
     return is_array and isinstance(leaf.sharding, NamedSharding)
 
 
-def _moved(leaf: Any, there: NamedSharding) -> Any:
-    if there == leaf.sharding:
+def _moved(leaf: Any, sharding: NamedSharding) -> Any:
+    if sharding == leaf.sharding:
         return leaf
-    return leaf.update(sharding=there) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, there)
+    return leaf.update(sharding=sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, sharding)
 
 
 def _mesh_of(leaf: Any) -> AbstractMesh:

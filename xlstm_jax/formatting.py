@@ -234,23 +234,23 @@ class FirstFitting:
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
     """Returns the column widths of each line: a single line if wide enough, else as many columns per line as fit."""
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
-    whole, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
+    unfolded, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
     for i, column in enumerate(columns):
         header = Measurement.get(console, unlimited, column.header)
         cells = [Measurement.get(console, unlimited, cell) for cell in column.cells]
         folded[i] = max([header.minimum, *(cell.maximum for cell in cells)])
-        whole[i] = max(header.maximum, folded[i])
+        unfolded[i] = max(header.maximum, folded[i])
         least[i] = max([header.minimum, *(max(cell.minimum, min(cell.maximum, MIN_WIDTH)) for cell in cells)])
     if sum(least.values()) + GAP * (len(columns) - 1) <= room:
-        return [_narrowed(_narrowed(whole, folded, room), least, room)]
+        return [_narrowed(_narrowed(unfolded, folded, room), least, room)]
     # Several lines per row leave enough room: headers of number columns are not folded.
-    least = {i: min(whole[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
+    least = {i: min(unfolded[i] if columns[i].no_wrap else least[i], room - INDENT) for i in least}
     lines: list[dict[int, int]] = [{}]
     for i, width in least.items():
         if lines[-1] and sum(lines[-1].values()) + GAP * len(lines[-1]) + width > room - INDENT * (len(lines) > 1):
             lines.append({})
         lines[-1][i] = width
-    return [_narrowed({i: whole[i] for i in line}, line, room - INDENT * (0 not in line)) for line in lines]
+    return [_narrowed({i: unfolded[i] for i in line}, line, room - INDENT * (0 not in line)) for line in lines]
 
 
 def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:

@@ -88,11 +88,11 @@ def closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 def closure_of_lifted(method: Any) -> dict[str, Any]:
     """Returns by name the closure variables of the Linen transformation that made a method, within any wrappers."""
-    found: dict[str, Any] = {}
-    while inspect.isfunction(method) and "transform" not in found:
+    variables: dict[str, Any] = {}
+    while inspect.isfunction(method) and "transform" not in variables:
         cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
-        found, method = {name: cell.cell_contents for name, cell in cells}, getattr(method, "__wrapped__", None)
-    return found
+        variables, method = {name: cell.cell_contents for name, cell in cells}, getattr(method, "__wrapped__", None)
+    return variables
 
 
 def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
@@ -101,15 +101,15 @@ def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
     A user's subclass may override the method, and a transformation of the model (such as nn.map_variables) may wrap
     it.
     """
-    found = inspect.getattr_static(type(module), method)
-    is_of_class = inspect.unwrap(found) is inspect.unwrap(getattr(cls, method))
-    return is_of_class and "transform" not in closure_of_lifted(found)
+    attribute = inspect.getattr_static(type(module), method)
+    is_of_class = inspect.unwrap(attribute) is inspect.unwrap(getattr(cls, method))
+    return is_of_class and "transform" not in closure_of_lifted(attribute)
 
 
 def scans_over_params(cls: type[nn.Module]) -> bool:
     """Returns whether ``nn.scan`` made this class, with a layer dim for "params"."""
-    found = closure_of_lifted(vars(cls).get("__call__"))
-    axes = found.get("trafo_kwargs", {}).get("variable_axes", {}) if found.get("transform") is lift.scan else {}
+    variables = closure_of_lifted(vars(cls).get("__call__"))
+    axes = variables.get("trafo_kwargs", {}).get("variable_axes", {}) if variables.get("transform") is lift.scan else {}
     return axes.get("params") is not None
 
 

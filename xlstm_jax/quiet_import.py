@@ -45,16 +45,16 @@ def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
     """Buffers this process's stderr, including C++ output, and at the end writes the lines without ``noise``."""
     _flush()
     stderr = os.dup(STDERR)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), STDERR)
+    with tempfile.TemporaryFile() as captured:
+        os.dup2(captured.fileno(), STDERR)
         try:
             yield
         finally:
             _flush()
             os.dup2(stderr, STDERR)
             os.close(stderr)
-            kept.seek(0)
-            for line in kept:
+            captured.seek(0)
+            for line in captured:
                 if not any(part in line for part in noise):
                     os.write(STDERR, line)
 

@@ -29,7 +29,7 @@ from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import checksums, record
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each, checksum_program
-from xlstm_jax.distributed.checkpoint.errors import read_together
+from xlstm_jax.distributed.checkpoint.errors import read_on_all_processes
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.state import abstract_train_state
@@ -580,7 +580,7 @@ def test_read_together_reraises_an_interruption_wrapped_in_other_errors(kind):
     for work in (chained, grouped):
         for cause in (True, False):
             with pytest.raises(kind):
-                read_together(partial(work, cause), "step 1", "read step 1", 10)
+                read_on_all_processes(partial(work, cause), "step 1", "read step 1", 10)
 
 
 def test_restore_warns_of_damage_inside_an_except_block_for_an_interruption(sound, folder):

@@ -20,7 +20,7 @@ import pytest
 from xlstm_jax.distributed.checkpoint import steps, writer
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums
-from xlstm_jax.distributed.checkpoint.errors import read_together
+from xlstm_jax.distributed.checkpoint.errors import read_on_all_processes
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.processes import collective_errors
 
@@ -215,14 +215,14 @@ def test_child_forked_while_the_lock_is_taken_or_released_closes_the_lock_file(t
     """A child forked while the lock is taken or released closes the lock; this process runs the fork handler."""
 
     def forked_at_once(file, _):
-        writer._leave_to_the_parent()
+        writer._close_in_child()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(file)
         raise ForkedError
 
     def forked_meanwhile():
         assert not may_write(tmp_path)  # guard
-        writer._leave_to_the_parent()
+        writer._close_in_child()
         assert may_write(tmp_path)
         raise ForkedError
 
@@ -363,7 +363,7 @@ def test_os_error_in_a_process_takes_precedence_over_damage_in_another_process(m
             raise error
 
         monkeypatch.setattr(collective_errors, "allgather_text", lambda text, *_: told.append(text) or [text, *others])
-        read_together(work, "step 2", "read step 2", 1)
+        read_on_all_processes(work, "step 2", "read step 2", 1)
 
     told = []
     with pytest.raises(OSError, match=r"step 2 could not be read: OSError"):

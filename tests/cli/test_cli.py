@@ -827,8 +827,8 @@ def test_doctor_table_lists_missing_packages_and_the_install_command():
 def test_doctor_without_metadata_reports_unknown_extras_and_skips_compilers(monkeypatch):
     monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     missing = doctor.missing_extras(doctor.extras())
-    assert missing is None and doctor.compilers_at_hand(missing) == []
-    assert doctor.compilers_at_hand({}) == list(doctor.TOPOLOGIES)  # guard: with all installed it compiles
+    assert missing is None and doctor.available_compilers(missing) == []
+    assert doctor.available_compilers({}) == list(doctor.TOPOLOGIES)  # guard: with all installed it compiles
     found = doctor.Diagnosis(doctor.installed(), missing, "", "8 devices", ())
     out = io.StringIO()
     for part in found.tables():

@@ -168,7 +168,7 @@ def test_custom_step_gradients_of_experts_match_a_single_device(model, way, chec
     close(unbox(grads), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
 
 
-def gathered_by_hand(params, apply_fn, x, rng):
+def with_summed_gradient(params, apply_fn, x, rng):
     """Loss that calls ``gather_params`` for leaves whose axes the model has named."""
     whole = gather_params(params, ("ep", "fsdp"))
     return jnp.mean((PLAIN.apply({"params": whole}, x) - x) ** 2)
@@ -176,7 +176,7 @@ def gathered_by_hand(params, apply_fn, x, rng):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_gradients_of_experts_gathered_by_the_loss_match_a_single_device(check_vma, mesh, params):
-    step = make_train_step(gathered_by_hand, mesh, AXES, check_vma=check_vma, allow_replicated=True)
+    step = make_train_step(with_summed_gradient, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(MoE(), mesh), X, jax.random.key(2))
     close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
 
@@ -184,7 +184,7 @@ def test_gradients_of_experts_gathered_by_the_loss_match_a_single_device(check_v
 def test_sync_gradients_raises_for_experts_gathered_by_hand_in_the_loss(mesh):
     state = state_of(MoE(), mesh)
     specs = partition_specs(state.params, mesh)
-    loss = lambda params, x: gathered_by_hand(params, None, x, None)  # noqa: E731
+    loss = lambda params, x: with_summed_gradient(params, None, x, None)  # noqa: E731
     step = jax.shard_map(partial(by_hand, loss), mesh=mesh, in_specs=(specs, P(AXES)), out_specs=(P(), specs))
     with pytest.raises(ValueError, match=r"model itself splits '(up|down)' over .*by training.value_and_grad"):
         jax.jit(step)(state.params, X)

@@ -39,10 +39,10 @@ def mesh_of():
     return {name: DeviceMeshManager.create_device_mesh(sizes) for name, sizes in MESHES.items()}
 
 
-def lookup_of(dim, outer, group, true=(V, D), stored=(V, D), how=DEFAULT_COMMUNICATION):
+def lookup_of(dim, outer, group, true=(V, D), stored=(V, D), communication=DEFAULT_COMMUNICATION):
     sizes = {"x": 2, "y": 4, "fsdp": 8}
     counts = (int(np.prod([sizes[axis] for axis in axes])) for axes in (outer, group))
-    return RowLookup(true, stored, dim, outer, group, *counts, how)
+    return RowLookup(true, stored, dim, outer, group, *counts, communication)
 
 
 # ------------------------------------------------------------------------------------------------ lookups in an array
@@ -88,8 +88,8 @@ def test_look_up_rows_and_table_gradient_match_a_single_device(case, check_vma, 
 
 
 def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
-    how = Communication.of("bfloat16", "bfloat16")
-    lookup, tokens = lookup_of(0, (), ("fsdp",), how=how), jnp.zeros((8, 400), int)
+    communication = Communication.of("bfloat16", "bfloat16")
+    lookup, tokens = lookup_of(0, (), ("fsdp",), communication=communication), jnp.zeros((8, 400), int)
 
     def loss(shard, tokens):
         return look_up(shard, tokens, lookup).astype(jnp.float32).sum()
@@ -102,7 +102,7 @@ def test_by_rows_chooses_the_lookup_with_the_fewest_bytes_or_none():
     vocabulary, features, tokens, word = 32768, 2048, 2048, 4  # values and indices have 4 bytes
     sizes = {"index_bytes": word, "table_bytes": word, "row_bytes": word}
     table = (vocabulary, features)
-    choose = partial(by_rows, table, table, 0, how=DEFAULT_COMMUNICATION, **sizes)
+    choose = partial(by_rows, table, table, 0, communication=DEFAULT_COMMUNICATION, **sizes)
 
     # Two axes: a group over both would leave 2048 / 256 = 8 columns per device, fewer than the lanes of a TPU.
     two = choose([("x", 16), ("y", 16)], tokens=tokens)
@@ -354,7 +354,7 @@ def test_tokens_of_a_narrow_integer_dtype_have_exact_gradients(dtype, mesh_of):
 def test_row_lookup_gradient_is_unchanged_by_a_replica_axis_of_size_1(mesh_of):
     """An axis of copies with one device changes nothing in a custom step, whose tokens vary over the axis by type."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 8})
-    lookup = lookup_of(0, (), ("fsdp",), how=Communication(replicas=Replicas("dp")))
+    lookup = lookup_of(0, (), ("fsdp",), communication=Communication(replicas=Replicas("dp")))
     table, spec = jax.random.normal(jax.random.key(1), (V, D)), jax.P(("dp", "fsdp"))
 
     tokens = TOKENS.at[9, 3].set(0)

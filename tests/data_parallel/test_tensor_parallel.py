@@ -29,7 +29,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, own_shard
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, local_shard
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
 TX = optax.chain(KEPT, optax.adamw(1e-2))  # the optimizer state contains the gradients of the last step
@@ -167,7 +167,7 @@ class Stack(nn.Module):
 
 
 def split_tokens(x):
-    return own_shard(enter(x), 1, ("tp",))
+    return local_shard(enter(x), 1, ("tp",))
 
 
 def gathered(x):

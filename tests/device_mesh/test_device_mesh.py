@@ -199,7 +199,7 @@ def test_simulate_cpu_devices_sets_nproc_and_available_devices_does_not(call, np
 
 def test_available_devices_prints_no_libtpu_warning_without_an_accelerator():
     pytest.importorskip("libtpu")
-    if not devices._has_cpus_alone():
+    if not devices._has_only_cpus():
         pytest.skip("this machine may have an accelerator")
     code = "from xlstm_jax.distributed.processes import available_devices as a; print(len(a(3)))"
     environment = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
@@ -208,17 +208,17 @@ def test_available_devices_prints_no_libtpu_warning_without_an_accelerator():
 
 
 @pytest.mark.parametrize("file", ["/dev/accel0", "/dev/vfio/0", "/dev/nvidia0", "/dev/kfd"])
-def test_has_cpus_alone_is_false_with_accelerator_files_or_cloud_plugins(monkeypatch, file):
+def test_has_only_cpus_is_false_with_accelerator_files_or_cloud_plugins(monkeypatch, file):
     monkeypatch.setattr(devices, "_plugins", set)
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
-    assert devices._has_cpus_alone()  # guard
+    assert devices._has_only_cpus()  # guard
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: [file] if fnmatch(file, pattern) else [])
-    assert not devices._has_cpus_alone()
+    assert not devices._has_only_cpus()
     monkeypatch.setattr(devices.glob, "glob", lambda pattern: [])
     monkeypatch.setattr(devices, "_plugins", lambda: {"xla_cuda12"})  # to compile with: a card would have a file
-    assert devices._has_cpus_alone()
+    assert devices._has_only_cpus()
     monkeypatch.setattr(devices, "_plugins", lambda: {"xla_cuda12", "of_a_cloud"})
-    assert not devices._has_cpus_alone()
+    assert not devices._has_only_cpus()
 
 
 MANY_IN_FLIGHT = """

@@ -404,7 +404,7 @@ ROWS = [
         "… has the features …, and a column-split layer",
         "features (3, 8, 2)",
         "of 3, over the 4",
-        "3 layers of features (8, 2)",
+        "3 layers (queries, keys and values) of features (8, 2)",
         "first: (8, 3, 2);",
     ),
     tensor(
@@ -419,7 +419,7 @@ ROWS = [
         shown(ColumnDense((2, 8)), (2, 4)),
         ValueError,
         "… has the features …, and a column-split layer",
-        "2 layers of features 8",
+        "2 layers (keys and values) of features 8",
         "first: (8, 2);",
         "take 1 or 2",
     ),

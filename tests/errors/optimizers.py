@@ -320,8 +320,8 @@ ROWS = [
             ValueError,
             "…: '…' of shape … differs between devices",
             f"{who}: 'w' of shape (8,) differs between devices along {along}, but",
-            f"sync_gradients over {along} is miss",
-            "too few axes",
+            "Call sync_gradients once",
+            "over all axes that the batch is split over",
         )
         for name, tx, who in [
             ("elementwise", elementwise_only(optax.adam(1e-3)), "elementwise_only"),
@@ -527,7 +527,7 @@ ROWS = [
         ValueError,
         "… of shape … has … dims and no bias",
         "'blocks/up/kernel' of shape (3, 8, 32) has 3 dims and no bias",
-        "Say so",
+        "matrix_dimensions({",
     ),
     optimizers(
         "matrix-no-leaf",

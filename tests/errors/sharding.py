@@ -679,7 +679,7 @@ ROWS = [
         ValueError,
         "… is split over … by its box, and its value",
         "closes over it",
-        "freeze_params",
+        "docs/frozen.md",
     ),
     wrapping(
         "closed-over-in-jit",

@@ -1030,7 +1030,7 @@ ROWS = [
         "… reduces over (…), and its operand",
         "'tp'",
         "is equal along some of these axes",
-        "axis_name= of a BatchNorm",
+        "for a BatchNorm, the axes of the batch",
     ),
     losses("no-casts", no_casts, ValueError, "the primitive … mixes types, and jax_auto_pcast", "is False"),
     losses(

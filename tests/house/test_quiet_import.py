@@ -19,7 +19,7 @@ def run(code, *, to_stderr="2>&2"):
 
 
 def test_library_import_before_jax_writes_no_line_to_stderr():
-    if not devices._has_cpus_alone():
+    if not devices._has_only_cpus():
         pytest.skip("this machine may have an accelerator")
     assert run(ON_CPUS) == ("2\n", "")
 

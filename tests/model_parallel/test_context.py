@@ -239,7 +239,7 @@ def test_zigzag_balances_work_between_devices_and_contiguous_does_not(layout, sh
     """With zigzag each device computes the same number of pairs of half shards."""
     order = zigzag_order(16, 4) if layout == "zigzag" else np.arange(16)
     halves = order.reshape(4, 2, 2)
-    how = context._How((), layout, True, None, 1.0, 2)
+    how = context._Options((), layout, True, None, 1.0, 2)
     pairs = [[context._any_visible(how, q, k) for q in own for k in halves.reshape(8, 2)] for own in halves]
     assert [sum(map(bool, row)) for row in pairs] == shares
 

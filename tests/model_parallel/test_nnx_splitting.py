@@ -226,7 +226,7 @@ def test_layers_that_are_no_pair_are_refused_by_their_names():
 
     with pytest.raises(ValueError, match=r"'down' is split by rows, and its input of shape .* all 32 features"):
         split_pair({"down": "row"})
-    with pytest.raises(ValueError, match=r"'up' is split by rows, .*are the two swapped"):
+    with pytest.raises(ValueError, match=r"'up' is split by rows, .*Split the layer before"):
         split_pair({"up": "row", "down": "column"})
     with pytest.raises(ValueError, match=r"'down' is split by columns, and runs on what 'up' returned.*by 'row'"):
         split_pair({"up|down": "column"})

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import xlstm_jax
 from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
-from xlstm_jax.distributed.processes.initialize import _own_address
+from xlstm_jax.distributed.processes.initialize import _local_address
 from xlstm_jax.distributed.processes.same_everywhere import COMPARED_OPTIONS, entries_of, jax_settings
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_coordinator_binds_to_the_address_resolved_from_the_coordinator_name(mon
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     name = resolved[0] if resolved == ["127.0.0.1"] else "node7"
-    assert _own_address(f"{name}:7") == bind
+    assert _local_address(f"{name}:7") == bind
 
 
 def test_processes_page_program_runs_as_two_processes(tmp_path):

@@ -223,8 +223,8 @@ def test_library_optimizers_raise_for_a_gradient_without_sync_gradients(over, tx
         return
     axes = "'dp', 'fsdp'" if over is None else "'dp'"
     rule = rf"{name}: 'w' of shape \(8,\) differs between devices along {axes}, but it is in no box"
-    rule += f".*sync_gradients over {axes} is miss"
-    with pytest.raises(ValueError, match=rule + ".*too few axes"):
+    rule += ".*Call sync_gradients once"
+    with pytest.raises(ValueError, match=rule):
         run(BATCH["x"])
 
 

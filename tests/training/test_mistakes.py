@@ -144,7 +144,7 @@ TOLD = {
     ),
     "ndim > 1 of stacked layers": (
         lambda: abstract(with_mask(lambda _, x: x.ndim > 1), Stacked()),
-        r"takes 'blocks/Dense_0/bias'.* of 2 dims, and no parameter of one dim, as 'Dense_0/bias'.*Choose by name",
+        r"takes 'blocks/Dense_0/bias'.* of 2 dims, and no parameter of one dim, as 'Dense_0/bias'.*Choose parameters",
     ),
     "ndim > 1, injected": (
         lambda: abstract(

@@ -67,14 +67,14 @@ def weighted_loss(hidden, kernel, labels, **options):
     return jnp.sum(found.loss * weight + 0.1 * found.log_normalizer**2), found.correct
 
 
-def on_devices(mesh, check_vma, names, how=DEFAULT_COMMUNICATION, *, whole=False, chunk_size=16, vocab_dim=1):
+def on_devices(mesh, check_vma, names, communication=DEFAULT_COMMUNICATION, *, whole=False, chunk_size=16, vocab_dim=1):
     """Returns a function of (hidden, kernel, labels): losses of devices, correct flags, both gradients.
 
     The gradient of the kernel is the mean over devices that split the kernel or have copies, else the sum.
     """
 
     def losses(hidden, shard, labels):
-        box = Sharded(shard, names, communication=how)
+        box = Sharded(shard, names, communication=communication)
         read = jnp.asarray(box) if whole else box
         loss, correct = weighted_loss(hidden, read, labels, chunk_size=chunk_size, vocab_dim=vocab_dim)
         return loss, correct
@@ -102,12 +102,12 @@ def close(got, want, tolerance):
 @pytest.mark.parametrize("dim", ["vocabulary", "features"])
 @pytest.mark.parametrize("axes", [("x", "y"), ("y", "x")], ids=str)
 def test_cross_entropy_by_pieces_matches_a_single_device(mesh, axes, dim, vocab_dim, check_vma, wire):
-    (how, tolerance), (hidden, kernel, labels) = WIRES[wire], example()
+    (communication, tolerance), (hidden, kernel, labels) = WIRES[wire], example()
     names = tuple(axes if i == (vocab_dim if dim == "vocabulary" else 1 - vocab_dim) else None for i in (0, 1))
-    if how.gather_dtype:  # a cast of the kernel is no mistake of the loss
-        kernel = kernel.astype(how.gather_dtype).astype(jnp.float32)
+    if communication.gather_dtype:  # a cast of the kernel is no mistake of the loss
+        kernel = kernel.astype(communication.gather_dtype).astype(jnp.float32)
     kernel = kernel if vocab_dim else kernel.T
-    run = on_devices(mesh, check_vma, names, how, vocab_dim=vocab_dim)
+    run = on_devices(mesh, check_vma, names, communication, vocab_dim=vocab_dim)
     loss, correct, *grads = run(hidden, kernel, labels)
     of_one = partial(weighted_loss, vocab_dim=vocab_dim)
     (want, likeliest), wanted = jax.value_and_grad(of_one, argnums=(0, 1), has_aux=True)(hidden, kernel, labels)
@@ -125,9 +125,9 @@ def test_cross_entropy_by_pieces_matches_a_single_device(mesh, axes, dim, vocab_
     "replicas", [None, Replicas("x"), Replicas("x", "bfloat16")], ids=["other axis", "copies", "narrow"]
 )
 def test_cross_entropy_by_pieces_with_replicas_matches_a_gathered_kernel(mesh, replicas, names, check_vma):
-    how = Communication(replicas=replicas)
+    communication = Communication(replicas=replicas)
     (got, *_, pieces), (want, *_, gathered) = (
-        on_devices(mesh, check_vma, names, how, whole=whole)(*example()) for whole in (False, True)
+        on_devices(mesh, check_vma, names, communication, whole=whole)(*example()) for whole in (False, True)
     )
     assert_allclose(got, want, rtol=1e-6)
     close(pieces, gathered, 1e-2 if replicas and replicas.reduce_dtype else 2e-6)

@@ -13,7 +13,7 @@ from tests.support import AXES, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
-from xlstm_jax.distributed.training.step_check.update import compared_alone, of_state, same_bits
+from xlstm_jax.distributed.training.step_check.update import compare_each_leaf, of_state, same_bits
 
 KEY, BATCH = jax.random.key(0), data()
 ADAM = optax.adam(1e-2)
@@ -115,9 +115,9 @@ def test_of_state_compares_opt_state_leaves_with_tolerance_and_counts_exactly():
     assert "other leaves" in " ".join(of_state({}, right, before, lambda: right, 1e-7))
 
 
-def test_compared_alone_ignores_subnormal_values_and_same_bits_compares_keys():
+def test_compare_each_leaf_ignores_subnormal_values_and_same_bits_compares_keys():
     tiny = {"nu": np.full(3, 1e-40, np.float32)}
-    (leaf,) = compared_alone({"nu": np.zeros(3, np.float32)}, tiny, lambda: tiny, 1e-7)
+    (leaf,) = compare_each_leaf({"nu": np.zeros(3, np.float32)}, tiny, lambda: tiny, 1e-7)
     assert leaf.is_equal
     assert same_bits(KEY, jax.random.key(0)) and not same_bits(KEY, jax.random.key(1))
 

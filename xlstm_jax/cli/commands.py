@@ -129,9 +129,9 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
-def _say_what_it_ignores(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
+def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
     """Reports, before anything is compiled, the options that do not reach the factory."""
-    if ignored := [what for what in factory.not_varied if what in varied]:
+    if ignored := [option for option in factory.not_varied if option in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
             "which it passes to shard_modules, it takes all but remat, which is for its model.",
@@ -145,9 +145,14 @@ def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Worklo
 
 
 def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
-    how: dict[str, Any] = {"tx": workload.tx, "offload": workload.offload, **workload.freezing, **workload.init_kwargs}
+    options: dict[str, Any] = {
+        "tx": workload.tx,
+        "offload": workload.offload,
+        **workload.freezing,
+        **workload.init_kwargs,
+    }
     with workload.explaining_init():
-        return plan_sharding(workload.model, mesh, *workload.init_inputs, **how)
+        return plan_sharding(workload.model, mesh, *workload.init_inputs, **options)
 
 
 def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPlan, list[str]]:
@@ -155,7 +160,7 @@ def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPla
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
-        _say_what_it_ignores(factory, list(VARIED)[:1], say)
+        _note_ignored_options(factory, list(VARIED)[:1], say)
     say("building the step")
     # For a topology the mesh is abstract, since its devices are absent. CPU devices are simulated before the user's
     # code runs, because that code may start JAX's devices.
@@ -218,11 +223,11 @@ def run_plan(args: Namespace, say: ShowProgress) -> Report:
         return Report(lambda: [sentence], lambda: json.dumps({"path": args.explain, "sentence": sentence}), refusals)
     if not args.diff:
         return Report(lambda: [plan.table()], plan.to_json, refusals)
-    found = _read_plan(args.diff).diff(plan)
-    refusals += (f"{len(found)} difference{'s' * (len(found) > 1)} from {args.diff}.",) if found else ()
+    changes = _read_plan(args.diff).diff(plan)
+    refusals += (f"{len(changes)} difference{'s' * (len(changes) > 1)} from {args.diff}.",) if changes else ()
     return Report(
-        lambda: [*found] or [f"No difference from {args.diff}."],
-        lambda: json.dumps([difference._asdict() for difference in found], indent=1),
+        lambda: [*changes] or [f"No difference from {args.diff}."],
+        lambda: json.dumps([difference._asdict() for difference in changes], indent=1),
         refusals,
     )
 
@@ -262,8 +267,8 @@ def run_lint(args: Namespace, say: ShowProgress) -> Report:
     compiled, plan, notes = _forecast(args, say)
     say("reading the compiled step")
     # keep_gathered on the command line is deliberate, so the rule about kept weights does not apply.
-    kept = bool(dict(args.set).get("keep_gathered"))
-    findings = lint(compiled, plan, num_minibatches=args.minibatches, keep_gathered=kept)
+    keep_gathered = bool(dict(args.set).get("keep_gathered"))
+    findings = lint(compiled, plan, num_minibatches=args.minibatches, keep_gathered=keep_gathered)
     findings = [finding for finding in findings if finding.rule in rules]
     refusals = [f"{len(findings)} finding{'s' * (len(findings) > 1)}."] if findings else []
     refusals += [UNWRAPPED] if plan.assumed else []
@@ -279,7 +284,7 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax fit``."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
-    _say_what_it_ignores(factory, list(VARIED), say)
+    _note_ignored_options(factory, list(VARIED), say)
 
     def build_step(options: Options) -> Any:
         workload = factory.workload(options.mesh, chosen, options.offload, settings_of(options))
@@ -289,10 +294,10 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
 
     def ends(trial: Trial) -> None:
         took = "from the cache" if trial.took_s is None else f"compiled in {trial.took_s:.0f} s"
-        what = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
-        say(f"trial {next(done)}: {trial.options}: {shortened(what, MAX_LINE)}", stays=True)
+        outcome = f"{format_bytes(trial.bytes_per_device or 0)}, {took}" if trial.forecast else trial.problem
+        say(f"trial {next(done)}: {trial.options}: {shortened(outcome, MAX_LINE)}", stays=True)
 
-    found = fit(
+    fitted = fit(
         build_step,
         args.topology,
         args.budget,
@@ -303,24 +308,24 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
         jobs=args.jobs,
         cache=cache or False,
     )
-    if found.best is None:
-        nothing = f"nothing fits into {format_bytes(found.budget_bytes)} per device of {found.topology}: take more "
+    if fitted.best is None:
+        nothing = f"nothing fits into {format_bytes(fitted.budget_bytes)} per device of {fitted.topology}: take more "
         refusals = (f"{nothing}chips, larger ones, or a smaller batch per device.",)
-        return Report(lambda: [found.table()], found.to_json, refusals, tuple(_kept(cache)))
+        return Report(lambda: [fitted.table()], fitted.to_json, refusals, tuple(_kept(cache)))
     # The command that repeats the best forecast, with --set for the arguments that the factory declares. The axes are
     # left out, because the command contains --mesh.
-    varied = {name: value for name, value in settings_of(found.best.options).items() if name not in AXES}
-    command = command_of(found.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
+    varied = {name: value for name, value in settings_of(fitted.best.options).items() if name not in AXES}
+    command = command_of(fitted.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
     again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
-    return Report(lambda: [found.table(), again], found.to_json, (), tuple(_kept(cache)))
+    return Report(lambda: [fitted.table(), again], fitted.to_json, (), tuple(_kept(cache)))
 
 
 def run_doctor(args: Namespace, say: ShowProgress) -> Report:
     """Runs ``xlstm-jax doctor``: a failed check counts as bad news, a missing extra does not."""
     del args
-    found = examine(say)
-    failed = [check.name for check in found.checks if not check.ok]
-    return Report(found.tables, found.to_json, (f"failed: {', '.join(failed)}.",) if failed else ())
+    diagnosis = examine(say)
+    failed = [check.name for check in diagnosis.checks if not check.ok]
+    return Report(diagnosis.tables, diagnosis.to_json, (f"failed: {', '.join(failed)}.",) if failed else ())
 
 
 COMMANDS: dict[str, Callable[[Namespace, ShowProgress], Report]] = {

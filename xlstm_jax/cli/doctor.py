@@ -82,7 +82,7 @@ class Diagnosis:
 
     def tables(self) -> list[object]:
         """Returns the diagnosis as ``rich`` renderables and strings."""
-        versions = [[name, found or "not installed"] for name, found in self.versions.items()]
+        versions = [[name, version or "not installed"] for name, version in self.versions.items()]
         lacking = {extra: f"lacks {', '.join(names)}" for extra, names in (self.missing or {}).items()}
         others = "not known: the library runs uninstalled" if self.missing is None else "installed"
         extras = [[f"[{extra}]", use, lacking.get(extra, others)] for extra, use in USES.items()]
@@ -105,12 +105,12 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
     """Examines the machine and runs the self-tests; ``say`` shows the progress."""
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
-    begun = {extra: _begin_compiling(extra) for extra in compilers_at_hand(missing)}
+    begun = {extra: _begin_compiling(extra) for extra in available_compilers(missing)}
     say("starting JAX on the devices at hand")
-    with ThreadPoolExecutor() as beside:
+    with ThreadPoolExecutor() as executor:
         # Started before the devices are listed: on a machine without accelerators the simulated test is needed, and an
         # early start hides its time.
-        simulated = beside.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
+        simulated = executor.submit(run_child, "simulated", dict(os.environ) | SIMULATED)
         listed = run_child("devices", dict(os.environ))
         kinds = listed.get("kinds", [])
         # A single accelerator splits nothing, so a training on it would not test sharding.
@@ -136,7 +136,7 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 def installed() -> dict[str, str | None]:
     """Returns the versions of Python, of required and optional packages, and of JAX's installed plugins."""
-    plugins = {name: found for name in PLUGINS if (found := installed_version(name))}
+    plugins = {name: version for name in PLUGINS if (version := installed_version(name))}
     packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
     packages["xlstm_jax"] = __version__  # version of the running code; another version may be installed
     return {"python": platform.python_version()} | packages
@@ -146,14 +146,14 @@ def extras() -> dict[str, list[str]] | None:
     """Returns the packages of each extra, from the metadata of the installed library; None if it runs uninstalled."""
     if not installed_version("xlstm_jax"):
         return None
-    found: dict[str, list[str]] = {extra: [] for extra in USES}
+    by_extra: dict[str, list[str]] = {extra: [] for extra in USES}
     for line in requires("xlstm_jax") or ():
         # A line reads "jax[tpu]; extra == 'forecast'". The installed version may differ from the running version, and
         # may have other extras.
         match = re.match(r"([\w.-]+)(\[[\w-]+\])?.*extra == .([\w-]+)", line)
-        if match and match[3] in found:
-            found[match[3]].append(OF_JAX.get(f"{match[1]}{match[2]}", match[1]))
-    return found
+        if match and match[3] in by_extra:
+            by_extra[match[3]].append(OF_JAX.get(f"{match[1]}{match[2]}", match[1]))
+    return by_extra
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
@@ -193,13 +193,13 @@ def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_T
         return {"error": lines[-1]}
 
 
-def _checks(name: str, found: dict[str, Any]) -> Sequence[Check]:
-    if "error" in found:
-        return [Check(name, found["error"], "", False)]
-    return [Check(**check) for check in found.get("checks", ())]
+def _checks(name: str, report: dict[str, Any]) -> Sequence[Check]:
+    if "error" in report:
+        return [Check(name, report["error"], "", False)]
+    return [Check(**check) for check in report.get("checks", ())]
 
 
-def compilers_at_hand(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
+def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
     """Returns the extras whose compilers are installed; empty if unknown."""
     if missing is None:
         return []

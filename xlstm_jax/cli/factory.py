@@ -78,7 +78,7 @@ class Factory:
     @property
     def not_varied(self) -> list[str]:
         """Descriptions of the options that a search cannot vary for this function."""
-        return [what for what, names in VARIED.items() if not set(names) & set(self.taken)]
+        return [option for option, names in VARIED.items() if not set(names) & set(self.taken)]
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments for a call of the function.

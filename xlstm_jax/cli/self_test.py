@@ -117,8 +117,8 @@ def difference(got: PyTree, want: PyTree) -> float:
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
     """Returns the check that two trees are equal up to rounding; a NaN fails."""
-    found = difference(got, want)
-    return Check(name, f"{found:.1e}", f"at most {TOLERANCE:.0e}", found <= TOLERANCE)
+    distance = difference(got, want)
+    return Check(name, f"{distance:.1e}", f"at most {TOLERANCE:.0e}", distance <= TOLERANCE)
 
 
 def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
@@ -150,12 +150,12 @@ def parity(mesh: Mesh) -> list[Check]:
         params = jax.tree.map(jnp.copy, state.params)
         checks = [within("initial values", unbox(params), first)]
         for check_vma in (True, False):
-            how = f"check_vma={check_vma}"
-            own, missed = by_hand(params, sharded_batch, mesh, check_vma=check_vma)
-            checks.append(within(f"jax.grad and sync_gradients, {how}", own, grads))
+            setting = f"check_vma={check_vma}"
+            by_hand_grads, missed = by_hand(params, sharded_batch, mesh, check_vma=check_vma)
+            checks.append(within(f"jax.grad and sync_gradients, {setting}", by_hand_grads, grads))
             got_grads, got_last = trained(jax.tree.map(jnp.copy, state), sharded_batch, mesh, check_vma=check_vma)
-            checks.append(within(f"make_train_step, gradients, {how}", got_grads, grads))
-            checks.append(within(f"make_train_step, {STEPS} steps of AdamW, {how}", got_last, last))
+            checks.append(within(f"make_train_step, gradients, {setting}", got_grads, grads))
+            checks.append(within(f"make_train_step, {STEPS} steps of AdamW, {setting}", got_last, last))
         off = difference(missed, grads)
     guard = Check("without sync_gradients it would be seen", f"{off:.1e}", f"at least {GUARD:.0e}", off >= GUARD)
     return [*checks, guard]
@@ -199,16 +199,16 @@ def largest_mesh() -> Mesh:
     return DeviceMeshManager.create_device_mesh(shape, devices=devices[:count])
 
 
-def main(what: str, path: str) -> None:
-    """Runs a child process; see the top of this file."""
-    if what == "simulated":
+def main(test: str, path: str) -> None:
+    """Writes the devices, and the results of ``parity`` unless ``test`` is "devices", to ``path`` as JSON."""
+    if test == "simulated":
         simulate_cpu_devices(MAX_DEVICES)
     devices = jax.local_devices()
-    found: dict[str, Any] = {"platform": devices[0].platform, "kinds": [device.device_kind for device in devices]}
-    if what != "devices":
+    report: dict[str, Any] = {"platform": devices[0].platform, "kinds": [device.device_kind for device in devices]}
+    if test != "devices":
         mesh = largest_mesh()
-        found |= {"mesh": dict(mesh.shape), "checks": [dataclasses.asdict(check) for check in parity(mesh)]}
-    Path(path).write_text(json.dumps(found))
+        report |= {"mesh": dict(mesh.shape), "checks": [dataclasses.asdict(check) for check in parity(mesh)]}
+    Path(path).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

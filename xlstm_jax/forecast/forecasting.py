@@ -348,7 +348,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     if compiled.too_large and chip and memory.total_bytes <= chip.usable_hbm_bytes:
         raise CompileError(f"the compiler refuses the step for {compiled.too_large}")
     moved = count_hbm_bytes(program) if compiled.platform != "cpu" else None
-    found = Forecast(
+    result = Forecast(
         platform=compiled.platform,
         device_kind=compiled.device_kind,
         topology=compiled.topology.name if compiled.topology else None,
@@ -368,7 +368,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
         shared_flops=shared_flops(program, flops),
     )
-    return _with_times(found, program, moved, links_of(compiled, chip)) if chip and moved else found
+    return _with_times(result, program, moved, links_of(compiled, chip)) if chip and moved else result
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:

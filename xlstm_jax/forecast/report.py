@@ -48,23 +48,23 @@ def headline(forecast: Any) -> str:
     """Returns the main results of a forecast (memory, traffic, time) as up to three sentences."""
     mesh = ", ".join(f"{axis} {size}" for axis, size in forecast.axis_sizes.items())
     where = f"{forecast.topology or 'devices at hand'} ({forecast.device_kind}; mesh {mesh})"
-    said, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
+    text, sent = f"{where}: {_fits(forecast)}. A step sends", format_bytes(forecast.wire_bytes)
     if forecast.on_gpus:
-        said += (
+        text += (
             f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
             f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are "
             "waited for."
         )
     else:
-        said += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
+        text += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
     if forecast.step_seconds is None:
-        return said
+        return text
     waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
     if forecast.host:
         waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
     least, expected = map(format_milliseconds, forecast.step_time)
     overlapped = f"{format_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
-    return f"{said} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
+    return f"{text} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
 
 
 def _fits(forecast: Any) -> str:
@@ -79,24 +79,25 @@ def _fits(forecast: Any) -> str:
 
 def closing(forecast: Any) -> list[str]:
     """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes."""
-    said = []
+    lines = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
-        here = forecast.tokens / forecast.devices
-        said.append(
+        tokens_per_device = forecast.tokens / forecast.devices
+        lines.append(
             f"Were all overlapped, compute would take as long as communication from {ridge:,.0f} tokens per device on "
-            f"(here {here:,.0f})."
+            f"(here {tokens_per_device:,.0f})."
         )
     if forecast.fits is False:
-        said.append(DOES_NOT_FIT)
+        lines.append(DOES_NOT_FIT)
     if forecast.unknown_loops:
-        said.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
+        lines.append(f"Counted once, as their length is unknown: {', '.join(map(str, forecast.unknown_loops))}.")
     if forecast.step_time:
-        said.append(HOW_NEAR)
-    return said + list(forecast.notes)
+        lines.append(HOW_NEAR)
+    return lines + list(forecast.notes)
 
 
 def _memory_table(forecast: Any) -> RenderableType:
+    """Returns the table of bytes per device: arguments, results and temporaries."""
     memory, available = forecast.memory, forecast.available_bytes
     counts = {
         "arguments (parameters, optimizer, batch)": memory.argument_bytes,
@@ -114,6 +115,7 @@ def _memory_table(forecast: Any) -> RenderableType:
 
 
 def _temporaries_table(forecast: Any) -> RenderableType:
+    """Returns the table of the temporaries that are live at the peak of memory."""
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
@@ -185,10 +187,10 @@ def _waiting_table(forecast: Any) -> RenderableType:
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
-        beside = collective.overlapped
-        modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in beside.modules))
-        products = [beside.product_seconds] if forecast.on_gpus else []
-        each = (collective.alone_s, beside.seconds, *products, collective.exposed_s)
+        overlap = collective.overlapped
+        modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in overlap.modules))
+        products = [overlap.product_seconds] if forecast.on_gpus else []
+        each = (collective.alone_s, overlap.seconds, *products, collective.exposed_s)
         times = [format_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
         rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
     columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
@@ -228,6 +230,7 @@ def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
 
 
 def _time_table(forecast: Any) -> RenderableType:
+    """Returns the table of times of a step: at peak rates, expected, and exposed."""
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
@@ -256,7 +259,7 @@ def _time_table(forecast: Any) -> RenderableType:
         ]
     least, expected = forecast.step_time
     times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
-    rows = [[what, amount, format_milliseconds(seconds)] for what, amount, seconds in times if seconds is not None]
+    rows = [[label, amount, format_milliseconds(seconds)] for label, amount, seconds in times if seconds is not None]
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 
 
@@ -334,6 +337,7 @@ def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> lis
 
 
 def _plot_time(axes: "Axes", forecast: Any) -> None:
+    """Draws bars for the times of a step: products, memory, links, kernels, and the step itself."""
     roofline = forecast.roofline
     axes.set(title="Time of a step", xlabel="ms")
     if roofline is None:

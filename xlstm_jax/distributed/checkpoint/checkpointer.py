@@ -25,7 +25,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint import record, steps
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json, MakeBackend
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums, checksum_each
-from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_together
+from xlstm_jax.distributed.checkpoint.errors import CheckpointError, read_on_all_processes
 from xlstm_jax.distributed.checkpoint.orbax_backend import OrbaxBackend
 from xlstm_jax.distributed.checkpoint.writer import Writer
 from xlstm_jax.distributed.data_parallel.trees import check_alive
@@ -109,13 +109,13 @@ class Checkpointer:
           CheckpointError: every step is lost, or a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
-        found = self._steps_of_process_0()
-        newest = steps.newest(found)
-        if found and newest is None:
+        folders = self._steps_of_process_0()
+        newest = steps.newest(folders)
+        if folders and newest is None:
             raise CheckpointError(
-                f"no sound checkpoint in {self.directory}: {_lost_text(found)}. Remove them to start anew."
+                f"no sound checkpoint in {self.directory}: {_lost_text(folders)}. Remove them to start anew."
             )
-        if newest is not None and (lost := steps.lost_after(found, newest)):
+        if newest is not None and (lost := steps.lost_after(folders, newest)):
             warn_user(f"step {newest} is the newest in {self.directory} that may be restored: {_damage(lost)}.")
         return newest
 
@@ -214,10 +214,10 @@ class Checkpointer:
 
         def check() -> None:
             try:
-                there = self._read_record(newest)
+                newest_record = self._read_record(newest)
             except (ValueError, OSError):  # damage must not prevent a new run from saving; `restore` reports damage
                 return
-            record.check_same_tree(entries, there, f"step {newest} in {self.directory}")
+            record.check_same_tree(entries, newest_record, f"step {newest} in {self.directory}")
 
         self._together(check, _MISTAKES, "compare a state with the newest step")
 
@@ -256,7 +256,7 @@ class Checkpointer:
           TimeoutError: a process did not arrive, or did not finish reading, within ``peer_timeout_s`` of another.
         """
         with interruptions_go_on():
-            restored, entries, number = self._newest_sound(abstract_state, step, lambda *_: "")
+            restored, entries, number = self._newest_intact(abstract_state, step, lambda *_: "")
         record.warn_if_other_optimizer(f"step {number} in {self.directory}", entries, abstract_state)
         self._own_steps.add(number)
         _read_from.add(steps.real_path(self.directory))
@@ -289,11 +289,11 @@ class Checkpointer:
             return record.part_of(entries, where, names=record.bare_leaves(abstract_params).keys(), path=path)
 
         with interruptions_go_on():
-            restored, *_ = self._newest_sound(abstract_params, step, part_of, "the parameters of ")
+            restored, *_ = self._newest_intact(abstract_params, step, part_of, "the parameters of ")
         _read_from.add(steps.real_path(self.directory))
         return record.boxed_like(abstract_params, restored)
 
-    def _newest_sound(
+    def _newest_intact(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
         """Reads the leaves of ``step``, or of the newest undamaged step; returns the leaves, the record and the step.
@@ -305,14 +305,14 @@ class Checkpointer:
         likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
         problems: dict[int, str] = {}
         # Every process uses the listing of process 0; with local listings processes could read different steps.
-        found = self._steps_of_process_0()
-        for candidate in self._candidates(step, found):
+        folders = self._steps_of_process_0()
+        for candidate in self._candidates(step, folders):
             try:
                 restored, entries = self._read(candidate, likes, part_of)
             except CheckpointError as error:
                 problems[candidate] = str(error)
                 continue
-            problems |= steps.lost_after(found, candidate) if step is None else {}
+            problems |= steps.lost_after(folders, candidate) if step is None else {}
             self._damaged |= problems.keys()
             for number, problem in problems.items():
                 warn_user(
@@ -322,14 +322,14 @@ class Checkpointer:
             return restored, entries, candidate
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage(problems)}. Nothing was restored.")
 
-    def _candidates(self, step: int | None, found: Mapping[int, steps.StepFolder]) -> list[int]:
+    def _candidates(self, step: int | None, folders: Mapping[int, steps.StepFolder]) -> list[int]:
         """Returns the steps to try, newest first; raises a ``CheckpointError`` if no step is left."""
-        sound, lost = sorted((n for n in found if not found[n].problem), reverse=True), _lost_text(found)
+        sound, lost = sorted((n for n in folders if not folders[n].problem), reverse=True), _lost_text(folders)
         if step is None and sound:
             return sound
         if step is not None and operator.index(step) in sound:
             return [operator.index(step)]
-        if lost and (step is None or step in found):
+        if lost and (step is None or step in folders):
             raise CheckpointError(f"no sound checkpoint in {self.directory}: {lost}. Nothing was restored.")
         if not sound:
             raise CheckpointError(f"{self.directory} holds no checkpoint; nothing was restored.")
@@ -344,7 +344,7 @@ class Checkpointer:
         An error in one process is raised in every process.
         """
         where, reads = f"step {step} in {self.directory}", f"read step {step}"
-        everything = self._read_together(lambda: self._read_record(step), where, reads)
+        everything = self._read_on_all_processes(lambda: self._read_record(step), where, reads)
 
         def part() -> tuple[record.Record, record.Leaves]:
             begin = part_of(everything, where)
@@ -356,10 +356,10 @@ class Checkpointer:
         entries, wanted = self._together(part, _MISTAKES, reads)
         # Reading and checking are separate exchanges: checksums are programs with collectives, in which the processes
         # would wait for a process that could not read its shards.
-        arrays = self._read_together(lambda: self._read_arrays(step, entries, wanted), where, reads)
-        self._read_together(lambda: record.check_sound(entries, arrays), where, reads)
-        found = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
-        return dict(zip(likes, found, strict=True)), entries
+        arrays = self._read_on_all_processes(lambda: self._read_arrays(step, entries, wanted), where, reads)
+        self._read_on_all_processes(lambda: record.check_sound(entries, arrays), where, reads)
+        leaves = (record.as_like(arrays[at], entries[at], like, at) for at, like in wanted.items())
+        return dict(zip(likes, leaves, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
         if not steps.is_url(self.directory):
@@ -390,16 +390,18 @@ class Checkpointer:
             return json.dumps([*steps.steps_in(self.directory, self._backend, read_records=True).items()])
 
         what = "list the steps of a checkpoint"
-        text = allgather_text(self._read_together(listing, str(self.directory), what), what, self.peer_timeout_s)[0]
-        return {number: steps.StepFolder(*found) for number, found in json.loads(text)}
+        text = allgather_text(
+            self._read_on_all_processes(listing, str(self.directory), what), what, self.peer_timeout_s
+        )[0]
+        return {number: steps.StepFolder(*fields) for number, fields in json.loads(text)}
 
     def _together(
         self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
     ) -> Result:
         return raise_on_all(work, failure, what, self.peer_timeout_s)
 
-    def _read_together(self, work: Callable[[], Result], where: str, what: str) -> Result:
-        return read_together(work, where, what, self.peer_timeout_s)
+    def _read_on_all_processes(self, work: Callable[[], Result], where: str, what: str) -> Result:
+        return read_on_all_processes(work, where, what, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
         """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""
@@ -441,5 +443,5 @@ def _damage(problems: Mapping[int, str]) -> str:
     return "; ".join(f"step {number} is damaged: {problem}" for number, problem in problems.items())
 
 
-def _lost_text(found: Mapping[int, steps.StepFolder]) -> str:
-    return _damage({number: lost.problem for number, lost in sorted(found.items(), reverse=True) if lost.problem})
+def _lost_text(folders: Mapping[int, steps.StepFolder]) -> str:
+    return _damage({number: lost.problem for number, lost in sorted(folders.items(), reverse=True) if lost.problem})

@@ -198,6 +198,7 @@ class SavedSums:
         return sums if self._store is None else self._of_all(sums, self._store)
 
     def _of_all(self, sums: Sums, store: KeyValueStore) -> Sums:
+        """Returns the sums of all processes, added by path."""
         # Through the key-value store of the job, because training steps with collectives are in flight.
         deadline = time.monotonic() + self._timeout_s
 
@@ -208,14 +209,14 @@ class SavedSums:
             text = store.read(f"sums/{process}", deadline)
             if text is None:
                 raise TimeoutError(f"the checksums of {named([process])} did not come within {self._timeout_s:g} s.")
-            for path, found in json.loads(text).items():
-                _add(sums, path, found)
+            for path, addends in json.loads(text).items():
+                _add(sums, path, addends)
         store.delete_previous()
         return sums
 
 
-def _add(sums: Sums, path: str, found: list[int]) -> None:
-    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], found, strict=True)]
+def _add(sums: Sums, path: str, addends: list[int]) -> None:
+    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], addends, strict=True)]
 
 
 _sums_of_part = jax.jit(checksum_of_part)
@@ -226,6 +227,7 @@ def is_in_host_memory(device: Device) -> bool:
 
 
 def _parts(path: str, array: jax.Array) -> list[_Part]:
+    """Returns the parts of an array that this process sums: its shards with ``replica_id`` 0."""
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:
         # Only the copy of a shard with replica_id 0 counts, so that each word is summed once in the job.

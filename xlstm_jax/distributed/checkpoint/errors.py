@@ -55,7 +55,7 @@ def is_of_the_system(error: BaseException) -> bool:
     return bool(_STATUS_OF_SYSTEM.match(text))
 
 
-def read_together(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
+def read_on_all_processes(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
     """Returns the result of ``work``, which reads files; raises in every process if ``work`` fails in any process.
 
     Every process must call this function.

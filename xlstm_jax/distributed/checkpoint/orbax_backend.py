@@ -47,6 +47,7 @@ class OrbaxBackend:
         self._manager: Any = None
 
     def open(self) -> None:
+        """Opens orbax's manager, or rereads the folder if the manager is open."""
         if self._manager is not None:
             self._manager.reload()
             return
@@ -57,8 +58,8 @@ class OrbaxBackend:
             lightweight_initialize=True,
             async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
         )
-        writers = orbax().PyTreeCheckpointHandler(type_handler_registry=_sparing_writers())
-        handlers = {"state": writers, "leaves": _late_json().handler()}
+        writers = orbax().PyTreeCheckpointHandler(type_handler_registry=_throttled_writers())
+        handlers = {"state": writers, "leaves": _deferred_json().handler()}
         self._manager = orbax().CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def check_dtypes(self, arrays: Arrays) -> None:
@@ -75,7 +76,7 @@ class OrbaxBackend:
         args, tree = orbax().args, unflatten_dict(arrays, sep="/")
         chunks = jax.tree.map(lambda _: orbax().SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
         state = args.PyTreeSave(tree, save_args=chunks, ocdbt_target_data_file_size=FILE_BYTES)
-        parts = args.Composite(state=state, leaves=_late_json().args(record))
+        parts = args.Composite(state=state, leaves=_deferred_json().args(record))
         # The checkpointer decides which steps are due; without `force` the manager might skip a step.
         self._manager.save(step, args=parts, force=True)
 
@@ -104,6 +105,7 @@ class OrbaxBackend:
         return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
+        """Reads the wanted arrays of a step, each in the sharding of its ``ShapeDtypeStruct``."""
         if not wanted:
             return {}
 
@@ -115,17 +117,17 @@ class OrbaxBackend:
 
         tree = unflatten_dict(wanted, sep="/")
         restore = orbax().args.PyTreeRestore(tree, restore_args=jax.tree.map(restore_args, tree), partial_restore=True)
-        handler = orbax().PyTreeCheckpointHandler(type_handler_registry=_patient_readers())
+        handler = orbax().PyTreeCheckpointHandler(type_handler_registry=_retrying_readers())
         return flatten_dict(handler.restore(self._directory / str(step) / "state", args=restore), sep="/")
 
 
-class _LateJson(NamedTuple):
+class _DeferredJson(NamedTuple):
     handler: type[Any]
     args: type[Any]
 
 
 @cache
-def _late_json() -> _LateJson:
+def _deferred_json() -> _DeferredJson:
     """Returns an orbax handler, and its arguments, for JSON that a function creates in the background.
 
     The record contains checksums, for which ``save`` would otherwise have to wait.
@@ -134,19 +136,19 @@ def _late_json() -> _LateJson:
     json_handler: type[Any] = ocp.JsonCheckpointHandler
     checkpoint_args: type[Any] = ocp.args.CheckpointArgs
 
-    class LateJsonHandler(json_handler):  # type: ignore[misc]  # mypy: a variable
+    class DeferredJsonHandler(json_handler):  # type: ignore[misc]  # mypy: a variable
         async def _save_fn(self, content: Callable[[], Json], directory: Directory) -> None:
             await super()._save_fn(content(), directory)
 
-    @ocp.args.register_with_handler(LateJsonHandler, for_save=True, for_restore=True)
+    @ocp.args.register_with_handler(DeferredJsonHandler, for_save=True, for_restore=True)
     @dataclasses.dataclass
-    class LateJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
+    class DeferredJsonSave(checkpoint_args):  # type: ignore[misc]  # mypy: a variable
         item: Callable[[], Json]
 
-    return _LateJson(LateJsonHandler, LateJsonSave)
+    return _DeferredJson(DeferredJsonHandler, DeferredJsonSave)
 
 
-class _Reads:
+class _ConcurrentReads:
     """Concurrent reads in an event loop."""
 
     def __init__(self) -> None:
@@ -160,19 +162,19 @@ class _Reads:
 
 
 @cache
-def _patient_readers() -> Any:
+def _retrying_readers() -> Any:
     """Returns orbax's array readers, changed so that a failing reader waits for concurrent reads.
 
     Orbax closes the event loop while other reads are running, and each running read then writes to stderr: a damaged
     file shared by many leaves produced a hundred lines. Waiting for the tasks that exist at the failure is not enough,
     because the second reader may start further tasks.
     """
-    handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _Reads]()
+    handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _ConcurrentReads]()
 
     def patient(reader: type[Any]) -> Any:
-        class Patient(reader):  # type: ignore[misc]  # mypy: a variable
+        class Retrying(reader):  # type: ignore[misc]  # mypy: a variable
             async def deserialize(self, infos: Any, args: Any = None) -> Any:
-                reads = reads_of.setdefault(asyncio.get_running_loop(), _Reads())
+                reads = reads_of.setdefault(asyncio.get_running_loop(), _ConcurrentReads())
                 reads.readers += 1
                 try:
                     arrays = await super().deserialize(infos, args)
@@ -183,7 +185,7 @@ def _patient_readers() -> Any:
                 reads.readers -= 1
                 return arrays
 
-        return Patient()
+        return Retrying()
 
     readers = (jax.Array, patient(handlers.ArrayHandler)), (np.ndarray, patient(handlers.NumpyHandler))
     return handlers.create_type_handler_registry(*readers)
@@ -208,16 +210,16 @@ class _InFlight:
 
 
 @cache
-def _sparing_writers() -> Any:
+def _throttled_writers() -> Any:
     """Returns orbax's array writers, limited to ``ENCODED_BYTES`` of leaves that are encoded at a time."""
     handlers = orbax().type_handlers
     writer: type[Any] = handlers.ArrayHandler
 
-    class Sparing(writer):  # type: ignore[misc]  # mypy: a variable
+    class Throttled(writer):  # type: ignore[misc]  # mypy: a variable
         async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
             limit = _InFlight(ENCODED_BYTES)
             for info in infos:
                 info.byte_limiter = limit
             return await super().serialize(values, infos, args)
 
-    return handlers.create_type_handler_registry((jax.Array, Sparing()), (np.ndarray, handlers.NumpyHandler()))
+    return handlers.create_type_handler_registry((jax.Array, Throttled()), (np.ndarray, handlers.NumpyHandler()))

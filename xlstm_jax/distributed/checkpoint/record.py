@@ -256,8 +256,8 @@ class HasOptimizer(Protocol):
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
     """Returns the description of each optimizer in a state, by path of the ``opt_state``: ``"train/opt_state/"``."""
-    found, _ = flatten_with_path(state, lambda node: isinstance(node, HasOptimizer))
-    nodes = {path: node for path, node in found if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
+    with_paths, _ = flatten_with_path(state, lambda node: isinstance(node, HasOptimizer))
+    nodes = {path: node for path, node in with_paths if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
     return {begin[path]: f"{name_of(node.tx, flags=True)} of optax {optax.__version__}" for path, node in nodes.items()}
 

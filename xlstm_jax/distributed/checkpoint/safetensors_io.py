@@ -176,18 +176,18 @@ class TensorToWrite(NamedTuple):
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, TensorToWrite]:
     """Returns the tensors to write, by name; raises a ``ValueError`` if two tensors have the same name."""
-    found: dict[str, TensorToWrite] = {}
+    to_write: dict[str, TensorToWrite] = {}
     paths: dict[str, str] = {}
     for path, leaf in leaves.items():
         place = stored_at(path, np.shape(leaf), names)
         for layer, name in enumerate(place.tensors):
-            if name in found:
+            if name in to_write:
                 raise ValueError(
                     f"'{path}' and '{paths[name]}' would both be the tensor '{name}'; leave one of them out, or give "
                     "them different names."
                 )
-            found[name], paths[name] = TensorToWrite(leaf, place, layer if place.in_layers else None), path
-    return found
+            to_write[name], paths[name] = TensorToWrite(leaf, place, layer if place.in_layers else None), path
+    return to_write
 
 
 def _dtype_or_type(leaf: Any) -> Any:
@@ -241,10 +241,10 @@ def _whole(leaf: Any) -> np.ndarray:
     shards = {str(shard.index): shard for shard in leaf.addressable_shards}
     if len(shards) == 1:
         return to_host(next(iter(shards.values())).data)
-    whole = np.empty(leaf.shape, leaf.dtype)
+    array = np.empty(leaf.shape, leaf.dtype)
     for shard in shards.values():
-        whole[shard.index] = to_host(shard.data)
-    return whole
+        array[shard.index] = to_host(shard.data)
+    return array
 
 
 def to_host(shard: jax.Array) -> np.ndarray:
@@ -391,26 +391,29 @@ class StoredTensor(NamedTuple):
 
 
 def _tensors(target: Path) -> dict[str, StoredTensor]:
+    """Returns the tensors of a file, or of the files of an index, by name; raises if index and files differ."""
     index = index_file_of(target)
     if target.exists():
         return read_header(target).tensors
     if not index.exists():
         raise FileNotFoundError(f"there is no {target}, and no {index.name} beside it.")
     where = _weight_map(index)
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in sorted(set(where.values())):
         for name, tensor in read_header(index.parent / file).tensors.items():
-            if name in found:
+            if name in tensors:
                 raise ValueError(
-                    f"{index} does not fit its files: the tensor '{name}' lies in {found[name].file.name} and in "
+                    f"{index} does not fit its files: the tensor '{name}' lies in {tensors[name].file.name} and in "
                     f"{file}, perhaps with other values. Remove one of the two files from the index, or write the "
                     "model again."
                 )
-            found[name] = tensor
-    wrong = sorted(name for name in where if name not in found or found[name].file.name != where[name])
-    if wrong or found.keys() - where.keys():
-        raise ValueError(f"{index} does not fit its files: see {listed(wrong or sorted(found.keys() - where.keys()))}.")
-    return found
+            tensors[name] = tensor
+    wrong = sorted(name for name in where if name not in tensors or tensors[name].file.name != where[name])
+    if wrong or tensors.keys() - where.keys():
+        raise ValueError(
+            f"{index} does not fit its files: see {listed(wrong or sorted(tensors.keys() - where.keys()))}."
+        )
+    return tensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -435,13 +438,13 @@ def open_regular(path: Path) -> BinaryIO:
 def parse_json(content: bytes) -> Json:
     """Parses UTF-8 JSON; raises a ``ValueError`` for a repeated name, which readers would resolve differently."""
 
-    def once_each(pairs: list[tuple[str, Json]]) -> Json:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+    def without_duplicates(pairs: list[tuple[str, Json]]) -> Json:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
             raise ValueError("a name stands in it twice")
-        return found
+        return entries
 
-    return json.loads(content.decode(), object_pairs_hook=once_each)
+    return json.loads(content.decode(), object_pairs_hook=without_duplicates)
 
 
 class Header(NamedTuple):
@@ -482,6 +485,7 @@ def read_header(path: Path) -> Header:
 
 
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
+    """Returns a tensor's entry of a header; raises a ``ValueError`` if sizes, dtype or offsets are invalid."""
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
         # `type`, because True is an instance of int; the bound, because NumPy sizes have 64 bits.
@@ -517,6 +521,7 @@ def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
 def _check_fits(
     tensors: Mapping[str, StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
 ) -> None:
+    """Raises a ``ValueError`` if a stored tensor does not fit the leaf that it is read into."""
     needed = {name for place in places.values() for name in place.tensors}
     if problem := names_problem(tensors.keys(), needed, "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")

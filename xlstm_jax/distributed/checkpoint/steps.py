@@ -77,13 +77,13 @@ def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> d
     """Lists the folders named like a committed step, by number; ``read_records`` also detects renamed folders."""
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
-    found = {}
+    folders = {}
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(directory):
             # The library never writes a name such as "007"; an incomplete step has a suffix.
             if name.isdecimal() and name == str(int(name)):
-                found[int(name)] = _folder(Path(directory, name), backend.record_file if read_records else "")
-    return {number: folder for number, folder in found.items() if folder is not None}
+                folders[int(name)] = _folder(Path(directory, name), backend.record_file if read_records else "")
+    return {number: folder for number, folder in folders.items() if folder is not None}
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
@@ -123,22 +123,22 @@ def check_files(folder: Directory) -> None:
 
 
 def newest(steps: Mapping[int, StepFolder]) -> int | None:
-    return max((number for number, found in steps.items() if not found.problem), default=None)
+    return max((number for number, folder in steps.items() if not folder.problem), default=None)
 
 
 def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
     """Returns the problems of folders whose name or recorded step is above ``number``, by folder name."""
-    problems = {name: found.problem for name, found in steps.items() if max(name, found.saved_as) > number}
+    problems = {name: folder.problem for name, folder in steps.items() if max(name, folder.saved_as) > number}
     return {name: problem for name, problem in problems.items() if problem}
 
 
 def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
     """Removes empty folders; renames the folders of ``damaged`` steps, and broken links."""
     # Renamed, not removed: damage may be repaired by hand, and mounting a disk repairs a link.
-    for number, found in steps_in(directory, backend, read_records=False).items():
+    for number, step_folder in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)
-        if found.problem == EMPTY and not os.path.islink(folder):
+        if step_folder.problem == EMPTY and not os.path.islink(folder):
             folder.rmdir()
-        elif found.problem or number in damaged:
+        elif step_folder.problem or number in damaged:
             free = (directory / f"{number}.damaged{count}" for count in ("", *(f"-{i}" for i in range(2, 1000))))
             folder.rename(next(path for path in free if not os.path.lexists(path)))

@@ -73,21 +73,21 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
     """
     if names is None:
         return StoredAt((path,), False, shape, _same, _same)
-    found, stored = next(
+    matched, stored = next(
         ((match, stored) for pattern, stored in names.items() if (match := compiled("names", pattern).fullmatch(path))),
         (None, ""),
     )
-    if found is None:
+    if matched is None:
         raise ValueError(f"no pattern of names is all of the path '{path}'; it has {listed(sorted(names))}.")
     stored = stored if isinstance(stored, Stored) else Stored(stored)
-    groups = [(group or "").replace("/", ".") for group in found.groups()]
+    groups = [(group or "").replace("/", ".") for group in matched.groups()]
     wrong = [digit for digit in re.findall(r"\\(.)", stored.name) if digit not in map(str, range(1, len(groups) + 1))]
     if wrong or (LAYER in stored.name and not shape):
         raise ValueError(
             f"the name {stored.name!r} does not fit '{path}' of shape {shape}: its pattern has {len(groups)} groups, "
             f"\\1 the first, and {LAYER} stands for the first dim of a leaf."
         )
-    # Not `found.expand(name)`: groups have dots for slashes, and an unmatched group is "".
+    # Not `matched.expand(name)`: groups have dots for slashes, and an unmatched group is "".
     name = re.sub(r"\\(\d)", lambda digit: groups[int(digit[1]) - 1], stored.name)
     in_layers = LAYER in name
     tensors = tuple(name.replace(LAYER, str(layer)) for layer in range(shape[0])) if in_layers else (name,)

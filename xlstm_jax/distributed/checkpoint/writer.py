@@ -89,7 +89,7 @@ class Writer:
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         """Starts to save a step; returns when the buffers of ``arrays`` may be donated."""
         self._begun = time.time(), time.monotonic()
-        with self._failing_as(step):
+        with self._reporting_step(step):
             self._backend.save(step, arrays, record)
         self._saving = step
         self._steps.add(step)
@@ -100,7 +100,7 @@ class Writer:
         Also checks that the path still leads to the locked directory, as ``check_place`` does.
         """
         if (step := self._saving) is not None:
-            with self._failing_as(step):
+            with self._reporting_step(step):
                 self._wait_for_commit()
                 # Reset before `wait` can raise: each failure is reported once, and the next save may try again.
                 self._saving = None
@@ -158,7 +158,7 @@ class Writer:
                 del _writers[self._key]
 
     @contextmanager
-    def _failing_as(self, step: int) -> Iterator[None]:
+    def _reporting_step(self, step: int) -> Iterator[None]:
         try:
             with interruptions_go_on():
                 yield
@@ -194,7 +194,7 @@ class DirectoryLock:
         import fcntl  # not on Windows
 
         self._path = os.path.join(directory, LOCK_FILE)
-        self._file: int | None = _opened(self._path)
+        self._file: int | None = _open_lock_file(self._path)
         # Registered before locking: a fork in a different thread must find the lock and close the child's copy.
         _open_locks.add(self)
         try:
@@ -234,7 +234,7 @@ class DirectoryLock:
 _open_locks: set[DirectoryLock] = set()
 
 
-def _opened(path: str) -> int:
+def _open_lock_file(path: str) -> int:
     """Opens the lock file; raises a ``CheckpointError`` for a link, because the target would be overwritten."""
     # O_NONBLOCK: opening a pipe or a device of the same name must not block.
     try:
@@ -254,7 +254,7 @@ _writers: dict[str, tuple[weakref.ref[object], Writer]] = {}  # open writers and
 _lost: list[str] = []  # errors of saves that failed at exit
 
 
-def _leave_to_the_parent() -> None:
+def _close_in_child() -> None:
     """Closes the lock files and drops the writers in a child process after ``fork``."""
     # A `flock` lock is held while any copy of the file is open: a child that outlives its parent would keep the lock.
     for lock in list(_open_locks):
@@ -263,7 +263,7 @@ def _leave_to_the_parent() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_the_parent)
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 @cache

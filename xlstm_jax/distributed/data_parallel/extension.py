@@ -108,8 +108,8 @@ class Extension:
         """Returns whether a unit normally computes without a gather of the leaf, and sends few bytes of the leaf."""
         return False
 
-    def recording_parts(self, found: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
-        """Returns a context for ``model.init`` that adds leaves gathered part by part to ``found``, by path."""
+    def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
+        """Returns a context for ``model.init`` that adds leaves gathered in parts to ``partial_gathers``, by path."""
         return nullcontext()
 
 
@@ -155,10 +155,10 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 
     ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
     """
-    found: dict[str, str] = {}
+    wires: dict[str, str] = {}
     for cls in with_hook("named_wires"):
-        found |= cls().named_wires(variables, how_of)
-    return found
+        wires |= cls().named_wires(variables, how_of)
+    return wires
 
 
 def axis_orders(
@@ -189,11 +189,11 @@ def avoids_gather(box: Sharded) -> bool:
 @contextmanager
 def recording_parts() -> Iterator[dict[str, PartialGather]]:
     """Yields a dict to be filled with the leaves that modules gather in parts, by path, during initialisation."""
-    found: dict[str, PartialGather] = {}
+    partial_gathers: dict[str, PartialGather] = {}
     with ExitStack() as stack:
         for cls in with_hook("recording_parts"):
-            stack.enter_context(cls().recording_parts(found))
-        yield found
+            stack.enter_context(cls().recording_parts(partial_gathers))
+        yield partial_gathers
 
 
 def computes(module: Any, method: str) -> bool:
@@ -206,9 +206,9 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     for cls in with_hook_for("computes", module):
         extension = cls()
         if extension.computes(module, method):
-            found = extension.from_shards(module, method, policy, args, kwargs)
-            if found is not None:
-                return found
+            result = extension.from_shards(module, method, policy, args, kwargs)
+            if result is not None:
+                return result
     return None
 
 

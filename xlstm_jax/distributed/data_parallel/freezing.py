@@ -82,14 +82,16 @@ def freeze_params(
         return frozen(leaf) if trainable is not None and not trainable(path) else leaf
 
     # Leaves frozen here and leaves frozen by their wrapper (trainable=False) are stored alike.
-    found = trees.map_values_with_path(partial(stored_frozen, dtype=dtype), trees.map_leaves_with_path(freeze, params))
-    leaves = trees.sharded_leaves(found)
+    frozen_params = trees.map_values_with_path(
+        partial(stored_frozen, dtype=dtype), trees.map_leaves_with_path(freeze, params)
+    )
+    leaves = trees.sharded_leaves(frozen_params)
     if dtype and leaves and all(leaf.trainable for _, leaf in leaves):
         raise ValueError(
             f"frozen_dtype={dtype!r} is for frozen parameters, and none of {len(leaves)} is frozen. Pass trainable=, "
             "a predicate of a leaf's path that is false for frozen leaves, or leave frozen_dtype out."
         )
-    return found
+    return frozen_params
 
 
 def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:

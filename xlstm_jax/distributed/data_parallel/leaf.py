@@ -9,7 +9,7 @@ boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a
 
   leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      metadata of any leaf
   rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          a changed leaf for the tree
-  true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, how)         values of a leaf
+  true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, ...)         values of a leaf
   stored_value(leaf, value)                                                a value in the leaf's storage format
 
 ``trees`` walks trees with boxes as leaves. ``policy`` chooses the dim to split. A box that is read inside
@@ -37,7 +37,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, gathered_by_hand
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, with_summed_gradient
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -129,12 +129,13 @@ class Sharded(QuickBox):
         has_shape = hasattr(self.value, "shape") and hasattr(self.value, "dtype")
         value = f"{self.value.dtype}{list(self.value.shape)}" if has_shape else repr(self.value)
         rest = [(f.name, getattr(self, f.name), f.default) for f in fields(self) if f.name not in ("value", "names")]
-        said = [f"{name}={found!r}" for name, found, default in rest if found != default]
-        return f"{type(self).__name__}({', '.join([value, str(self.names), *said])})"
+        options = [f"{name}={current!r}" for name, current, default in rest if current != default]
+        return f"{type(self).__name__}({', '.join([value, str(self.names), *options])})"
 
     # ----------------------------------------------------------------------------------------------- reads as an array
 
     def unbox(self, apply_constraint: bool = True) -> Any:
+        """Returns the value for a read of the parameter: gathered inside ``shard_map``, without padding."""
         del apply_constraint
         if self.read_as_stored:
             return self.value
@@ -146,8 +147,8 @@ class Sharded(QuickBox):
             raise full_value_error("a parameter that is read", np.shape(self.value), spread)
         collectives.check_bound(self.communication.copied_axes, caller="a parameter that is read, replicas of it")
         with jax.named_scope(GATHER_SCOPE):
-            found = gather_leaf(self, axes, self.communication)
-            return found.value if isinstance(found, Sharded) else found  # a ``Sharded`` is still split over other axes
+            full = gather_leaf(self, axes, self.communication)
+            return full.value if isinstance(full, Sharded) else full  # a ``Sharded`` is still split over other axes
 
     def _axes_to_read(self) -> tuple[str, ...]:
         """Returns the axes over which ``unbox`` gathers; () outside of ``shard_map``, where values are global."""
@@ -287,10 +288,12 @@ def leaf_of(leaf: Any) -> Sharded:
     names = (reader().mesh_names(leaf) + (None,) * ndim)[:ndim]
     # A box of Flax does not list the model's own axes. Within a loss, the boxes of the loss's parameters list them.
     known = leaf.model_axes if isinstance(leaf, Sharded) else running_loss().model_axes
-    own = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
+    mesh_axes = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
     if not isinstance(leaf, Sharded):
-        return Sharded(leaf.value, names, model_axes=own)
-    return leaf if (leaf.names, leaf.model_axes) == (names, own) else leaf.replace(names=names, model_axes=own)
+        return Sharded(leaf.value, names, model_axes=mesh_axes)
+    return (
+        leaf if (leaf.names, leaf.model_axes) == (names, mesh_axes) else leaf.replace(names=names, model_axes=mesh_axes)
+    )
 
 
 # -------------------------------------------------------------------------------------------- changed leaves for trees
@@ -312,8 +315,8 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
         return box if box.axes else box.value
     if not box.axes or isinstance(leaf, SplitVariable):
         return leaf
-    own = box.model_axes if is_ours(leaf) else box.axes
-    return box.replace(model_axes=tuple(axis for axis in own if axis not in gathered))
+    model_axes = box.model_axes if is_ours(leaf) else box.axes
+    return box.replace(model_axes=tuple(axis for axis in model_axes if axis not in gathered))
 
 
 def frozen(leaf: Any) -> Any:
@@ -348,20 +351,20 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
-def split_along(box: Sharded, kept: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
-    """Returns the array of ``kept`` in a box that splits dim ``kept.dim`` over ``axes``.
+def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
+    """Returns the array of ``to_split`` in a box that splits dim ``to_split.dim`` over ``axes``.
 
     Fields that are not arguments, such as ``trainable``, are taken from ``box``, the leaf before.
     """
-    names = list(kept.names)
-    names[kept.dim] = axes_entry(axes)
+    names = list(to_split.names)
+    names[to_split.dim] = axes_entry(axes)
     split = {axis for entry in names for axis in entry_axes(entry)}
     replicas = communication.replicas or box.communication.replicas
     return Sharded(
-        kept.value,
+        to_split.value,
         tuple(names),
         communication=replace(communication, replicas=replicas).not_copied_along(split),
-        store=kept.store,
+        store=to_split.store,
         model_axes=box.model_axes,
         trainable=box.trainable,
     )
@@ -410,39 +413,41 @@ def as_read(leaf: Sharded, value: Any) -> Any:
 
 
 def gather_leaf(
-    leaf: Sharded, axes: tuple[str, ...], how: Communication, path: str = "", wire: Wire | None = None
+    leaf: Sharded, axes: tuple[str, ...], communication: Communication, path: str = "", wire: Wire | None = None
 ) -> Any:
     """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
 
-    Options that are ``None`` in ``how`` are read from the leaf's box. ``wire``, if given, is the format in which shards
-    are sent, in place of the format that the options select.
+    Options that are ``None`` in ``communication`` are read from the leaf's box. ``wire``, if given, is the format in
+    which shards are sent, in place of the format that the options select.
     """
-    how = how.or_else(leaf.communication)
+    communication = communication.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
-        collectives.check_bound(how.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        how.dtypes(leaf.value, path)  # raises here, with the leaf's path
+        collectives.check_bound(communication.copied_axes, caller=f"gather_params, replicas of '{path}'")
+        communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, how, path, wire)
-        return as_gathered(leaf, value, names, axes, how)
+        value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
+        return as_gathered(leaf, value, names, axes, communication)
 
     # These determine the result: how the shard is gathered, and the box around the gathered value.
-    key = leaf.replace(value=None), axes, how, type(wire)
+    key = leaf.replace(value=None), axes, communication, type(wire)
     return running_loss().gathered_once(leaf.value, key, gather, path)
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
     """Returns the shard to gather over ``axes``: without gradient if frozen.
 
-    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``gathered_by_hand``).
+    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``with_summed_gradient``).
     """
-    return gathered_by_hand(as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path)
+    return with_summed_gradient(
+        as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path
+    )
 
 
 def as_gathered(
-    leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], how: Communication
+    leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], communication: Communication
 ) -> Any:
-    """Converts an array that was gathered over ``axes`` with the options ``how`` to the result of ``gather_leaf``.
+    """Converts an array that was gathered over ``axes``, with ``communication``, to the result of ``gather_leaf``.
 
     ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
     (without padding, say), and is bare if no axis is left, else in a box.
@@ -453,7 +458,7 @@ def as_gathered(
     return Sharded(
         value,
         leaf.store.of_value(names),
-        communication=replace(how, replicas=None) if set(leaf.axes) & set(axes) else how,
+        communication=replace(communication, replicas=None) if set(leaf.axes) & set(axes) else communication,
         store=leaf.store.after_read(),
         unit_depth=leaf.unit_depth,
         trainable=leaf.trainable,
@@ -468,7 +473,6 @@ def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -
     """
     return ValueError(
         f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it, where it must be passed in to be a shard. Parameters that a loss does not "
-        "train (LoRA) belong into state.params, too, where they are frozen: create_train_state(..., trainable=lambda "
-        "path: 'lora' in path), or freeze_params."
+        "inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train (LoRA) "
+        "belong into state.params, where they are frozen: docs/frozen.md."
     )

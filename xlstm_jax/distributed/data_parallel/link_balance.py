@@ -102,20 +102,20 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
       params: boxed arrays, or abstract arrays, of global shapes.
       axis_sizes: the axes of the mesh, in its order, with their sizes.
     """
-    found, slow_axes = {}, set()
+    reorderable, slow_axes = {}, set()
     for path, leaf in leaves_with_path(params):
         box = leaf_of(leaf)
         dim, axes = _reorderable(box, axis_sizes) if is_ours(leaf) else (0, ())
         if axes:
-            found[path] = _travelling_bytes(box), dim, axes
+            reorderable[path] = _sent_bytes(box), dim, axes
             slow_axes |= set(box.communication.inter_host_axes)
-    order_of = _shared_orders(found, axis_sizes, slow_axes)
+    order_of = _shared_orders(reorderable, axis_sizes, slow_axes)
 
     # Values are global arrays: another order moves shards between devices, without effect on the global values.
     def reorder(path: str, leaf: Any) -> Any:
         if path not in order_of:
             return leaf
-        names, dim = list(leaf.names), found[path][1]
+        names, dim = list(leaf.names), reorderable[path][1]
         order = iter(order_of[path])
         movable = set(order_of[path])
         names[dim] = axes_entry(tuple(next(order) if axis in movable else axis for axis in entry_axes(names[dim])))
@@ -133,7 +133,7 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
     return 0, ()
 
 
-def _travelling_bytes(box: Sharded) -> float:
+def _sent_bytes(box: Sharded) -> float:
     """Returns the bytes of a full leaf in a gather and, if the leaf is trainable, in the gradient's reduce-scatter."""
     shape = np.shape(box.value)
     if avoids_gather(box):
@@ -144,7 +144,7 @@ def _travelling_bytes(box: Sharded) -> float:
 
 
 def _shared_orders(
-    found: dict[str, tuple[float, int, AxisOrder]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
+    reorderable: dict[str, tuple[float, int, AxisOrder]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
 ) -> dict[str, AxisOrder]:
     """Returns orders by path: layers of a Python loop share an order, if the links stay balanced.
 
@@ -153,23 +153,23 @@ def _shared_orders(
 
     def orders_of(key: Callable[[str], Any]) -> dict[str, AxisOrder]:
         groups: dict[Any, list[str]] = defaultdict(list)
-        for path in found:
+        for path in reorderable:
             groups[key(path)].append(path)
-        sizes = [sum(found[path][0] for path in paths) for paths in groups.values()]
-        given = [found[paths[0]][2] for paths in groups.values()]
+        sizes = [sum(reorderable[path][0] for path in paths) for paths in groups.values()]
+        given = [reorderable[paths[0]][2] for paths in groups.values()]
         orders = balanced_orders(sizes, given, axis_sizes, slow_axes)
         return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
 
     def in_balance(orders: dict[str, AxisOrder]) -> bool:
         load: dict[str, float] = defaultdict(float)
         for path, order in orders.items():
-            for axis, sent in _traffic(found[path][0], order, axis_sizes).items():
+            for axis, sent in _traffic(reorderable[path][0], order, axis_sizes).items():
                 load[axis] += sent
         loads = [sent for axis, sent in load.items() if sent and axis not in slow_axes]
         return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
 
     # Paths that differ only in numbers belong to layers: block_0/kernel, block_1/kernel.
-    shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *found[path][1:]))
+    shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *reorderable[path][1:]))
     return shared if in_balance(shared) else orders_of(lambda path: path)
 
 

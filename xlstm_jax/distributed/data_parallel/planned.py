@@ -1,9 +1,9 @@
 """Boxes for plans: on a mesh without devices, wrapped modules box every leaf with their decisions.
 
 A plan traces ``model.init`` under ``planning_mesh``. Under this mesh ``shard_module_params`` puts every leaf into a
-``Planned`` box, including leaves that stay replicated. The box passes through the rest of ``init`` like the box of a
-split leaf: ``nn.scan`` and ``nn.vmap`` add a dim, further wrappers add decisions. So every decision in a plan is made
-by the code that decides in training, from the shapes in training.
+``PlannedLeaf`` box, including leaves that stay replicated. The box passes through the rest of ``init`` as the box of a
+split leaf does: ``nn.scan`` and ``nn.vmap`` add a dim, further wrappers add decisions. So every decision in a plan is
+made by the code that decides in training, from the shapes in training.
 """
 
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ class _Decisions(tuple[Decision, ...]):
         return hash(_Decisions)
 
 
-class Planned(Sharded, repr=False):
+class PlannedLeaf(Sharded, repr=False):
     """Box of a leaf in a plan, split or not. ``decisions``: an entry per wrapper of the leaf, in call order.
 
     ``box_type`` is the class of the box that the leaf has when the model is initialised; ``None`` without a box.
@@ -70,14 +70,14 @@ class Planned(Sharded, repr=False):
     box_type: type[Any] | None = struct.field(default=None, pytree_node=False)
 
     @classmethod
-    def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "Planned":
-        """Returns ``boxed``, the leaf after the decision, as a ``Planned``; ``leaf`` has earlier decisions."""
+    def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "PlannedLeaf":
+        """Returns ``boxed``, the leaf after the decision, as a ``PlannedLeaf``; ``leaf`` has earlier decisions."""
         # A leaf that is not split is boxed, too: the box carries the decision to the end of init.
-        before = leaf if isinstance(leaf, Planned) else None
+        before = leaf if isinstance(leaf, PlannedLeaf) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
         is_boxed = decision.choice.dim is not None or not box.trainable
-        own = boxed if reader().has_rules_for(leaf) else leaf
-        box_type = before.box_type if before else type(own) if is_box(own) else None
+        original = boxed if reader().has_rules_for(leaf) else leaf
+        box_type = before.box_type if before else type(original) if is_box(original) else None
         return cls(
             box.value,
             box.names,
@@ -90,14 +90,14 @@ class Planned(Sharded, repr=False):
             box_type=Sharded if is_boxed else box_type,
         )
 
-    def gathered(self, axes: tuple[str, ...]) -> "Planned":
+    def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
         """Returns the leaf as a wrapped module reads it after a gather over ``axes``: with names without ``axes``."""
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
         if not ours and not set(self.axes) <= set(axes):
             return self
-        kept = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
-        stored = tuple(map(axes_entry, kept))
+        remaining = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
+        stored = tuple(map(axes_entry, remaining))
         names = self.store.of_value(stored)
         box_type = self.box_type if any(names) else None
         return self.replace(value=true_value(self), store=AS_IT_IS, names=names, box_type=box_type)

@@ -90,8 +90,8 @@ class ShardPolicy:
             )
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
-        kept = {"min_weight_size": int(size), "communication": travels}
-        for name, value in (kept | vars(travels)).items():
+        fields = {"min_weight_size": int(size), "communication": travels}
+        for name, value in (fields | vars(travels)).items():
             object.__setattr__(self, name, value)
 
     @property

@@ -47,13 +47,13 @@ Arrays = list[Any]  # ``None`` for the gradient of integers
 class Route(NamedTuple):
     """Description of the gather of a stacked leaf in each layer: along ``dim``, over ``axes`` (outermost first).
 
-    ``names_left`` has the axes that still split each dim afterwards; ``how`` has the dtypes.
+    ``names_left`` has the axes that still split each dim afterwards; ``communication`` has the dtypes.
     """
 
     dim: int
     axes: tuple[str, ...]
     names_left: tuple[AxisEntry, ...]  # of the gathered value
-    how: Communication
+    communication: Communication
     path: str
 
     @property
@@ -140,7 +140,7 @@ class _Leaf(NamedTuple):
     def wire(self) -> Wire:
         """Format in which a layer's shard is sent; only for split leaves."""
         shard = replace(self.stacked, shape=self.stacked.shape[1:])
-        return self.route.how.wire(shard, self.route.dim, self.route.axes)
+        return self.route.communication.wire(shard, self.route.dim, self.route.axes)
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,14 @@ class _Scan:
 
     # ------------------------------------------------------------------------------------------------------- one layer
 
-    def compute(self, split: Arrays, whole: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
+    def compute(self, split: Arrays, replicated: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
-        split, whole = trees.stored_values(split), trees.stored_values(whole)
+        split, replicated = trees.stored_values(split), trees.stored_values(replicated)
         weights = [
-            as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.how) if route else kept
-            for (route, box, _), value, kept in zip(self.leaves, split, whole, strict=True)
+            as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.communication)
+            if route
+            else kept
+            for (route, box, _), value, kept in zip(self.leaves, split, replicated, strict=True)
         ]
         # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
         with inside_loss(self.loss):
@@ -185,14 +187,14 @@ class _Scan:
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
         """Returns the shards of layer ``index`` in the format to send, for split leaves."""
-        sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.how), values)
+        sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.communication), values)
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
         """Returns the fully gathered leaves of the next layer, converted from the sent format of ``ahead``."""
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
-    def whole(self, values: Arrays, index: Scalar) -> Arrays:
+    def replicated_leaves(self, values: Arrays, index: Scalar) -> Arrays:
         """Returns the leaves of layer ``index`` that are not split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
@@ -232,15 +234,17 @@ class _Scan:
     # --------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, values: Arrays, carry: PyTree, per_layer: PyTree, shared: PyTree) -> tuple[Any, Any]:
+        """Runs the scan, gathers shards of later layers ahead; returns results, and residuals for ``backward``."""
+
         def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
-            carry, ahead, kept, outputs = state
+            carry, ahead, carries, outputs = state
             further = self.advance(ahead, self.shards(values, index + self.depth) if goes_on else None)
-            args = self.arrived(ahead), self.whole(values, index), carry, _at(per_layer, index), shared
+            args = self.arrived(ahead), self.replicated_leaves(values, index), carry, _at(per_layer, index), shared
             new, out = self.compute(*args)
-            return new, further, _put(kept, index, carry), _put(outputs, index, out)
+            return new, further, _put(carries, index, carry), _put(outputs, index, out)
 
         ahead = self.first_gathers(values, range(self.length))
-        args = self.arrived(ahead), self.whole(values, 0), carry, _at(per_layer, 0), shared
+        args = self.arrived(ahead), self.replicated_leaves(values, 0), carry, _at(per_layer, 0), shared
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
         stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
@@ -255,7 +259,8 @@ class _Scan:
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        values, kept, per_layer, shared = residuals
+        """Runs the backward pass of the scan: gathers shards of earlier layers ahead, and scatters gradients."""
+        values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.
         d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)
         for route, _, primal in self.leaves:
@@ -270,8 +275,8 @@ class _Scan:
             # Gathers run in parallel with the recomputation; without the barrier a compiler may delay them to the
             # scatters.
             d_carry, further = _together(d_carry, further)
-            split, whole = map(self.to_differentiate, (self.arrived(ahead), self.whole(values, index)))
-            args = split, whole, _at(kept, index), _at(per_layer, index), shared
+            split, replicated = map(self.to_differentiate, (self.arrived(ahead), self.replicated_leaves(values, index)))
+            args = split, replicated, _at(carries, index), _at(per_layer, index), shared
             d_split, d_whole, d_carry, d_inputs, d_more = _gradients_of_args(
                 self.compute, args, (d_carry, _at(d_outputs, index))
             )
@@ -297,7 +302,7 @@ class _Scan:
     def terms(self, grads: Arrays) -> Arrays:
         """Returns the inputs of the reduce-scatters of a layer's gradients, which the next iteration runs."""
         return self._of_split(
-            lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.how, leaf.stacked), grads
+            lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.communication, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
@@ -305,7 +310,7 @@ class _Scan:
 
         def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
-            return gradient_of_shard(shard, leaf.route.how, leaf.stacked)
+            return gradient_of_shard(shard, leaf.route.communication, leaf.stacked)
 
         done = self._of_split(scattered, terms)
         pairs = zip(d_values, done, strict=True)

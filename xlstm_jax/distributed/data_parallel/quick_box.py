@@ -38,12 +38,12 @@ class QuickBox(meta.Partitioned[Any]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         # A box made by JAX would lack or share these; a mixed-in class may define them, too.
-        found = {name: one for base in reversed(cls.__mro__) for name, one in vars(base).items()}
-        if "__init__" in vars(cls) or found["__post_init__"] is not QuickBox.__post_init__:
+        attributes = {name: attribute for base in reversed(cls.__mro__) for name, attribute in vars(base).items()}
+        if "__init__" in vars(cls) or attributes["__post_init__"] is not QuickBox.__post_init__:
             why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
             raise TypeError(f"the class of boxes {cls.__name__} {why}. Make it a class method that returns a box.")
-        for name, one in found.items():
-            if isinstance(one, cached_property):
+        for name, attribute in attributes.items():
+            if isinstance(attribute, cached_property):
                 raise TypeError(
                     f"the class of boxes {cls.__name__}: {name} is a cached_property, which boxes would share. Make it "
                     "a property."

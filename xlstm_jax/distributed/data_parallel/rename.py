@@ -165,10 +165,10 @@ def _with_other_entries(
             raise ValueError(f"beside {min(old)!r} there is {taken[0]!r} already; choose another name.")
         return type(node)(rest | new)
 
-    found = trees.map_leaves(replace, tree, one_leaf=is_leaf)
+    renamed = trees.map_leaves(replace, tree, one_leaf=is_leaf)
     if not replacements:
         raise ValueError(f"the tree has no {wanted!r}; its names are {listed(sorted(seen), shown=SHOWN_NAMES)}.")
-    return found
+    return renamed
 
 
 def _pattern(layer_names: str) -> re.Pattern[str]:
@@ -200,31 +200,31 @@ def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, s
 def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
     """Stacks the trees of layers, given by number, leaf by leaf; raises if a layer is missing or differs."""
     if missing := sorted(set(range(max(layers))) - set(layers)):
-        there = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
-        raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {there}.")
+        existing = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
+        raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {existing}.")
     in_order = [layers[number] for number in range(len(layers))]
     # As text, which the error quotes.
     described = [{path: _described(leaf) for path, leaf in trees.leaves_with_path(layer)} for layer in in_order]
     for number, other in enumerate(described):
         for path in sorted(described[0].keys() | other.keys()):
-            first, here = (leaves.get(path, "not there") for leaves in (described[0], other))
-            if first != here:
+            first, other_layer = (leaves.get(path, "not there") for leaves in (described[0], other))
+            if first != other_layer:
                 raise ValueError(
                     f"'{layer_names.format(0)}/{path}' is {first}, and '{layer_names.format(number)}/{path}' is "
-                    f"{here}: the layers of a scan are all alike."
+                    f"{other_layer}: the layers of a scan are all alike."
                 )
     return trees.map_leaves(_stacked_leaf, *in_order)
 
 
 def _described(leaf: Any) -> str:
     """Returns a text of the properties in which layers must agree to be stacked."""
-    found = leaf_of(leaf)
-    value = found.value
+    box = leaf_of(leaf)
+    value = box.value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
-    text += "" if found.trainable else ", frozen,"
+    text += "" if box.trainable else ", frozen,"
     if is_box(leaf):
-        stored = "" if found.stores_value else f" that stores {found.true_shape}"
-        text += f"{stored} in a {type(leaf).__name__} of {found.names}, {found.communication}"
+        stored = "" if box.stores_value else f" that stores {box.true_shape}"
+        text += f"{stored} in a {type(leaf).__name__} of {box.names}, {box.communication}"
     return text
 
 
@@ -249,14 +249,14 @@ def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
     leaves, treedef = trees.flatten_with_path(tree)
     read = trees.sharded_leaves(tree)
     first = next((np.shape(leaf.value)[:1] for _, leaf in read), ())
-    for (path, leaf), (_, found) in zip(leaves, read, strict=True):
+    for (path, leaf), (_, box) in zip(leaves, read, strict=True):
         described = f"'{stacked_name}/{path}' is {_described(leaf)}"
-        if not first or np.shape(found.value)[:1] != first:
+        if not first or np.shape(box.value)[:1] != first:
             raise ValueError(
                 f"{described}, and '{stacked_name}/{leaves[0][0]}' is {_described(leaves[0][1])}: dim 0 of all leaves "
                 "of a scan is the layer dim, and must have one size."
             )
-        if entry_axes(found.names[0]):
+        if entry_axes(box.names[0]):
             raise ValueError(f"{described}: its layers lie on different devices. Use a box that does not split dim 0.")
     return list(map(treedef.unflatten, zip(*(_layers_of_leaf(leaf) for _, leaf in leaves), strict=True)))
 

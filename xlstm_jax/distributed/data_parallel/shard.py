@@ -13,7 +13,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import axis_orders
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned
+from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf
 from xlstm_jax.distributed.data_parallel.policy import (
     DEFAULT_MIN_WEIGHT_SIZE,
     DEFAULT_UNEVEN,
@@ -66,7 +66,7 @@ def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
     """Splits and boxes parameters like ``shard_params``, with all options of a wrapped module; inside ``shard_map``."""
     # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
-    return box_params(params, sizes, policy, collectives.own_shard)
+    return box_params(params, sizes, policy, collectives.local_shard)
 
 
 def box_params(
@@ -81,11 +81,11 @@ def box_params(
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
-    leaves, how = dict(trees.sharded_leaves(params)), policy.communication
+    leaves, communication = dict(trees.sharded_leaves(params)), policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
     sizes = [leaves[path].stored_bytes for path in dims]
-    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, how.inter_host_axes)
+    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(dims, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:
@@ -94,10 +94,10 @@ def box_params(
         if path not in dims:
             return leaf
         box, axes = leaf_of(leaf), order_of[path]
-        kept = LeafToSplit(box.value, box.names, dims[path], box.store)
+        to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
-            kept = mode.stored(kept, math.prod(axis_sizes.values()))
-        return split_along(box, kept._replace(value=take(kept.value, kept.dim, axes)), axes, how)
+            to_split = mode.stored(to_split, math.prod(axis_sizes.values()))
+        return split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
 
     return trees.map_leaves_with_path(box, params)
 
@@ -114,7 +114,7 @@ def plan_params(
     policy: ShardPolicy,
     wires: Mapping[str, str] = MappingProxyType({}),
 ) -> PyTree:
-    """Returns the tree with each leaf in a ``Planned`` box, with the decision of ``shard_params`` on the leaf.
+    """Returns the tree with each leaf in a ``PlannedLeaf`` box, with the decision of ``shard_params`` on the leaf.
 
     ``params`` are global or abstract. ``wires`` has, by path, the names of the formats of leaves that extensions
     send otherwise than ``policy`` says.
@@ -123,9 +123,9 @@ def plan_params(
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
     """
 
-    def plan(path: str, leaf: Any, boxed: Any) -> Planned:
-        found = leaf_of(leaf)
-        value, choice = found.value, _choice(found, axis_sizes, policy)
+    def plan(path: str, leaf: Any, boxed: Any) -> PlannedLeaf:
+        box = leaf_of(leaf)
+        value, choice = box.value, _choice(box, axis_sizes, policy)
         gathered, summed = (str(value_dtype(value)),) * 2
         if choice.dim is not None:
             gathered, summed = map(str, map(jnp.dtype, policy.communication.dtypes(value, path)))
@@ -134,7 +134,9 @@ def plan_params(
         # Names after the split: the next wrapper sees that the dim is taken.
         split = leaf_of(boxed)
         names = split.store.of_value(split.names)
-        return Planned.of(leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed))
+        return PlannedLeaf.of(
+            leaf, boxed, Decision(tuple(axis_sizes), choice, np.shape(value), names, gathered, summed)
+        )
 
     return trees.map_leaves_with_path(plan, params, box_params(params, axis_sizes, policy))
 
@@ -171,7 +173,7 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
             f"{count} devices over {axes} do not divide; the last {size % count} would be lost. Pad it to "
             f"{next_multiple(size, count)}."
         )
-    return collectives.own_shard(x, split_axis % x.ndim, axes)
+    return collectives.local_shard(x, split_axis % x.ndim, axes)
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:

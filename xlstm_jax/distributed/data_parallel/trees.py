@@ -28,8 +28,8 @@ OneLeaf = Callable[[Any], bool]  # returns whether a node counts as one leaf alt
 
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
     """Returns (path, leaf) for all leaves, with paths as ``blocks/mlp/kernel``, and the tree structure."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
-    return [(path_string(path), leaf) for path, leaf in found], treedef
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
+    return [(path_string(path), leaf) for path, leaf in leaves], treedef
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
@@ -119,8 +119,8 @@ def with_mesh_names(variables: PyTree) -> PyTree:
             return with_flax_box(leaf)
         return split_by_model(leaf) if is_param else leaf.unbox()
 
-    found = reader().names_from_collections(variables)
-    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in found.items()}
+    names = reader().names_from_collections(variables)
+    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in names.items()}
 
 
 def readable(tree: PyTree) -> PyTree:
@@ -170,8 +170,8 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
       The list, and ``put_back(leaves, rest=...)``, which returns the tree with ``leaves`` in place of the listed
       leaves, and ``rest(leaf)`` in place of every other leaf (default: unchanged).
     """
-    found, treedef = flatten_with_path(tree)
-    leaves = [leaf for _, leaf in found]
+    with_paths, treedef = flatten_with_path(tree)
+    leaves = [leaf for _, leaf in with_paths]
     # Computed once, from the original leaves: the leaves that are put back may be gradients, or None.
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
@@ -210,8 +210,8 @@ def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Call
 
     Instances of the classes ``others`` count as arrays. The remaining leaves stay unchanged.
     """
-    found, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
-    leaves = [leaf for _, leaf in found]
+    with_paths, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
+    leaves = [leaf for _, leaf in with_paths]
     arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
     # The function below keeps `rest`, so it must not contain arrays: a tracer would outlive its trace.
     rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]

@@ -77,7 +77,7 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
         # Arrays that the kernel closes over (a mask made beside it) are operands, too: such an array may be traced, and
         # below the kernel is traced again, also after that trace has ended (in the backward pass of a scan).
         jaxpr, consts, structure = _traced(of_arrays, *arrays.values())
-        _check_alone(jaxpr, consts, name)
+        _check_no_communication(jaxpr, consts, name)
         operands = [*consts, *arrays.values()]
         axes = tuple(sorted(frozenset().union(*map(varying_axes, operands))))
         operands = [to_varying(value, axes) for value in operands]
@@ -94,15 +94,15 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
         def forward(trained: dict[int, jax.Array], rest: dict[int, jax.Array]) -> tuple[Any, Any]:
             return _call(lambda trained, rest: jax.vjp(lambda x: kernel(x, rest), trained), (trained, rest), axes, name)
 
-        def backward(kept: Any, cotangent: Any) -> tuple[Any, None]:
-            (grads,) = _call(lambda kept, cotangent: kept(cotangent), (kept, cotangent), axes, name)
+        def backward(vjp: Any, cotangent: Any) -> tuple[Any, None]:
+            (grads,) = _call(lambda vjp, cotangent: vjp(cotangent), (vjp, cotangent), axes, name)
             # Some kernels return a wider gradient, which JAX accepts from them and refuses later.
             return {i: grad.astype(dtypes[i]) for i, grad in grads.items()}, None
 
         # A custom rule, since JAX cannot differentiate the opaque operation.
-        one = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
-        one.defvjp(forward, backward)
-        return one(trained, rest)
+        with_gradient = jax.custom_vjp(lambda trained, rest: _call(kernel, (trained, rest), axes, name))
+        with_gradient.defvjp(forward, backward)
+        return with_gradient(trained, rest)
 
     return typed
 
@@ -114,7 +114,7 @@ def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], 
     return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
-def _check_alone(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
+def _check_no_communication(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
     """Raises a ``ValueError`` if a kernel communicates, reads the device's index, or closes over a varying array.
 
     Its results could then vary over axes over which no argument varies.
@@ -161,6 +161,7 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, name: str) -> Any:
+    """Lowers the kernel; raises a ``ValueError`` if the kernel is for another platform."""
     # The operands have types, and the program was traced without: the program's types match its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
     try:

@@ -35,12 +35,12 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     ReorderedTokens,
     SequenceLayout,
     check_even,
-    check_laid_out,
     check_layout,
+    check_reordered,
     exchanged,
-    is_laid_out,
+    is_reordered,
+    layout_context,
     reordered,
-    said,
     zigzag_order,
 )
 from xlstm_jax.formatting import kind_of, listed
@@ -76,8 +76,8 @@ class BatchLayout:
         """
         leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
         shapes = [(path_string(path), np.shape(leaf)) for path, leaf in leaves]
-        found = zip(shapes, self._by_leaf(batch), strict=True)
-        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in found])
+        pairs = zip(shapes, self._by_leaf(batch), strict=True)
+        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in pairs])
 
     def in_specs(self, batch: PyTree) -> PyTree:
         """Returns ``specs`` for ``shard_map``, without axes of size 1, which split nothing."""
@@ -90,7 +90,7 @@ class BatchLayout:
         for axis in reversed(self.axes):
             places[axis], device = device % self.mesh.shape[axis], device // self.mesh.shape[axis]
 
-        def own(leaf: Any, spec: PartitionSpec) -> Any:
+        def local(leaf: Any, spec: PartitionSpec) -> Any:
             for dim, entry in enumerate(spec):
                 # The indices along the axes of a dim are digits of the position, outermost axis first.
                 place = 0
@@ -100,7 +100,7 @@ class BatchLayout:
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, place * size, size, dim)
             return leaf
 
-        return jax.tree.map(own, batch, self.specs(batch))
+        return jax.tree.map(local, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
         """Returns the layout with ``tokens`` set: as given, else "zigzag" for ``ReorderedTokens``, else "contiguous".
@@ -109,21 +109,23 @@ class BatchLayout:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
             sequence does not divide into two chunks of equal size per device.
         """
-        leaves = flatten_with_path(batch, one_leaf=is_laid_out)[0]
+        leaves = flatten_with_path(batch, one_leaf=is_reordered)[0]
         is_zigzag = any(isinstance(leaf, ReorderedTokens) and leaf.devices > 1 for _, leaf in leaves)
         tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
             if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
                 split = f"its spec is {spec}"
-                check_laid_out(named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split)
-        found = replace(self, tokens=tokens)
-        devices = num_shards(self.mesh, found.sequence.axes)
+                check_reordered(
+                    named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split
+                )
+        layout = replace(self, tokens=tokens)
+        devices = num_shards(self.mesh, layout.sequence.axes)
         if tokens == ZIGZAG and devices > 1:
-            for (path, leaf), dim in zip(leaves, found._token_dims(batch), strict=True):
+            for (path, leaf), dim in zip(leaves, layout._token_dims(batch), strict=True):
                 if dim is not None:
                     check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}")
-        return found
+        return layout
 
     @property
     def sequence(self) -> SequenceLayout:
@@ -135,7 +137,7 @@ class BatchLayout:
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
-        leaves, treedef = flatten_with_path(batch, one_leaf=is_laid_out)
+        leaves, treedef = flatten_with_path(batch, one_leaf=is_reordered)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
             dims = [
@@ -143,10 +145,10 @@ class BatchLayout:
                 for (_, leaf), dim in zip(leaves, self._token_dims(batch), strict=True)
             ]
             values = exchanged(values, dims, self.sequence.axes)
-        with said(self.sequence):
+        with layout_context(self.sequence):
             yield jax.tree.unflatten(treedef, values)
 
-    def laid_out(self, batch: PyTree) -> PyTree:
+    def reorder(self, batch: PyTree) -> PyTree:
         """Returns a global batch whose tokens are in zigzag order, if ``tokens`` says so: as the step splits it."""
         if self.tokens != ZIGZAG:
             return batch
@@ -160,11 +162,11 @@ class BatchLayout:
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
         """Returns for each leaf the token dim: the dim that is split over the axes of the sequence, or None."""
-        found = []
+        token_dims = []
         for spec in self._by_leaf(batch):
             dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
-            found.append(dims[0] if dims else None)
-        return found
+            token_dims.append(dims[0] if dims else None)
+        return token_dims
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split otherwise than in the layout."""
@@ -182,10 +184,10 @@ class BatchLayout:
         try:
             return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
         except (ValueError, TypeError, KeyError):
-            here, there = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
+            in_spec, in_batch = ([path for path, _ in leaves_with_path(tree)] for tree in (self.spec, batch))
             raise ValueError(
-                f"batch_spec has specs at {listed(here)}, and the batch has leaves at {listed(there)}: the specs must "
-                "be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
+                f"batch_spec has specs at {listed(in_spec)}, and the batch has leaves at {listed(in_batch)}: the specs "
+                "must be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
@@ -263,10 +265,10 @@ def batch_layout(
 def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
     """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
     if tokens == ZIGZAG and len(columns) != 1:
-        what = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
+        dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
-            f"layout='zigzag', and {given} splits {what}; the tokens of one sequence are laid out, over the axes that "
-            "split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
+            f"layout='zigzag', and {given} splits {dims_text}; the tokens of one sequence are laid out, over the axes "
+            "that split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
         )
 
 
@@ -297,9 +299,9 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
 
 def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
     """Returns, for each dim other than dim 0 that is split over several devices, the axes of the split."""
-    found = {}
+    columns = {}
     for dim, entry in enumerate(spec):
         names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)
         if dim and (axes := tuple(axis for axis in names if mesh.shape[axis] > 1)):
-            found[dim] = axes
-    return found
+            columns[dim] = axes
+    return columns

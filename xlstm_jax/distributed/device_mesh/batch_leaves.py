@@ -106,9 +106,9 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
         )
 
     def repeated(path: str, leaf: Any) -> Any:
-        return np.repeat(kept[path], padded, axis=0) if np.ndim(leaf) else leaf
+        return np.repeat(row_of[path], padded, axis=0) if np.ndim(leaf) else leaf
 
-    kept = dict(leaves_with_path(_a_row_of[structure]))
+    row_of = dict(leaves_with_path(_a_row_of[structure]))
     return map_leaves_with_path(repeated, batch)
 
 

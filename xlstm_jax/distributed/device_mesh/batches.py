@@ -76,13 +76,13 @@ def shard_batch(
     layout = batch_layout(mesh, batch_axes, batch_spec)
     axes = layout.row_axes
     shards_of = _shards_of_processes(mesh, axes)
-    here = len(shards_of.get(jax.process_index(), ()))
-    if not here:
+    num_local = len(shards_of.get(jax.process_index(), ()))
+    if not num_local:
         raise ValueError(f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}.")
     # Processes pass equally many rows per shard, so each process can compute the global number of rows locally.
     rows = _common_rows(batch)
-    padded = _padded_rows(rows, here, pad, axes)
-    all_rows = padded // here * num_shards(mesh, axes)
+    padded = _padded_rows(rows, num_local, pad, axes)
+    all_rows = padded // num_local * num_shards(mesh, axes)
 
     def to_global(leaf: PyTree, spec: PartitionSpec) -> jax.Array:
         if np.ndim(leaf) == 0:
@@ -178,7 +178,7 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
     # Each shard may belong to one set only: otherwise the rows of two processes would overlap in part.
     different = set(held.values())
     if len(set(map(len, different))) > 1 or sum(map(len, different)) > shards:
-        numbers = {process: sorted(own) for process, own in held.items()}
+        numbers = {process: sorted(indices) for process, indices in held.items()}
         raise ValueError(
             f"of the {shards} shards of a batch over {axes}, processes hold {numbers}: no number of rows for each "
             "process fits. Make the mesh by create_device_mesh without devices; it keeps shards of a process together."
@@ -192,7 +192,7 @@ def _check_containers(value: Any, path: str = "batch") -> None:
         for key, child in value.items():
             _check_containers(child, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
-        if isinstance(value, list) and value and all(isinstance(one, PLAIN_NUMBERS) for one in value):
+        if isinstance(value, list) and value and all(isinstance(number, PLAIN_NUMBERS) for number in value):
             raise TypeError(
                 f"{path} is a list of {len(value)} Python numbers, which JAX takes for {len(value)} scalars; rows are "
                 f"the entries of an array. Pass np.asarray({path})."
@@ -227,19 +227,21 @@ def _common_rows(batch: PyTree) -> int:
     return shape[0]
 
 
-def _padded_rows(rows: int, here: int, pad: bool | int, axes: tuple[str, ...]) -> int:
-    """Returns the number of rows, with padding, for this process, whose devices hold ``here`` shards of the batch."""
-    where = f"process {jax.process_index()}, whose devices hold {here} shard(s) of the batch over {axes}"
+def _padded_rows(rows: int, num_local: int, pad: bool | int, axes: tuple[str, ...]) -> int:
+    """Returns the number of rows, with padding, for this process; its devices hold ``num_local`` shards of a batch."""
+    where = f"process {jax.process_index()}, whose devices hold {num_local} shard(s) of the batch over {axes}"
     if pad is not True and pad is not False:
-        if pad < max(rows, 1) or pad % here:
-            raise ValueError(f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {here}.")
+        if pad < max(rows, 1) or pad % num_local:
+            raise ValueError(
+                f"pad={pad} rows for {rows} rows on {where}: at least as many, and a multiple of {num_local}."
+            )
         return int(pad)
     # At least one row per shard: a process may have none left, but its devices must take part.
-    up = max(next_multiple(rows, here), here)
+    up = max(next_multiple(rows, num_local), num_local)
     if pad is False and up != rows:
-        down = f"{rows // here * here} or " if rows > here else ""
+        down = f"{rows // num_local * num_local} or " if rows > num_local else ""
         raise ValueError(
-            f"{here} does not divide the {rows} rows of the batch on {where}. Hand in {down}{up} rows, or pass "
+            f"{num_local} does not divide the {rows} rows of the batch on {where}. Hand in {down}{up} rows, or pass "
             "pad=True, which repeats rows with weight 0."
         )
     return up

@@ -91,9 +91,9 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
     # Coordinates are unique, so if there are as many places as devices, no place is empty.
     if math.prod(sizes) != len(located):
         hosts = f"hosts hold different numbers of them, {dict(_hosts_or_slices(devices)[0])}. Pass as many of each"
-        what = _gap(devices, located, sizes) if on_torus else hosts
+        gap = _gap(devices, located, sizes) if on_torus else hosts
         raise ValueError(
-            f"devices: {what}, or lay one axis over them in an order of your own, as "
+            f"devices: {gap}, or lay one axis over them in an order of your own, as "
             "create_device_mesh({'fsdp': -1}, devices)."
         )
     array = np.empty(sizes, object)
@@ -120,7 +120,7 @@ def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
     coords = defaultdict(list)
     for device in devices:
         coords[_slice(device)].append(device.coords)
-    return {number: tuple(map(min, zip(*found, strict=True))) for number, found in coords.items()}
+    return {number: tuple(map(min, zip(*points, strict=True))) for number, points in coords.items()}
 
 
 def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     ZIGZAG,
     ReorderedTokens,
-    is_laid_out,
+    is_reordered,
     reordered,
     zigzag_order,
 )
@@ -38,17 +38,17 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
       ValueError: twice the devices do not divide the sequence, leaves differ in its length, or a leaf is already laid
         out; names the leaf.
     """
-    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_laid_out)[0]:
+    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_reordered)[0]:
         if isinstance(leaf, ReorderedTokens):
             raise ValueError(
                 f"to_zigzag: {named_leaf('batch', path)} of shape {leaf.shape} is laid out in {leaf.layout} for "
                 f"{leaf.devices} devices already. Hand it to the step as it is."
             )
 
-    def laid_out(array: Any, length: int) -> ReorderedTokens:
+    def reordered_leaf(array: Any, length: int) -> ReorderedTokens:
         return ReorderedTokens(reordered(array, zigzag_order(length, devices), dim), ZIGZAG, devices, dim)
 
-    return _of_tokens(batch, laid_out, dim)
+    return _of_tokens(batch, reordered_leaf, dim)
 
 
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
@@ -57,7 +57,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
-    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_laid_out)[0]:
+    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_reordered)[0]:
         if isinstance(leaf, ReorderedTokens) and leaf.devices != devices:
             raise ValueError(
                 f"from_zigzag(batch, {devices}): {named_leaf('batch', path)} of shape {leaf.shape} is laid out for "
@@ -67,22 +67,22 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     def natural(array: Any, length: int) -> Any:
         return reordered(array, np.argsort(zigzag_order(length, devices)), dim)
 
-    arrays = trees.map_leaves(lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=is_laid_out)
+    arrays = trees.map_leaves(lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=is_reordered)
     return _of_tokens(arrays, natural, dim)
 
 
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
     """Returns the batch with ``fn(array, length of dim)`` for each array that has the dim."""
     # Leaves without the dim have no tokens, and stay unchanged.
-    found = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
-    for path, x in found:
-        if x.shape[dim] != (length := found[0][1].shape[dim]):
+    leaves = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
+    for path, x in leaves:
+        if x.shape[dim] != (length := leaves[0][1].shape[dim]):
             raise ValueError(
                 f"batch['{path}'] of shape {x.shape} has {x.shape[dim]} entries along dim {dim}, and "
-                f"batch['{found[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
+                f"batch['{leaves[0][0]}'] {length} tokens. Pass the arrays with an entry for each token alone: batch | "
                 "to_zigzag({'tokens': batch['tokens'], ...}, devices)."
             )
-    if not found:
+    if not leaves:
         raise ValueError(f"no leaf of the batch has a dim {dim}, of tokens; pass dim=, the dim of the sequence.")
-    length = found[0][1].shape[dim]
+    length = leaves[0][1].shape[dim]
     return trees.map_leaves(lambda x: fn(x, length) if -np.ndim(x) <= dim < np.ndim(x) else x, batch)

@@ -67,7 +67,7 @@ class MeshState:
         """Merges the local values by one collective over the devices of the mesh; every process must call it."""
         sync_together([self])
 
-    def add_own(self, seen: Vectors, on_all_processes: bool) -> None:
+    def add_local(self, seen: Vectors, on_all_processes: bool) -> None:
         """Merges the cells of a new value, packed in vectors, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges.
@@ -102,12 +102,12 @@ class MeshState:
     def of_this_process(self) -> Synced:
         """Merges the local values of this process, without communication with other processes."""
 
-        def own_rows(x: jax.Array) -> list[jax.Array]:  # [1, k] each, on the device of the first row
+        def local_rows(x: jax.Array) -> list[jax.Array]:  # [1, k] each, on the device of the first row
             # By row number: a row is replicated along the remaining mesh axes, and counts once.
             rows = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
             return jax.device_put([rows[start] for start in sorted(rows)], _first_shards(x)[0].device)
 
-        rows = {name: own_rows(x) for name, x in self.local.vectors.items()}
+        rows = {name: local_rows(x) for name, x in self.local.vectors.items()}
         return Synced(_merge_rows(self.local.layout, rows), self.local.layout)
 
     @outside_set_mesh

@@ -175,7 +175,7 @@ class MetricAccumulator(MeshState):
             # Readable here, but replicated over processes: every process passes the same array, which counts once.
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
             seen = on_one_device(self._seen(value))
-            self.add_own(_observe_batch_on_device(self.metric, ((seen,), {})), on_all_processes)
+            self.add_local(_observe_batch_on_device(self.metric, ((seen,), {})), on_all_processes)
         else:
             raise ValueError(
                 f"update got a value of shape {shape}; the accumulator's is {self.shape}. Pass a number or an array of "
@@ -354,7 +354,7 @@ class StatefulMetric(Metric[PyTree]):
             return
         on_all_processes = any(not x.is_fully_addressable for x in arrays)
         observe = _observe_batch_on_device if arrays else _observe_batch
-        self.state.add_own(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
+        self.state.add_local(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
     @outside_set_mesh
     def compute(self) -> PyTree:

@@ -25,10 +25,10 @@ from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
-from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal_in, own_part, summed
+from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal_in, local_part, summed
 
 
-def devices_here(axis_name: str, caller: str) -> int:
+def axis_devices(axis_name: str, caller: str) -> int:
     """Returns the number of devices along the axis of a split layer; 1 outside ``shard_map``, where values are global.
 
     Raises:
@@ -47,10 +47,10 @@ def devices_here(axis_name: str, caller: str) -> int:
     return collectives.axis_size((axis_name,))
 
 
-def parts_of_params(axis_name: str, caller: str) -> int:
+def param_shards(axis_name: str, caller: str) -> int:
     """Returns the number of shards along the axis in which a split layer stores its parameters.
 
-    The number is ``devices_here`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh.
+    The number is ``axis_devices`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh.
 
     Raises:
       ValueError: the mesh has no such axis.
@@ -58,7 +58,7 @@ def parts_of_params(axis_name: str, caller: str) -> int:
     # In `init` no axis is bound: parameters are made unsharded, under the mesh on which they will be stored.
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or collectives.manual_axes() or collectives.is_bound(axis_name):
-        return devices_here(axis_name, caller)
+        return axis_devices(axis_name, caller)
     if axis_name not in mesh.shape:
         raise ValueError(
             f"{caller}: {axis_name!r} is not an axis of the mesh, which has {tuple(mesh.shape)}. Pass one of these "
@@ -86,7 +86,7 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
     Raises:
       ValueError: the axis is not bound, or splits the batch; or ``x`` varies over the axis by its type.
     """
-    if (n := devices_here(axis_name, caller)) == 1:
+    if (n := axis_devices(axis_name, caller)) == 1:
         return x
     check_equal(x, axis_name, n, caller)
     # The transpose of this cast is the sum over devices.
@@ -118,7 +118,7 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
-    if (n := devices_here(axis_name, caller)) == 1:
+    if (n := axis_devices(axis_name, caller)) == 1:
         return x
     check_differs(x, axis_name, n, caller)
     if collectives.is_tracked(axis_name):
@@ -155,9 +155,9 @@ def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_t
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
-    if devices_here(axis_name, caller) == 1:
+    if axis_devices(axis_name, caller) == 1:
         return x
-    check_own_tokens(x, dim, axis_name, caller)
+    check_local_tokens(x, dim, axis_name, caller)
     return collectives.all_gather(x, dim, (axis_name,))
 
 
@@ -174,7 +174,7 @@ def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter
     Raises:
       ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` is replicated over the axis by its type.
     """
-    if (n := devices_here(axis_name, caller)) == 1:
+    if (n := axis_devices(axis_name, caller)) == 1:
         return x
     check_differs(x, axis_name, n, caller)
     check_tokens(x, dim, axis_name, caller)
@@ -194,11 +194,11 @@ def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
     Raises:
       ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` varies over the axis by its type.
     """
-    if (n := devices_here(axis_name, "split_tokens")) == 1:
+    if (n := axis_devices(axis_name, "split_tokens")) == 1:
         return x
     check_equal(x, axis_name, n, "split_tokens")
     check_tokens(x, dim, axis_name, "split_tokens", features=0)
-    return own_part(x, dim, (axis_name,))
+    return local_part(x, dim, (axis_name,))
 
 
 def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_tokens") -> Array:
@@ -213,13 +213,13 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     Raises:
       ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
     """
-    if devices_here(axis_name, caller) == 1:
+    if axis_devices(axis_name, caller) == 1:
         return x
-    check_own_tokens(x, dim, axis_name, caller, features=0)
+    check_local_tokens(x, dim, axis_name, caller, features=0)
     return all_parts(x, dim, (axis_name,))
 
 
-def check_own_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
+def check_local_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
     """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if ``x`` is replicated over the axis."""
     _check_dim(x, dim, caller, features)
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):

@@ -50,7 +50,7 @@ HIDDEN = -1e30  # a logit hidden by the mask; finite, so that a difference of tw
 
 
 @dataclass(frozen=True)
-class _How:
+class _Options:
     """Options of a call of ``context_attention``; ``axes`` is () if no mesh axis is bound."""
 
     axes: tuple[str, ...]
@@ -104,13 +104,18 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
     layout = layout_over(axes, layout, "context_positions")
     if layout == ZIGZAG:
         check_even(length * collectives.axis_size(axes), collectives.axis_size(axes), "context_positions")
-    return _own_positions(_How(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
+    return _local_positions(_Options(axes, layout, True, None, 1.0, BLOCK_SIZE), length)
 
 
-def _own_positions(how: _How, length: int, back: int = 0) -> Array:
+def _local_positions(options: _Options, length: int, back: int = 0) -> Array:
     """Returns the positions of this device's tokens, or of the device ``back`` places before in the ring."""
-    device, places = (collectives.axis_index(how.axes) - back) % how.devices, jnp.arange(length, dtype=jnp.int32)
-    return device * length + places if how.layout == CONTIGUOUS else zigzag_positions(device, how.devices, places)
+    device, places = (
+        (collectives.axis_index(options.axes) - back) % options.devices,
+        jnp.arange(length, dtype=jnp.int32),
+    )
+    return (
+        device * length + places if options.layout == CONTIGUOUS else zigzag_positions(device, options.devices, places)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ the attention
@@ -174,53 +179,63 @@ def context_attention(
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
     seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    how = _How(axes, layout_over(axes, layout, "context_attention"), causal, seen, scale, block_size)
-    _check(query, key, value, segment_ids, how, impl, kernel)
+    options = _Options(axes, layout_over(axes, layout, "context_attention"), causal, seen, scale, block_size)
+    _check(query, key, value, segment_ids, options, impl, kernel)
     # Cast here, outside of the ring's custom rule: the cotangents then vary over the same axes as the inputs.
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
     query, key, value, segment_ids = collectives.to_varying((query, key, value, segment_ids), sorted(over))
     if impl == "ring":
-        with jax.named_scope(UNBALANCED_SCOPE) if how.is_unbalanced else nullcontext():
-            return _ring(query, key, value, segment_ids, how)
+        with jax.named_scope(UNBALANCED_SCOPE) if options.is_unbalanced else nullcontext():
+            return _ring(query, key, value, segment_ids, options)
     by = _by_gather if impl == "gather" else _by_ulysses
-    return by(query, key, value, segment_ids, how, kernel or jax.nn.dot_product_attention).astype(query.dtype)
+    return by(query, key, value, segment_ids, options, kernel or jax.nn.dot_product_attention).astype(query.dtype)
 
 
-def _by_gather(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
+def _by_gather(
+    query: Array, key: Array, value: Array, segments: Array | None, options: _Options, kernel: Kernel
+) -> Array:
     length = query.shape[1]
-    key, value = (collectives.all_gather(x, 1, how.axes) for x in (key, value))
-    all_segments = None if segments is None else collectives.all_gather(segments, 1, how.axes)
-    places = _own_positions(how, length), jnp.asarray(how.positions(length).ravel(), jnp.int32)
+    key, value = (collectives.all_gather(x, 1, options.axes) for x in (key, value))
+    all_segments = None if segments is None else collectives.all_gather(segments, 1, options.axes)
+    places = _local_positions(options, length), jnp.asarray(options.positions(length).ravel(), jnp.int32)
     # The mask holds all conditions: the options of a kernel assume that keys and queries have the same order.
-    mask = _visible(how, *places, segments, all_segments)
-    return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=how.scale)
+    mask = _visible(options, *places, segments, all_segments)
+    return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=options.scale)
 
 
-def _by_ulysses(query: Array, key: Array, value: Array, segments: Array | None, how: _How, kernel: Kernel) -> Array:
-    n, length, groups = how.devices, query.shape[1], query.shape[2] // key.shape[2]
+def _by_ulysses(
+    query: Array, key: Array, value: Array, segments: Array | None, options: _Options, kernel: Kernel
+) -> Array:
+    """Computes attention after an all-to-all, by which each device gets all tokens of some heads."""
+    n, length, groups = options.devices, query.shape[1], query.shape[2] // key.shape[2]
     # The fewest copies of each key head for which all devices get the same number, along with the matching query heads.
     copies = next(c for c in range(1, groups + 1) if groups % c == 0 and key.shape[2] * c % n == 0)
     # Natural order, which the causal mask and the window of the kernel assume.
-    order = how.positions(length).ravel()
+    order = options.positions(length).ravel()
     natural = np.argsort(order)
 
     def whole_sequence(x: Array) -> Array:  # [b, t, h, d] -> [b, n t, h / n, d]
         pieces = jnp.moveaxis(x.reshape(*x.shape[:2], n, -1, x.shape[3]), 2, 0)
-        parts = jnp.moveaxis(collectives.all_to_all(pieces, how.axes), 0, 1)
+        parts = jnp.moveaxis(collectives.all_to_all(pieces, options.axes), 0, 1)
         return _in_order(parts.reshape(x.shape[0], n * length, -1, x.shape[3]), natural)
 
-    def own_tokens(x: Array) -> Array:  # the inverse of whole_sequence
+    def local_tokens(x: Array) -> Array:  # the inverse of whole_sequence
         parts = _in_order(x, order).reshape(x.shape[0], n, length, *x.shape[2:])
-        pieces = collectives.all_to_all(jnp.moveaxis(parts, 1, 0), how.axes)
+        pieces = collectives.all_to_all(jnp.moveaxis(parts, 1, 0), options.axes)
         return jnp.moveaxis(pieces, 0, 2).reshape(x.shape[0], length, -1, x.shape[3])
 
     query, key, value = map(whole_sequence, (query, *(jnp.repeat(x, copies, axis=2) for x in (key, value))))
     mask = None
     if segments is not None:
-        segments = _in_order(collectives.all_gather(segments, 1, how.axes), natural)
+        segments = _in_order(collectives.all_gather(segments, 1, options.axes), natural)
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    options = {"mask": mask, "is_causal": how.causal, "local_window_size": how.window, "scale": how.scale}
-    return own_tokens(kernel(query, key, value, **options))
+    kernel_options = {
+        "mask": mask,
+        "is_causal": options.causal,
+        "local_window_size": options.window,
+        "scale": options.scale,
+    }
+    return local_tokens(kernel(query, key, value, **kernel_options))
 
 
 def _in_order(values: Array, order: np.ndarray) -> Array:
@@ -229,25 +244,25 @@ def _in_order(values: Array, order: np.ndarray) -> Array:
 
 
 def _visible(
-    how: _How, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
+    options: _Options, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
 ) -> Array | None:
     """Returns the mask of keys that queries attend to, [b or 1, 1, queries, keys]; None if nothing is masked."""
     ahead = of_keys[None, None, None, :] - of_queries[None, None, :, None]
-    conditions = [ahead <= 0] if how.causal else []
-    if how.window:
-        left, right = how.window
+    conditions = [ahead <= 0] if options.causal else []
+    if options.window:
+        left, right = options.window
         conditions += [ahead >= -left, ahead <= right]
     if query_segments is not None and key_segments is not None:
         conditions.append(query_segments[:, None, :, None] == key_segments[:, None, None, :])
     return reduce(operator.and_, conditions) if conditions else None
 
 
-def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
+def _any_visible(options: _Options, of_queries: Array, of_keys: Array) -> Array:
     """Returns whether any query of a block may attend to a key of another block, by position."""
     # Uses the ends of the blocks alone: a masked block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
-    left, right = how.window or (math.inf, math.inf)
-    right = min(right, 0) if how.causal else right
+    left, right = options.window or (math.inf, math.inf)
+    right = min(right, 0) if options.causal else right
     return (nearest <= right) & (farthest >= -left)
 
 
@@ -258,21 +273,24 @@ def _any_visible(how: _How, of_queries: Array, of_keys: Array) -> Array:
 
 
 @promoting
-def _ring(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> Array:
-    return _ring_fwd(query, key, value, segments, how)[0]
+def _ring(query: Array, key: Array, value: Array, segments: Array | None, options: _Options) -> Array:
+    return _ring_fwd(query, key, value, segments, options)[0]
 
 
 @promoting
-def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, PyTree]:
-    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
+def _ring_fwd(
+    query: Array, key: Array, value: Array, segments: Array | None, options: _Options
+) -> tuple[Array, PyTree]:
+    """Computes attention while keys and values go around the ring; residuals: inputs, result, logsumexp."""
+    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = common_dtype(query.dtype, jnp.float32)
     # All three start as zeros derived from the queries, to vary over the same devices: a scan keeps its carry's type.
     zeros = jnp.zeros_like(blocks[..., 0], wide)
     state = zeros + HIDDEN, zeros, jnp.zeros((*zeros.shape, value.shape[-1]), wide) + zeros[..., None]
-    for step in range(steps := _steps(how, query.shape[1])):
+    for step in range(steps := _steps(options, query.shape[1])):
         # Sent before the products, which do not use the keys that arrive: the compiler may overlap both.
-        coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
-        state = _merge(how, state, blocks, of_queries, arrived, _positions_in_blocks(how, query, step))
+        coming = collectives.shift(arrived, options.axes) if step < steps - 1 else arrived
+        state = _merge(options, state, blocks, of_queries, arrived, _positions_in_blocks(options, query, step))
         arrived = coming
     largest, total, out = state
     normalizer = largest + jnp.log(total)
@@ -281,26 +299,27 @@ def _ring_fwd(query: Array, key: Array, value: Array, segments: Array | None, ho
 
 
 @promoting
-def _ring_bwd(how: _How, kept: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, segments, out, normalizer = kept
-    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, how)
+def _ring_bwd(options: _Options, residuals: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
+    """Computes the gradients while keys, values and their gradients go around the ring; recomputes the logits."""
+    query, key, value, segments, out, normalizer = residuals
+    blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = normalizer.dtype
-    through = _query_blocks(d_out, key.shape[2], how)
+    through = _query_blocks(d_out, key.shape[2], options)
     # The sum over all keys of p (dO V^T), which the softmax gradient subtracts, equals O dO: known before the first
     # key.
-    correction = (_query_blocks(out, key.shape[2], how).astype(wide) * through.astype(wide)).sum(-1)
+    correction = (_query_blocks(out, key.shape[2], options).astype(wide) * through.astype(wide)).sum(-1)
     of_result = through, normalizer, correction
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
-    for step in range(steps := _steps(how, query.shape[1])):
-        coming = collectives.shift(arrived, how.axes) if step < steps - 1 else arrived
-        places = _positions_in_blocks(how, query, step)
+    for step in range(steps := _steps(options, query.shape[1])):
+        coming = collectives.shift(arrived, options.axes) if step < steps - 1 else arrived
+        places = _positions_in_blocks(options, query, step)
         # The gradients of the current keys arrive while the new terms are computed.
-        before = collectives.shift(d_arrived, how.axes) if step else d_arrived
-        d_query, terms = _merge_gradients(how, d_query, blocks, of_queries, of_result, arrived, places)
+        before = collectives.shift(d_arrived, options.axes) if step else d_arrived
+        d_query, terms = _merge_gradients(options, d_query, blocks, of_queries, of_result, arrived, places)
         d_arrived = jax.tree.map(jnp.add, before, list(terms))
         arrived = coming
     # The gradients are ``steps`` - 1 places away from the device of their keys; a single permute returns them.
-    d_key, d_value = collectives.shift(d_arrived, how.axes, 1 - steps)
+    d_key, d_value = collectives.shift(d_arrived, options.axes, 1 - steps)
     shapes = zip((d_query, d_key[:, :, :, None], d_value[:, :, :, None]), (query, key, value), strict=True)
     return *(_from_blocks(x).astype(like.dtype) for x, like in shapes), None  # type: ignore[return-value]
 
@@ -310,48 +329,50 @@ _ring = jax.custom_vjp(_ring, nondiff_argnums=(4,))
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _steps(how: _How, length: int) -> int:
+def _steps(options: _Options, length: int) -> int:
     """Returns the number of ring steps: the devices whose keys a device needs, all or, with a window, fewer."""
     # In zigzag, tokens before a device's second chunk are also on devices after this device.
-    if how.causal and how.window and how.layout == CONTIGUOUS:
-        return min(how.devices, 1 + math.ceil(how.window[0] / length))
-    return how.devices
+    if options.causal and options.window and options.layout == CONTIGUOUS:
+        return min(options.devices, 1 + math.ceil(options.window[0] / length))
+    return options.devices
 
 
-def _block_length(how: _How, length: int) -> int:
+def _block_length(options: _Options, length: int) -> int:
     """Returns the divisor of the number of tokens that is nearest to the block size.
 
     In zigzag the divisor is of half the tokens, as the halves of a device are not adjacent.
     """
-    length = length // 2 if how.layout == ZIGZAG else length
+    length = length // 2 if options.layout == ZIGZAG else length
     # A divisor, so that no block needs padding and a mask for the padding.
     divisors = [size for size in range(1, length + 1) if length % size == 0]
-    return min(divisors, key=lambda size: abs(math.log(size / how.block_size)))
+    return min(divisors, key=lambda size: abs(math.log(size / options.block_size)))
 
 
-def _in_blocks(query: Array, key: Array, value: Array, segments: Array | None, how: _How) -> tuple[Array, Any, Any]:
+def _in_blocks(
+    query: Array, key: Array, value: Array, segments: Array | None, options: _Options
+) -> tuple[Array, Any, Any]:
     """Cuts arrays into blocks of tokens: (queries, (query positions, segment ids), (keys, values, segment ids))."""
     length = query.shape[1]
     if segments is not None:
-        segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(how, length)), 1, 0)
-    keys, values = (_query_blocks(x, x.shape[2], how)[:, :, :, 0] for x in (key, value))
-    of_queries = _positions_in_blocks(how, query, 0), segments
-    return _query_blocks(query, key.shape[2], how), of_queries, (keys, values, segments)
+        segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(options, length)), 1, 0)
+    keys, values = (_query_blocks(x, x.shape[2], options)[:, :, :, 0] for x in (key, value))
+    of_queries = _positions_in_blocks(options, query, 0), segments
+    return _query_blocks(query, key.shape[2], options), of_queries, (keys, values, segments)
 
 
-def _positions_in_blocks(how: _How, query: Array, step: int) -> Array:
+def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
     """Returns the positions of the keys that arrive in a ring step, in blocks; a barrier delays them to the step."""
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
     length = query.shape[1]
-    positions, _ = lax.optimization_barrier((_own_positions(how, length, step), query[:1, :1, :1, :1]))
-    return positions.reshape(-1, _block_length(how, length))
+    positions, _ = lax.optimization_barrier((_local_positions(options, length, step), query[:1, :1, :1, :1]))
+    return positions.reshape(-1, _block_length(options, length))
 
 
-def _query_blocks(x: Array, groups: int, how: _How) -> Array:
+def _query_blocks(x: Array, groups: int, options: _Options) -> Array:
     """Splits t tokens into n blocks of c, and h heads into g groups of r: [b, t, h, d] -> [n, b, g, r, c, d]."""
     batch, length, heads, size = x.shape
-    blocks = x.reshape(batch, -1, _block_length(how, length), groups, heads // groups, size)
+    blocks = x.reshape(batch, -1, _block_length(options, length), groups, heads // groups, size)
     return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
 
 
@@ -361,7 +382,7 @@ def _from_blocks(x: Array) -> Array:
     return jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, count * length, groups * shared, size)
 
 
-def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
+def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
     """Adds arrived keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
     keys, values, key_segments = arrived
 
@@ -370,17 +391,17 @@ def _merge(how: _How, state: PyTree, queries: Array, of_queries: Any, arrived: A
 
         def add(state: PyTree, block: Any) -> tuple[PyTree, None]:
             key, value, key_position, key_segment = block
-            attend = partial(_attend, how, query, key, value, (position, key_position, segment, key_segment))
-            return lax.cond(_any_visible(how, position, key_position), attend, lambda state: state, state), None
+            attend = partial(_attend, options, query, key, value, (position, key_position, segment, key_segment))
+            return lax.cond(_any_visible(options, position, key_position), attend, lambda state: state, state), None
 
         return None, lax.scan(add, state, (keys, values, places, key_segments))[0]
 
     return lax.scan(of_one_block, None, (state, queries, of_queries))[1]
 
 
-def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
+def _attend(options: _Options, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
     largest, total, out = state
-    logits, mask = _logits(how, query, key, places)
+    logits, mask = _logits(options, query, key, places)
     # Scale old and new terms to the larger of the two exponents, so that neither overflows.
     new = jnp.maximum(largest, logits.max(-1))
     weights = jnp.exp(logits - new[..., None])
@@ -391,16 +412,16 @@ def _attend(how: _How, query: Array, key: Array, value: Array, places: Any, stat
     return new, total * shrink + weights.sum(-1), out * shrink[..., None] + more
 
 
-def _logits(how: _How, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
+def _logits(options: _Options, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
     """Returns the logits [b, g, r, queries, keys], and the mask."""
-    mask = _visible(how, *places)
+    mask = _visible(options, *places)
     mask = None if mask is None else mask[:, None]
-    logits = _product("bgrqd,bgkd->bgrqk", query, key) * how.scale
+    logits = _product("bgrqd,bgkd->bgrqk", query, key) * options.scale
     return (logits if mask is None else jnp.where(mask, logits, HIDDEN)), mask
 
 
 def _merge_gradients(
-    how: _How, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
+    options: _Options, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
     """Adds the arrived keys' terms to the gradient of the queries; also returns the gradients of keys and values."""
     keys, values, key_segments = arrived
@@ -410,8 +431,8 @@ def _merge_gradients(
 
         def add(d_query: Array, block: Any) -> tuple[Array, PyTree]:
             key, value, key_position, key_segment, d_key = block
-            terms = partial(_terms, how, query, key, value, (position, key_position, segment, key_segment), result)
-            seen = _any_visible(how, position, key_position)
+            terms = partial(_terms, options, query, key, value, (position, key_position, segment, key_segment), result)
+            seen = _any_visible(options, position, key_position)
             return lax.cond(seen, terms, lambda *sums: sums, d_query, d_key)
 
         d_query, d_keys = lax.scan(add, d_query, (keys, values, places, key_segments, d_keys))
@@ -423,7 +444,7 @@ def _merge_gradients(
 
 
 def _terms(
-    how: _How, query: Array, key: Array, value: Array, places: Any, result: Any, d_query: Array, d_keys: Any
+    options: _Options, query: Array, key: Array, value: Array, places: Any, result: Any, d_query: Array, d_keys: Any
 ) -> tuple[Array, tuple[Array, Array]]:
     """Adds a block's terms to the gradients of its query, key and value.
 
@@ -431,10 +452,10 @@ def _terms(
     """
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
     # Recompute the softmax from the single number kept for each query; masked logits give 0.
-    logits, _ = _logits(how, query, key, places)
+    logits, _ = _logits(options, query, key, places)
     softmax = jnp.exp(logits - normalizer[..., None])
     d_value += _product("bgrqk,bgrqd->bgkd", softmax.astype(value.dtype), d_out.astype(value.dtype))
-    d_logits = softmax * (_product("bgrqd,bgkd->bgrqk", d_out, value) - correction[..., None]) * how.scale
+    d_logits = softmax * (_product("bgrqd,bgkd->bgrqk", d_out, value) - correction[..., None]) * options.scale
     d_logits = d_logits.astype(query.dtype)  # matrix units multiply narrow operands, and add in float32
     d_key += _product("bgrqk,bgrqd->bgkd", d_logits, query)
     return d_query + _product("bgrqk,bgkd->bgrqd", d_logits, key), (d_key, d_value)
@@ -450,31 +471,33 @@ def _product(dims: str, a: Array, b: Array) -> Array:
 
 
 def _check(
-    query: Array, key: Array, value: Array, segments: Array | None, how: _How, impl: str, kernel: Kernel | None
+    query: Array, key: Array, value: Array, segments: Array | None, options: _Options, impl: str, kernel: Kernel | None
 ) -> None:
+    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices."""
     if impl not in ("gather", "ulysses", "ring"):
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
     _check_shapes(query, key, value, segments)
-    if how.layout == ZIGZAG:
-        check_even(query.shape[1] * how.devices, how.devices, "context_attention")
+    if options.layout == ZIGZAG:
+        check_even(query.shape[1] * options.devices, options.devices, "context_attention")
     if impl == "ring" and kernel is not None:
         raise ValueError(
             "kernel= with impl='ring': the ring merges softmaxes block by block, which needs more than a kernel's "
             "results. Leave kernel= out, or pass impl='ulysses' (or 'gather'), which calls the kernel on full rows."
         )
-    if how.window is not None and min(how.window) < 0:
+    if options.window is not None and min(options.window) < 0:
         raise ValueError(
-            f"window={how.window}: how many tokens a token sees to its left and right must be 0 or more each."
+            f"window={options.window}: how many tokens a token sees to its left and right must be 0 or more each."
         )
-    if how.block_size < 1:
-        raise ValueError(f"context_attention: block_size={how.block_size} must be a positive number of tokens.")
-    if impl == "ulysses" and (heads := query.shape[2]) % how.devices:
+    if options.block_size < 1:
+        raise ValueError(f"context_attention: block_size={options.block_size} must be a positive number of tokens.")
+    if impl == "ulysses" and (heads := query.shape[2]) % options.devices:
         raise ValueError(
-            f"impl='ulysses': the {heads} query heads do not divide over the {how.devices} devices along {how.axes}. "
-            f"Take impl='ring' or 'gather', or {math.gcd(heads, how.devices)} devices for the sequence."
+            f"impl='ulysses': the {heads} query heads do not divide over the {options.devices} devices along "
+            f"{options.axes}. Take impl='ring' or 'gather', or {math.gcd(heads, options.devices)} devices for the "
+            "sequence."
         )
     for name, array in {"query": query, "key": key, "value": value}.items():
-        for axis in collectives.spread_axes(how.axes):
+        for axis in collectives.spread_axes(options.axes):
             if collectives.type_shows_varying(axis, array) and axis not in collectives.varying_axes(array):
                 raise ValueError(
                     f"context_attention: the {name} does not vary over {axis!r} (its type is {jax.typeof(array)}): all "
@@ -484,6 +507,7 @@ def _check(
 
 
 def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None) -> None:
+    """Raises a ``ValueError`` if the shapes of query, key, value and segments do not fit."""
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 for shape in shapes) and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not (fit and key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3]):

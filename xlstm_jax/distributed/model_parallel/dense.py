@@ -34,15 +34,15 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.model_parallel.activations import (
+    axis_devices,
     check_differs,
     check_equal,
-    check_own_tokens,
+    check_local_tokens,
     check_tokens,
-    devices_here,
     enter_split,
     gather_tokens,
     leave_split,
-    parts_of_params,
+    param_shards,
     scatter_tokens,
 )
 from xlstm_jax.formatting import joined
@@ -88,7 +88,7 @@ def split_param(
         this axis for another dim, or the parameter arrives unsharded. The error names the parameter.
     """
     path, dim = "/".join((*module.path, name)), dim % len(shape)
-    count, here = parts_of_params(axis_name, path), devices_here(axis_name, path)
+    count, bound = param_shards(axis_name, path), axis_devices(axis_name, path)
     if shape[dim] % count:
         raise ValueError(
             f"'{path}' of shape {shape} is to be split along dim {dim}, of size {shape[dim]}, which the {count} "
@@ -97,13 +97,13 @@ def split_param(
         )
 
     # Raise before Linen compares shapes: its error would name neither the axis nor the wrapper.
-    if here > 1 and module.has_variable("params", name):
-        _check_own_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
+    if bound > 1 and module.has_variable("params", name):
+        _check_local_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
-    def own_part(rng: Array) -> Any:
+    def local_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
-        value = collectives.own_shard(box.value, dim, (axis_name,)) if here > 1 else box.value
+        value = collectives.local_shard(box.value, dim, (axis_name,)) if bound > 1 else box.value
         if axis_name not in jax.sharding.get_abstract_mesh().shape:
             return rebox(leaf, value)  # on one device, where a box may not name an unknown axis
         names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
@@ -115,12 +115,12 @@ def split_param(
             )
         return Sharded(value, names, model_axes=(axis_name,))
 
-    value: Array = module.param(name, own_part)
+    value: Array = module.param(name, local_part)
     return value
 
 
-def _check_own_part(path: str, found: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
-    if found.shape == shape:
+def _check_local_part(path: str, value: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
+    if value.shape == shape:
         raise ValueError(
             f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
             f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
@@ -149,10 +149,10 @@ def column_products(
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
         return [product(entered, kernel) for kernel in kernels]
-    if not ring or devices_here(axis_name, caller) == 1:
+    if not ring or axis_devices(axis_name, caller) == 1:
         entered = gather_tokens(x, sequence_dim, axis_name, caller=caller)
         return [product(entered, kernel) for kernel in kernels]
-    check_own_tokens(x, sequence_dim, axis_name, caller)
+    check_local_tokens(x, sequence_dim, axis_name, caller)
     return _gathered_in_a_ring(x, kernels, axis_name, sequence_dim, product)
 
 
@@ -186,7 +186,7 @@ def row_product(
     ``sequence_dim`` the sum is split along that dim of tokens; with ``ring`` in ring steps interleaved with the
     products.
     """
-    n = devices_here(axis_name, caller)
+    n = axis_devices(axis_name, caller)
     if sequence_dim is None:
         return leave_split(product(x, kernel), axis_name, caller=caller)
     if not ring or n == 1:
@@ -235,10 +235,10 @@ def check_features_divide(features: tuple[int, ...], count: int, axis_name: str,
     first, *others = features
     looks_fused = bool(others) and (first in FUSED or (len(others) > 1 and others[0] % count == 0))
     if looks_fused and first % count:
-        raise several_in_one(features, count, axis_name, caller)
+        raise fused_features_error(features, count, axis_name, caller)
 
 
-def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
+def fused_features_error(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
     """Returns the error for features such as (3, heads, dim): the split would divide the 3 instead of the heads."""
     first, second, *rest = features
     divided, heads = ", which do not divide it", f"; if it counts heads, take {_divisors(first, count)} devices"
@@ -248,9 +248,8 @@ def several_in_one(features: tuple[int, ...], count: int, axis_name: str, caller
     multiple = "" if second % count == 0 else f", with a multiple of {count} in place of {second}"
     return ValueError(
         f"{caller} has the features {features}, and a column-split layer splits the first dim, of {first}, over the "
-        f"{count} devices along {axis_name!r}{divided}. If that dim is {first} fused layers{FUSED.get(first, '')}, "
-        f"make {first} layers of features {of_each}, or put the dim to split first: "
-        f"{(second, first, *rest)}{multiple}{heads}."
+        f"{count} devices along {axis_name!r}{divided}. Make {first} layers{FUSED.get(first, '')} of features "
+        f"{of_each}, or put the dim to split first: {(second, first, *rest)}{multiple}{heads}."
     )
 
 
@@ -291,18 +290,18 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
     return reshaped
 
 
-def _whole_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
+def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps an initialiser so that the parameter is not split over the axis, even if ``init`` names the axis."""
 
-    def without(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def replicated_init(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
         if axis_name not in box.axes:
             return leaf
-        kept = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
-        return Sharded(box.value, tuple(map(axes_entry, kept))) if any(kept) else box.value
+        names = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
+        return Sharded(box.value, tuple(map(axes_entry, names))) if any(names) else box.value
 
-    return without
+    return replicated_init
 
 
 class Split(nn.Module, kw_only=True):
@@ -389,12 +388,13 @@ class ColumnDense(_SplitDense):
         """
         count = last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
-        here = devices_here(self.axis_name, self._called)
-        if share_of_input(self, x, count, here) == "share":  # before Linen compares shapes
+        devices = axis_devices(self.axis_name, self._called)
+        if share_of_input(self, x, count, devices) == "share":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by columns, and its input of shape {x.shape} has {x.shape[-count]} of the "
-                f"{x.shape[-count] * here} features of its kernel: a column-split layer before has split them over "
-                f"the {here} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in split_modules)."
+                f"{x.shape[-count] * devices} features of its kernel: a column-split layer before has split them over "
+                f"the {devices} devices along {self.axis_name!r}. Make {self._called} a RowDense ('row' in "
+                "split_modules)."
             )
         kernel = self._columns("kernel", _flat_init(self.kernel_init, count), shape)
         bias = self._columns("bias", _flat_init(self.bias_init, 0), self._outputs) if self.use_bias else None
@@ -402,22 +402,23 @@ class ColumnDense(_SplitDense):
         return x, kernel, bias
 
     def _columns(self, name: str, init: Callable[..., Any], shape: tuple[int, ...]) -> Array:
+        """Returns the columns of a parameter for this device: a shard, or a head if heads are copied."""
         dim, axis = len(shape) - len(self._outputs), self.axis_name
         copies = self._devices_per_head() if self.copied else 1
         if copies == 1:
-            check_features_divide(self._outputs, parts_of_params(axis, self._called), axis, self._called)
+            check_features_divide(self._outputs, param_shards(axis, self._called), axis, self._called)
             return split_param(self, name, init, shape, self.param_dtype, dim=dim, axis_name=axis)
-        whole: Array = self.param(name, _whole_along(axis, init), shape, self.param_dtype)
-        if devices_here(axis, self._called) == 1:
-            return whole
+        full: Array = self.param(name, _replicated_along(axis, init), shape, self.param_dtype)
+        if axis_devices(axis, self._called) == 1:
+            return full
         # Devices read different heads of the parameter, so gradients are summed: over the copies of a head, with zeros
         # from the remaining heads.
         with jax.named_scope("sync_gradients"):
-            whole = enter_split(whole, axis, caller=self._called)
-        return lax.dynamic_slice_in_dim(whole, collectives.axis_index((axis,)) // copies, 1, dim)
+            full = enter_split(full, axis, caller=self._called)
+        return lax.dynamic_slice_in_dim(full, collectives.axis_index((axis,)) // copies, 1, dim)
 
     def _devices_per_head(self) -> int:
-        n, heads = parts_of_params(self.axis_name, self._called), self._outputs[0]
+        n, heads = param_shards(self.axis_name, self._called), self._outputs[0]
         if n > heads and n % heads:
             raise ValueError(
                 f"{self._called}: {heads} heads are to be copied to the {n} devices along {self.axis_name!r}, which "
@@ -447,14 +448,14 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     """
     first = layers[0]
     for layer, name in itertools.product(layers[1:], _EQUAL_FIELDS):
-        if (found := getattr(layer, name)) != (want := getattr(first, name)):
+        if (got := getattr(layer, name)) != (want := getattr(first, name)):
             raise ValueError(
-                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {found!r}. Layers of the "
+                f"columns_of: {first._called} has {name}={want!r}, and {layer._called} has {got!r}. Layers of the "
                 "same input must agree: pass equal options, or call each layer separately."
             )
     first._check_ring()
     given = [layer.operands(x) for layer in layers]
-    if first.sequence_dim is None and (n := devices_here(first.axis_name, first._called)) > 1:
+    if first.sequence_dim is None and (n := axis_devices(first.axis_name, first._called)) > 1:
         check_equal(x, first.axis_name, n, first._called)
     products = column_products(
         given[0][0],
@@ -490,23 +491,22 @@ class RowDense(_SplitDense):
     def __call__(self, x: Array) -> Array:
         """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
         self._check_ring()
-        here, count = devices_here(self.axis_name, self._called), last_dims(self.axis, x, self._called)
+        devices, count = axis_devices(self.axis_name, self._called), last_dims(self.axis, x, self._called)
         inputs = x.shape[x.ndim - count :]
-        if share_of_input(self, x, count, here) == "all":  # before Linen compares shapes
+        if share_of_input(self, x, count, devices) == "all":  # before Linen compares shapes
             raise ValueError(
                 f"{self._called} is split by rows, and its input of shape {x.shape} has all {inputs[0]} features, "
-                f"not the {inputs[0] // here} of each of the {here} devices along {self.axis_name!r}. Make the layer "
-                "before a ColumnDense ('column' in split_modules), or, if this is the first of the two, this layer a "
-                "ColumnDense and the next a RowDense."
+                f"not the {inputs[0] // devices} of each of the {devices} devices along {self.axis_name!r}. Make the "
+                "layer before a ColumnDense ('column' in split_modules), or swap the kinds of the two layers."
             )
-        if here > 1:
-            check_differs(x, self.axis_name, here, self._called)
-        shape = (inputs[0] * here, *inputs[1:], *self._outputs)
+        if devices > 1:
+            check_differs(x, self.axis_name, devices, self._called)
+        shape = (inputs[0] * devices, *inputs[1:], *self._outputs)
         init = _flat_init(self.kernel_init, count)
         kernel = split_param(self, "kernel", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)
         bias = None
         if self.use_bias:
-            bias_init = _whole_along(self.axis_name, _flat_init(self.bias_init, 0))
+            bias_init = _replicated_along(self.axis_name, _flat_init(self.bias_init, 0))
             bias = self.param("bias", bias_init, self._outputs, self.param_dtype)
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         y = row_product(

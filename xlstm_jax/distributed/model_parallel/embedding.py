@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
-from xlstm_jax.distributed.model_parallel.activations import devices_here, leave_split, scatter_tokens
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, leave_split, scatter_tokens
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_products, split_param
 
 
@@ -34,7 +34,7 @@ def look_up_split_rows(
     The result is split along ``sequence_dim`` if that is not ``None``; a row is NaN for an invalid token.
     """
     size = table.shape[0]
-    if devices_here(axis_name, caller) == 1:
+    if axis_devices(axis_name, caller) == 1:
         return jnp.take(table, tokens, axis=0)
     # Widen narrow tokens before adding and comparing: in uint8 a size of 256 would overflow to 0.
     tokens = tokens.astype(common_dtype(tokens.dtype, jnp.int32))
@@ -42,9 +42,9 @@ def look_up_split_rows(
     known = (tokens >= 0) & (tokens < num_embeddings)
     # Each token's row is on a single device; the remaining devices add zeros, so the sum equals the row to the last
     # bit.
-    own = tokens - collectives.axis_index((axis_name,)) * size
-    is_here = (own >= 0) & (own < size)
-    rows = jnp.take(table, jnp.where(is_here, own, 0), axis=0)
+    local_tokens = tokens - collectives.axis_index((axis_name,)) * size
+    is_here = (local_tokens >= 0) & (local_tokens < size)
+    rows = jnp.take(table, jnp.where(is_here, local_tokens, 0), axis=0)
     rows = jnp.where(is_here[..., None], rows, jnp.where(known, 0, jnp.nan)[..., None].astype(rows.dtype))
     if sequence_dim is None:
         return leave_split(rows, axis_name, caller=caller)

@@ -38,7 +38,7 @@ from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,
-    own_part,
+    local_part,
     send_back,
     send_rows,
     starts_of,
@@ -89,6 +89,7 @@ def _by_group(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: 
 
 
 def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> tuple[Array, PyTree]:
+    """Applies each expert to the blocks of its group of rows; residuals: the inputs."""
     padded = _with_block(rows, block)
 
     def of_one_group(out: Array, group: Any) -> tuple[Array, None]:
@@ -111,8 +112,9 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
     return _up_to(sizes, out[: len(rows)]), (params, rows, sizes)
 
 
-def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
-    params, rows, sizes = kept
+def _by_group_bwd(expert: Expert, block: int, residuals: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
+    """Recomputes the experts block by block; returns the gradients of parameters and rows."""
+    params, rows, sizes = residuals
     padded, d_out = _with_block(rows, block), _with_block(_up_to(sizes, d_out), block)
 
     def of_one_group(d_rows: Array, group: Any) -> tuple[Array, PyTree]:
@@ -121,11 +123,11 @@ def _by_group_bwd(expert: Expert, block: int, kept: PyTree, d_out: Array) -> tup
         def of_one_block(i: Array, sums: Any) -> Any:
             d_rows, d_params = sums
             at = start + i * block
-            own = at + jnp.arange(block) < start + size
-            coming = _where_rows(own, lax.dynamic_slice_in_dim(d_out, at, block), 0)
+            in_group = at + jnp.arange(block) < start + size
+            coming = _where_rows(in_group, lax.dynamic_slice_in_dim(d_out, at, block), 0)
             # The derivative at rows of another expert may be infinite (a norm of zeros), and 0 times infinity is NaN.
             taken = lax.dynamic_slice_in_dim(padded, at, block)
-            _, backward = jax.vjp(expert, of_one, _where_rows(own, taken, taken[:1]))
+            _, backward = jax.vjp(expert, of_one, _where_rows(in_group, taken, taken[:1]))
             of_params, of_rows = backward(coming)
             d_params = jax.tree.map(lambda total, x: total + x.astype(total.dtype), d_params, of_params)
             return lax.dynamic_update_slice_in_dim(d_rows, of_rows, at, 0), d_params
@@ -320,7 +322,9 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Assigns rows to the C slots of each expert, for one group; a choice of expert E takes no slot.
+    """Assigns rows to the C slots of each expert, for one group of rows.
+
+    A choice with the value E, the number of experts, is of a row that does not count, and takes no slot.
 
     Returns:
       The row in each slot, [E, C], and for each choice the place among the choices of the same expert, [n, k].
@@ -342,8 +346,8 @@ def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[
     devices = collectives.axis_size(axes)
     count, capacity, size = slots.shape
     arrived = collectives.all_to_all(slots.reshape(devices, -1, capacity, size), axes)
-    own = jnp.moveaxis(arrived, 0, 1).reshape(count // devices, devices * capacity, size)
-    results = experts(params, own).reshape(count // devices, devices, capacity, -1)
+    local_slots = jnp.moveaxis(arrived, 0, 1).reshape(count // devices, devices * capacity, size)
+    results = experts(params, local_slots).reshape(count // devices, devices, capacity, -1)
     return collectives.all_to_all(jnp.moveaxis(results, 1, 0), axes).reshape(count, capacity, -1)
 
 
@@ -413,17 +417,17 @@ class Experts(nn.Module):
         weights = None if row_weights is None else row_weights.ravel()
         self._sow_losses(routing, weights)
         params = self._params(axes, rows)
-        own = rows, routing.weights, routing.logits
-        if shared_axes:  # own_part has no forward-mode derivative, so call it only if needed
-            own = jax.tree.map(lambda x: own_part(x, 0, shared_axes), own)
-        chosen, weights = jax.tree.map(lambda x: collectives.own_shard(x, 0, shared_axes), (routing.experts, weights))
-        out = self._of_own_tokens(params, own[0], Routing(chosen, *own[1:]), weights, axes, shared_axes)
+        local = rows, routing.weights, routing.logits
+        if shared_axes:  # local_part has no forward-mode derivative, so call it only if needed
+            local = jax.tree.map(lambda x: local_part(x, 0, shared_axes), local)
+        chosen, weights = jax.tree.map(lambda x: collectives.local_shard(x, 0, shared_axes), (routing.experts, weights))
+        out = self._apply_to_local_tokens(params, local[0], Routing(chosen, *local[1:]), weights, axes, shared_axes)
         out = all_parts(out, 0, shared_axes) if shared_axes else out
         if self.shared is not None:
             out = out + self.shared(rows)
         return out.reshape(*x.shape[:-1], -1)
 
-    def _of_own_tokens(
+    def _apply_to_local_tokens(
         self,
         params: PyTree,
         rows: Array,
@@ -432,6 +436,7 @@ class Experts(nn.Module):
         axes: tuple[str, ...],
         shared_axes: tuple[str, ...],
     ) -> Array:
+        """Applies the experts to the local tokens; devices exchange tokens if experts are split over ``axes``."""
         module = self.module.clone(parent=None, name=None)
 
         def expert(params: PyTree, rows: Array) -> Array:
@@ -464,10 +469,10 @@ class Experts(nn.Module):
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
         if self.batch_axes is None:
-            said = tuple(varying) if tracked else running_loss().batch_axes or among
+            batch_axes = tuple(varying) if tracked else running_loss().batch_axes or among
         else:
-            said = as_axis_names(self.batch_axes)
-        differ = tuple(axis for axis in among if axis in said)
+            batch_axes = as_axis_names(self.batch_axes)
+        differ = tuple(axis for axis in among if axis in batch_axes)
         for axis in tracked:
             if (axis in differ) != (axis in varying):
                 has = "differ" if axis not in differ else "are the same"
@@ -520,9 +525,9 @@ class Experts(nn.Module):
             return self.param("experts", self._init_experts, axes, rows)
         params = nn.meta.unbox(self.get_variable("params", "experts"))
         needed = self.num_experts // collectives.axis_size(axes)
-        if found := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
+        if lengths := {len(leaf) for leaf in jax.tree.leaves(params)} - {needed}:
             raise ValueError(
-                f"Experts: a device has parameters of {max(found)} experts, where {needed} are needed, "
+                f"Experts: a device has parameters of {max(lengths)} experts, where {needed} are needed, "
                 f"{self.num_experts} over {axes or 'one device'}. Use the num_experts of init, leave the experts' axis "
                 "out of the axis_name of the wrapper, and pass parameters into shard_map with "
                 "in_specs=partition_specs(params, mesh)."
@@ -532,7 +537,7 @@ class Experts(nn.Module):
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
         """Initialises each expert with a separate key; boxes the parameters with the experts' axis in front."""
         # Each device makes all keys and keeps its shard: the same values on any number of devices.
-        keys = collectives.own_shard(jax.random.split(rng, self.num_experts), 0, axes)
+        keys = collectives.local_shard(jax.random.split(rng, self.num_experts), 0, axes)
         module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])
         with apart_from_model():
             params = jax.vmap(lambda key: module.init(key, row)["params"])(keys)
@@ -541,10 +546,10 @@ class Experts(nn.Module):
         def boxed(leaf: Any) -> Any:
             if not over and not is_box(leaf):
                 return leaf
-            found = leaf_of(split_by_model(with_layer_names(leaf)))
+            box = leaf_of(split_by_model(with_layer_names(leaf)))
             # unit_depth=0: wrapped modules within the expert gather nothing, as the parameters are gathered when read
             # here.
-            names = axes_entry(over), *found.names[1:]
-            return found.replace(names=names, model_axes=over + found.model_axes, unit_depth=0)
+            names = axes_entry(over), *box.names[1:]
+            return box.replace(names=names, model_axes=over + box.model_axes, unit_depth=0)
 
         return trees.map_leaves(boxed, params)

@@ -39,15 +39,15 @@ from xlstm_jax.distributed.data_parallel.modules.unit import is_within, public_m
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
-from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, parts_of_params
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     FUSED,
     check_features_divide,
     column_products,
     contracted,
+    fused_features_error,
     last_dims,
     row_product,
-    several_in_one,
 )
 from xlstm_jax.distributed.model_parallel.embedding import check_integers, look_up_split_rows
 from xlstm_jax.distributed.model_parallel.splitting import BETWEEN, SPLITTERS, joined_logits
@@ -78,7 +78,7 @@ class _Split:
 
     @property
     def devices(self) -> int:
-        return devices_here(self.axis_name, self.called)
+        return axis_devices(self.axis_name, self.called)
 
 
 @dataclass
@@ -122,8 +122,8 @@ def _change_class(module: nnx.Module, cls: type[nnx.Module]) -> None:
 
 def _own_params(module: nnx.Module) -> list[str]:
     """Returns the names of a module's own parameters that take a gradient."""
-    found = ((name, value) for name, value in vars(module).items() if is_variable(value))
-    return [name for name, x in found if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
+    variables = ((name, value) for name, value in vars(module).items() if is_variable(value))
+    return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _is_checked(module: nnx.Module) -> bool:
@@ -147,8 +147,8 @@ def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict
     matched = set()
     for path, module in modules.items():
         is_layer = bool(_own_params(module))
-        found = ((pattern, kind) for pattern, kind in kinds.items() if is_layer or kind in BETWEEN)
-        pattern, kind = next(((pattern, kind) for pattern, kind in found if pattern.search(path)), (None, ""))
+        candidates = ((pattern, kind) for pattern, kind in kinds.items() if is_layer or kind in BETWEEN)
+        pattern, kind = next(((pattern, kind) for pattern, kind in candidates if pattern.search(path)), (None, ""))
         if pattern is not None:
             matched.add(pattern)
             chosen[path] = kind
@@ -157,9 +157,9 @@ def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict
     for pattern, kind in kinds.items():
         if pattern not in matched:
             layers = [path for path, module in modules.items() if kind in BETWEEN or isinstance(module, LAYERS[kind])]
-            what = "modules" if kind in BETWEEN else "dense layers"
+            noun = "modules" if kind in BETWEEN else "dense layers"
             raise ValueError(
-                f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of {model}: "
+                f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {noun} of {model}: "
                 f"{listed(sorted(layers), 12) or 'it has none'}. Patterns are of the last names of these paths."
             )
     inside = [path for path, kind in chosen.items() if kind == "inside"]
@@ -220,6 +220,7 @@ def _name_axis(layer: Any, split: _Split) -> None:
 
 
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
+    """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there."""
     metadata = variable.get_metadata()
     given = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
     # nnx.vmap adds leading dims of layers.
@@ -304,7 +305,7 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
         before = {path: leaf.get_raw_value() for path, leaf in variables.items()}
         for path, leaf in variables.items():
             # NNX refuses to write a variable of another trace. This write is undone before NNX could notice.
-            object.__setattr__(leaf, "_raw_value", _own_value(leaf, before[path], split))
+            object.__setattr__(leaf, "_raw_value", _local_value(leaf, before[path], split))
         try:
             yield
         finally:
@@ -313,7 +314,7 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
                     object.__setattr__(leaf, "_raw_value", before[path])
 
 
-def _own_value(leaf: Any, value: Any, split: _Split) -> Any:
+def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
     if isinstance(leaf, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact):
         with jax.named_scope("sync_gradients"):  # a gradient is sent, not an activation
             return enter_split(value, split.axis_name, caller=split.called)
@@ -362,10 +363,10 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 def _check_features(features: tuple[int, ...], split: _Split) -> None:
     """Raises if the devices along the axis do not divide the first feature dim, or if this dim counts fused layers."""
-    count = parts_of_params(split.axis_name, split.called)
+    count = param_shards(split.axis_name, split.called)
     check_features_divide(features, count, split.axis_name, split.called)
     if len(features) == 3 and count > 1 and count == features[0] in FUSED and features[1] not in FUSED:
-        raise several_in_one(features, count, split.axis_name, f"split_modules: {split.called}")
+        raise fused_features_error(features, count, split.axis_name, f"split_modules: {split.called}")
     if features[0] % count:
         raise ValueError(
             f"split_modules: '{split.path}' has {features[0]} features (or heads), which the {count} devices along "
@@ -388,8 +389,8 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
         raise ValueError(
             f"split_modules: '{split.path}' is split by rows, and its input of shape {x.shape} has all "
             f"{x.shape[x.ndim - count]} features, not the {kernel.shape[0]} of each of the {n} devices along "
-            f"{split.axis_name!r}. Split the layer before {split.called} by 'column' (are the two swapped?), or leave "
-            f"{split.called} out of split=."
+            f"{split.axis_name!r}. Split the layer before {split.called} by 'column', or leave {split.called} out of "
+            "split=."
         )
     product = functools.partial(contracted, count=count, precision=self.precision)
     y = row_product(x, kernel, split.axis_name, product=product, caller=split.called)
@@ -413,8 +414,8 @@ def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-    (own,) = column_products(query, [table.T], split.axis_name, caller=split.called)
-    return joined_logits(own, split.axis_name)
+    (logits,) = column_products(query, [table.T], split.axis_name, caller=split.called)
+    return joined_logits(logits, split.axis_name)
 
 
 def _checked(plain: Method, split: _Split) -> Method:
@@ -431,6 +432,7 @@ def _checked(plain: Method, split: _Split) -> Method:
 
 
 def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Split) -> None:
+    """Raises a ``ValueError`` if a module between a column-split and a row-split layer is in no kind of ``split=``."""
     axis, n = split.axis_name, split.devices
     if isinstance(module, DENSE) and args:
         count = len(module.axis) if isinstance(module, nnx.LinearGeneral) else 1
@@ -446,6 +448,5 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
         raise ValueError(
             f"split_modules: '{split.path}' ({type(module).__name__}) has whole parameters, and runs after '{column}' "
             f"is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its input is "
-            f"split over {axis!r} (check_vma=False needs this to sum its gradients), or as 'whole' if its input and "
-            "output are replicated."
+            f"split over {axis!r}, or as 'whole' if its input and output are replicated."
         )

@@ -113,7 +113,7 @@ def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, rev
     # A reverse scan is a forward scan with devices counted from the end.
     rank, direction = (n - 1 - index, -1) if reverse else (index, 1)
 
-    def after_those_of(distance: int, step: PyTree) -> PyTree:
+    def compose_after(distance: int, step: PyTree) -> PyTree:
         arrived = collectives.shift(step, axes, direction * distance, ring=False)
         # Devices that receive nothing have zeros, whose gradient may not exist (logarithms): use the device's step
         # instead.
@@ -122,7 +122,7 @@ def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, rev
 
     step = _where(rank == 0, combine(first, step), step)
     for power in range((n - 1).bit_length()):
-        step = after_those_of(2**power, step)
+        step = compose_after(2**power, step)
     return _where(rank == 0, first, collectives.shift(step, axes, direction, ring=False))
 
 

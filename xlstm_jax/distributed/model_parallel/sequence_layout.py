@@ -115,7 +115,7 @@ class ReorderedTokens:
     __jax_array__ = __array__ = __getitem__ = __iter__ = _no_array
 
 
-def is_laid_out(node: Any) -> bool:
+def is_reordered(node: Any) -> bool:
     """Returns whether a node of a tree is a ``ReorderedTokens``."""
     return isinstance(node, ReorderedTokens)
 
@@ -128,7 +128,7 @@ def in_natural_order(batch: PyTree) -> PyTree:
             return leaf
         return reordered(leaf.value, np.argsort(zigzag_order(leaf.shape[leaf.dim], leaf.devices)), leaf.dim)
 
-    return trees.map_leaves(natural, batch, one_leaf=is_laid_out)
+    return trees.map_leaves(natural, batch, one_leaf=is_reordered)
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
@@ -155,12 +155,12 @@ class SequenceLayout:
 
 
 # JAX retraces a function if this value changes: the cached trace of an inner `jit` or `scan` has the old layout.
-_said = jax.make_user_context(default_value=None)
+_layout_of_step = jax.make_user_context(default_value=None)
 
 
-def said(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
+def layout_context(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
     """Returns a context that sets the layout of the step for layers traced inside; ``layout_over`` reads the layout."""
-    return _said(sequence)
+    return _layout_of_step(sequence)
 
 
 def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
@@ -179,7 +179,7 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
     # On a single device the sequence is in natural order.
     if not axes:
         return CONTIGUOUS
-    here: SequenceLayout | None = _said.value
+    here: SequenceLayout | None = _layout_of_step.value
     # No errors in the reference of `check_step`, which need only be right: the trace of the step itself raises.
     if running_loss().is_reference:
         return here.layout if here is not None and here.axes == axes else CONTIGUOUS
@@ -258,13 +258,13 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     check_layout(layout)
     axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")
     devices = collectives.axis_size(axes)
-    leaves, treedef = trees.flatten_with_path(batch, one_leaf=is_laid_out)
+    leaves, treedef = trees.flatten_with_path(batch, one_leaf=is_reordered)
     places: list[int | None] = []
     lengths: dict[str, int] = {}
     for path, leaf in leaves:
         has_tokens = -np.ndim(leaf) <= dim < np.ndim(leaf)
         if isinstance(leaf, ReorderedTokens):
-            check_laid_out(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
+            check_reordered(named_leaf("batch", path), leaf, layout, devices, format_axes(axes) if axes else "no axis")
         elif has_tokens:
             lengths[path] = leaf.shape[dim]
         places.append(dim if has_tokens and not isinstance(leaf, ReorderedTokens) else None)
@@ -280,11 +280,11 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     spread = collectives.spread_axes(axes)
     if layout == ZIGZAG:
         values = exchanged(values, places, spread)
-    with said(SequenceLayout(layout, spread)):
+    with layout_context(SequenceLayout(layout, spread)):
         yield jax.tree.unflatten(treedef, values)
 
 
-def check_laid_out(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
+def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
     """Raises a ``ValueError`` if a leaf was reordered for another layout or another number of devices."""
     if leaf.devices == devices == 1:
         return

@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves
 from xlstm_jax.distributed.data_parallel.trees import map_values
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split
 from xlstm_jax.formatting import kind_of
 
 Target = TypeVar("Target", bound=Callable[..., nn.Module])
@@ -52,7 +52,7 @@ def on_split_input(target: Target, axis_name: str) -> Target:
 
     def make_rng(self: nn.Module, name: str = "params") -> Array:
         key = target.make_rng(self, name)
-        if name == "params" or devices_here(axis_name, "on_split_input") == 1:
+        if name == "params" or axis_devices(axis_name, "on_split_input") == 1:
             return key
         return jax.random.fold_in(key, collectives.axis_index((axis_name,)))
 

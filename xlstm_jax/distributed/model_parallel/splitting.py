@@ -18,13 +18,13 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.linen_module import class_and_fields, is_nnx, methods_to_lift, watching
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.model_parallel.activations import devices_here, join_tokens, parts_of_params
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     DEFAULT_AXIS,
     FUSED,
     ColumnDense,
     RowDense,
-    several_in_one,
+    fused_features_error,
     share_of_input,
 )
 from xlstm_jax.distributed.model_parallel.embedding import SplitEmbed
@@ -148,11 +148,11 @@ class _Splitting:
         """Raises if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
-                found = self.dense | self.others if kind in BETWEEN else self.dense
-                what = "modules" if kind in BETWEEN else "dense layers"
+                seen = self.dense | self.others if kind in BETWEEN else self.dense
+                noun = "modules" if kind in BETWEEN else "dense layers"
                 raise ValueError(
-                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {what} of "
-                    f"{type(model).__name__}: {listed(sorted(found), 12) or 'it has none'}. Patterns are of the "
+                    f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {noun} of "
+                    f"{type(model).__name__}: {listed(sorted(seen), 12) or 'it has none'}. Patterns are of the "
                     "last names of these paths."
                 )
 
@@ -206,7 +206,7 @@ class _Run:
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
         """Raises if a row-split layer gets unsplit features, or a column-split layer gets split features."""
         axis, ran = self.splitting.axis_name, self.splitting.ran
-        n, count = devices_here(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
+        n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
         share = share_of_input(module, x, count, n)
         if isinstance(module, RowDense) and share == "all":
             order, parent = list(ran), path.rpartition("/")[0]
@@ -238,7 +238,7 @@ class _Run:
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
             return
-        n, axes = devices_here(axis, f"'{path}'"), getattr(module, "axis", -1)
+        n, axes = axis_devices(axis, f"'{path}'"), getattr(module, "axis", -1)
         count = 1 if isinstance(axes, int) else len(axes)
         if share_of_input(module, args[0], count, n) == "share":
             shape = args[0].shape
@@ -249,30 +249,31 @@ class _Run:
             )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
+        """Raises a ``ValueError`` if a module between a column-split and a row-split layer is not in ``split=``."""
         axis = self.splitting.axis_name
-        is_split = self._column is not None and devices_here(axis, f"'{path}'") > 1
+        is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
         # Direct parameters alone: parameters of submodules are checked when the submodule runs.
-        own = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
-        has_params = bool(trees.differentiable(own))
+        arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
+        has_params = bool(trees.differentiable(arrays))
         # With check_vma=True JAX sums the gradients.
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
-                f"'inside' if its input is split over {axis!r} (check_vma=False needs this to sum its gradients), or "
-                "as 'whole' if its input and output are replicated."
+                f"'inside' if its input is split over {axis!r}, or as 'whole' if its input and output are replicated."
             )
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
+    """Raises a ``ValueError`` for a layer of a class that ``kind`` does not split, or with a custom product."""
     if type(module) not in KINDS[kind]:
         raise ValueError(
             f"split_modules: '{path}' is of the class {type(module).__name__}, and {kind!r} is for "
             f"{listed([cls.__name__ for cls in KINDS[kind]])}. An embedding, and the head over its vocabulary, are "
             "'vocabulary'; other layers 'column' or 'row'."
         )
-    own = {"dot_general": None, "dot_general_cls": None, "batch_dims": (), "promote_dtype": nn.Dense.promote_dtype}
-    for name, default in own.items():
+    defaults = {"dot_general": None, "dot_general_cls": None, "batch_dims": (), "promote_dtype": nn.Dense.promote_dtype}
+    for name, default in defaults.items():
         if getattr(module, name, default) != default:
             raise ValueError(
                 f"split_modules: '{path}' has {name}={getattr(module, name)!r}, and a split layer has the product of "
@@ -285,9 +286,9 @@ def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
         return
-    count, (first, heads) = parts_of_params(axis_name, f"'{path}'"), features[:2]
+    count, (first, heads) = param_shards(axis_name, f"'{path}'"), features[:2]
     if count > 1 and count == first and first in FUSED and heads not in FUSED:
-        raise several_in_one(tuple(features), count, axis_name, f"split_modules: '{path}'")
+        raise fused_features_error(tuple(features), count, axis_name, f"split_modules: '{path}'")
 
 
 _inside_class = functools.cache(on_split_input)
@@ -309,6 +310,8 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
+    """Returns a method that splits the layers which it calls, and checks after ``init`` that every pattern matched."""
+
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Unbound, or within another method of this model: nothing to intercept, or already intercepted.

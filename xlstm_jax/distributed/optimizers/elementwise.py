@@ -62,10 +62,10 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
     def check(tree: PyTree) -> None:
         key = str([(path, leaf.names, jax.typeof(leaf.value)) for path, leaf in trees.sharded_leaves(tree)])
         if key not in verdicts:
-            whole = trees.map_values(lambda leaf: jax.ShapeDtypeStruct(stored_shape(leaf), leaf.value.dtype), tree)
+            abstract = trees.map_values(lambda leaf: jax.ShapeDtypeStruct(stored_shape(leaf), leaf.value.dtype), tree)
             # In a new thread, where no trace of jit or shard_map is active and values can be compared.
             with ThreadPoolExecutor(1) as pool:
-                verdicts[key] = pool.submit(_verdict, tx, whole).result()
+                verdicts[key] = pool.submit(_verdict, tx, abstract).result()
         if verdicts[key]:
             raise ValueError(verdicts[key])
 
@@ -111,7 +111,7 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     # A leaf split along several dims is cut along each in turn: a transform may combine elements along a single dim.
     cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:
-        differences = (found for cut in range(cuts) for found in _differences(tx, *_small_tree(tree, cut)))
+        differences = (difference for cut in range(cuts) for difference in _differences(tx, *_small_tree(tree, cut)))
         return next(differences, None) or _factored_state(tx, tree)
     except Exception as error:  # any exception: the transform has not been shown to be right
         return f"it could not be tried on a small tree ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -178,14 +178,14 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
     return jax.tree.unflatten(treedef, map(jnp.stack, shards))
 
 
-def _first_difference(whole: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """Returns the first entries (of ``whole``, of ``sharded``) that differ by more than rounding; None if all agree."""
-    eps = float(jnp.finfo(whole.dtype).eps)
-    whole, sharded = whole.astype(np.complex128), sharded.astype(np.complex128)
+def _first_difference(full: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
+    """Returns the first entries (of ``full``, of ``sharded``) that differ by more than rounding; None if all agree."""
+    eps = float(jnp.finfo(full.dtype).eps)
+    full, sharded = full.astype(np.complex128), sharded.astype(np.complex128)
     # Relative to the largest entry: an entry near 0 is a difference of larger numbers, with their rounding errors.
-    largest = np.max(np.abs(whole), where=np.isfinite(whole), initial=0)
-    wrong = ~np.isclose(whole, sharded, rtol=0, atol=_PROBE_TOLERANCE_EPS * eps * largest, equal_nan=True)
-    return (whole[wrong][0].real, sharded[wrong][0].real) if wrong.any() else None
+    largest = np.max(np.abs(full), where=np.isfinite(full), initial=0)
+    wrong = ~np.isclose(full, sharded, rtol=0, atol=_PROBE_TOLERANCE_EPS * eps * largest, equal_nan=True)
+    return (full[wrong][0].real, sharded[wrong][0].real) if wrong.any() else None
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:

@@ -139,19 +139,19 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
         ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on.
     """
-    found = optax_introspection.parts(tx)
-    for part in found:
+    transforms = optax_introspection.parts(tx)
+    for part in transforms:
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
         if needed := _required(part.update):
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
-    if optax_introspection.LOOKAHEAD in {part.name for part in found} and (around := around_lookahead(tx)):
+    if optax_introspection.LOOKAHEAD in {part.name for part in transforms} and (around := around_lookahead(tx)):
         raise ValueError(
             f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
             f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
             "xlstm_jax.distributed.optimizers."
         )
-    return found
+    return transforms
 
 
 def _required(update: Callable[..., Any] | None) -> list[str]:

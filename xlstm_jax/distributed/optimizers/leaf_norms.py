@@ -98,19 +98,19 @@ def leaf_norms(opt_state: PyTree, params: PyTree) -> dict[str, dict[str, jax.Arr
     Raises:
       ValueError: ``opt_state`` has no norms, or several; or norms of another number of leaves than ``params`` has.
     """
-    found = states_of(opt_state, LeafNormsState)
-    if len(found) != 1:
+    states = states_of(opt_state, LeafNormsState)
+    if len(states) != 1:
         raise ValueError(
-            f"leaf_norms: the optimizer's state holds norms of {len(found)} optimizers, where one is needed. Put "
+            f"leaf_norms: the optimizer's state holds norms of {len(states)} optimizers, where one is needed. Put "
             "with_leaf_norms(tx) around the whole optimizer."
         )
     paths = [path for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
-    if found[0].norms.shape != (len(KINDS), len(paths)):
+    if states[0].norms.shape != (len(KINDS), len(paths)):
         raise ValueError(
-            f"leaf_norms: the optimizer's state holds norms of {found[0].norms.shape[1]} leaves, and the parameters "
+            f"leaf_norms: the optimizer's state holds norms of {states[0].norms.shape[1]} leaves, and the parameters "
             f"have {len(paths)} that are trained. Pass the parameters of the same training state."
         )
-    return {kind: dict(zip(paths, row, strict=True)) for kind, row in zip(KINDS, found[0].norms, strict=True)}
+    return {kind: dict(zip(paths, row, strict=True)) for kind, row in zip(KINDS, states[0].norms, strict=True)}
 
 
 def _norms(of_kinds: Sequence[PyTree]) -> jax.Array:

@@ -50,11 +50,11 @@ def learning_rates(source: LearningRate | None, before: PyTree, step: jax.Array 
     if source is None:
         return {}
     # Match by type: a parameter may be called "count", too, as a dict entry in the moments.
-    found: Any = optax.tree.get_all_with_path(
+    matches: Any = optax.tree.get_all_with_path(
         before, "count", filtering=lambda path, _: getattr(path[-1], "tuple_name", None) in COUNTED_BY
     )
     # The keys of the dicts above each count (a group, for example).
-    counts = [([str(part.key) for part in path if isinstance(part, DictKey)], count) for path, count in found]
+    counts = [([str(part.key) for part in path if isinstance(part, DictKey)], count) for path, count in matches]
 
     def at_count(schedule: Schedule, group: str | None) -> jax.Array:
         of_group = [count for names, count in counts if group in names]

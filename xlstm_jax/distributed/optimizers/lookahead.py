@@ -100,11 +100,11 @@ def slow_params(opt_state: PyTree, params: PyTree) -> PyTree:
     Raises:
       ValueError: ``opt_state`` has no slow weights, or has them several times; or a shape differs from the parameter's.
     """
-    found = [state.slow for state in states_of(opt_state, WithSlowParamsState)]
-    if len(found) != 1:
+    slow_trees = [state.slow for state in states_of(opt_state, WithSlowParamsState)]
+    if len(slow_trees) != 1:
         raise ValueError(
-            f"slow_params: the optimizer's state holds slow weights {len(found)} times, where they are needed once. "
-            "Pass the opt_state of a state that create_train_state has made with optax.lookahead(...), or of "
+            f"slow_params: the optimizer's state holds slow weights {len(slow_trees)} times, where they are needed "
+            "once. Pass the opt_state of a state that create_train_state has made with optax.lookahead(...), or of "
             "with_slow_params(optax.lookahead(...))."
         )
-    return as_parameters(found[0], params, "slow_params")
+    return as_parameters(slow_trees[0], params, "slow_params")

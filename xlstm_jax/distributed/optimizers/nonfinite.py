@@ -104,13 +104,13 @@ def skip_counts(opt_state: PyTree) -> Metrics:
       ValueError: the optimizer has several: each would decide for a part of the parameters, and half of a step be
         applied.
     """
-    found = states_of(opt_state, SkipNonfiniteState)
-    if len(found) > 1:
+    states = states_of(opt_state, SkipNonfiniteState)
+    if len(states) > 1:
         raise ValueError(
-            f"skip_nonfinite stands in this optimizer {len(found)} times, and each would decide for a part "
+            f"skip_nonfinite stands in this optimizer {len(states)} times, and each would decide for a part "
             "of the gradients. Put one around the optimizer: skip_nonfinite(optax.chain(...)), or optax.partition(...)."
         )
-    return {name: getattr(state, name) for state in found for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
+    return {name: getattr(state, name) for state in states for name in (SKIPPED_STEPS, SKIPPED_IN_A_ROW)}
 
 
 def with_skipped_collections(
@@ -130,8 +130,8 @@ def with_skipped_collections(
         counts = skip_counts(after.opt_state)
         if collections:
             applied = counts[SKIPPED_IN_A_ROW] == 0
-            kept = jax.tree.map(partial(jnp.where, applied), after.collections, before.collections)
-            after = after._replace(collections=kept)
+            new_collections = jax.tree.map(partial(jnp.where, applied), after.collections, before.collections)
+            after = after._replace(collections=new_collections)
         return after, metrics | counts
 
     return optimizer._replace(update=update)

@@ -148,7 +148,6 @@ def not_averaged(path: str, leaf: Sharded, stray: list[str], caller: str) -> str
     declared = f"its box names {leaf.names}" if any(leaf.names) else "it is in no box"
     return (
         f"{caller}: '{path}' of shape {np.shape(leaf.value)} differs between devices along "
-        f"{', '.join(map(repr, stray))}, but {declared}. If it is a gradient, "
-        f"sync_gradients over {', '.join(map(repr, stray))} is missing, or ran over too few axes: name all axes that "
-        "the batch is split over, in one call (value_and_grad does it for you). A shard must come in its box."
+        f"{', '.join(map(repr, stray))}, but {declared}. Call sync_gradients once, over all axes that the batch is "
+        "split over, as value_and_grad does, and pass a shard in its box."
     )

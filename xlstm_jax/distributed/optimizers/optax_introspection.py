@@ -64,8 +64,8 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     factory = _factory_name(held)
     inside += [factory] if factory else []
     inside += sorted(name for name, value in held.items() if value is True) if flags else []
-    own = _own_name(tx)
-    return f"{own}({', '.join(inside)})" if inside else own
+    own_name = _own_name(tx)
+    return f"{own_name}({', '.join(inside)})" if inside else own_name
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
@@ -73,12 +73,12 @@ def parts(tx: optax.GradientTransformation) -> list[Part]:
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return parts(held["tx"])
-    found = [Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))]
+    result = [Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))]
     if name := _factory_name(held):
-        found.append(Part(name, {}, None, getattr(_factory(held), "__module__", "")))
+        result.append(Part(name, {}, None, getattr(_factory(held), "__module__", "")))
     for part in _within(tx, held):
-        found += parts(part)
-    return found
+        result += parts(part)
+    return result
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
@@ -86,10 +86,10 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
     held = _held(tx)
     if _is_transform(held.get("tx")):
         return sees_pairs(held["tx"])
-    own = _own_name(tx)
-    if LOOKAHEAD in (own, _factory_name(held)):
+    name = _own_name(tx)
+    if LOOKAHEAD in (name, _factory_name(held)):
         return True
-    return own in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, held)))
+    return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, held)))
 
 
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
@@ -115,17 +115,17 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
     """Returns factors of updates as functions of the update count: schedules, then constants; [] if all constant."""
-    found: list[Callable[[Any], Any]] = []
+    result: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
     for part in of_parts:
         # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
         if part.name == "scale_by_schedule":
-            found.append(part.held["step_size_fn"])
+            result.append(part.held["step_size_fn"])
         elif part.name == "scale" and isinstance(part.held.get("step_size"), int | float):
             factors.append(optax.constant_schedule(part.held["step_size"]))
         if injected := part.held.get("sched_hps", {}).get("learning_rate"):
-            found.append(injected.schedule_fn)
-    return found + factors if found else []
+            result.append(injected.schedule_fn)
+    return result + factors if result else []
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
@@ -163,10 +163,10 @@ def _factory_name(held: Mapping[str, Any]) -> str | None:
 
 def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
     """Returns all transforms that a transform contains, under any name: ``inner``, ``adv_optimizer``."""
-    found = [link for link in links(tx) if link is not tx]
+    transforms = [link for link in links(tx) if link is not tx]
     for value in held.values():
-        found += _transforms_of(value)
-    return found
+        transforms += _transforms_of(value)
+    return transforms
 
 
 def _transforms_of(value: Any) -> list[optax.GradientTransformation]:

@@ -59,13 +59,13 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
 
-    found = [node for _, node in trees.flatten_with_path(opt_state, is_it)[0] if is_it(node)]
-    return found + [state for outer in found for state in states_of(tuple(outer), state_type)]
+    states = [node for _, node in trees.flatten_with_path(opt_state, is_it)[0] if is_it(node)]
+    return states + [state for outer in states for state in states_of(tuple(outer), state_type)]
 
 
-def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
+def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
     """Returns weights from an optimizer's state, in the boxes, dtypes and places of ``params`` and in new buffers."""
-    by_path = dict(trees.sharded_leaves(kept))
+    by_path = dict(trees.sharded_leaves(state))
 
     def as_parameter(path: str, leaf: Sharded) -> PyTree:
         value, mean = leaf.value, by_path.get(path, leaf).value
@@ -76,8 +76,8 @@ def as_parameters(kept: PyTree, params: PyTree, caller: str) -> PyTree:
             )
         # The state may be in host memory (`Offload`) while its parameter is not. Tracers have no place.
         is_placed = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-        there = jax.device_put(mean, value.sharding) if is_placed else mean
-        return jnp.array(there, value_dtype(value))
+        placed = jax.device_put(mean, value.sharding) if is_placed else mean
+        return jnp.array(placed, value_dtype(value))
 
     return trees.map_values_with_path(as_parameter, params)
 
@@ -140,12 +140,13 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
 
 
 def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    found = leaf_of(leaf)
+    """Returns the spec of a leaf of the optimizer's state: the spec of its parameter ``owner``, if shapes are equal."""
+    box = leaf_of(leaf)
     if is_state_box(leaf):
-        return placement.spread_spec(found.names, mesh)
+        return placement.spread_spec(box.names, mesh)
     if owner is None or not owner.axes:
         return PartitionSpec()
-    shape = np.shape(found.value)
+    shape = np.shape(box.value)
     if shape == np.shape(owner.value):
         return _split_further(placement.spread_spec(owner.names, mesh), shape, owner, mesh)
     sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
@@ -164,10 +165,10 @@ def _split_further(
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     # Local sizes: the copies divide the dims after the parameter's axes.
-    own = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]
-    fitting = [dim for dim, size in enumerate(own) if size % math.prod(mesh.shape[a] for a in axes) == 0]
+    local_shape = [size // math.prod(mesh.shape[a] for a in entry) for size, entry in zip(shape, entries, strict=True)]
+    fitting = [dim for dim, size in enumerate(local_shape) if size % math.prod(mesh.shape[a] for a in axes) == 0]
     if not axes or not fitting:
         return spec
-    dim = max(fitting, key=lambda dim: own[dim])
+    dim = max(fitting, key=lambda dim: local_shape[dim])
     entries[dim] += axes
     return PartitionSpec(*map(axes_entry, entries))

@@ -44,8 +44,8 @@ def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | Abs
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
         def on_device(opt_state: PyTree) -> tuple[PyTree, tuple[Trained, Metrics]]:
-            there = before._replace(opt_state=opt_state)
-            after, metrics = optimizer.update(grads, there, collections, **extra_args)
+            fetched = before._replace(opt_state=opt_state)
+            after, metrics = optimizer.update(grads, fetched, collections, **extra_args)
             return after.opt_state, (after._replace(opt_state=None), metrics)
 
         # Without leaves on the host this is a call of `on_device`.
@@ -83,8 +83,8 @@ def streamed(
 
     # Leaves on the device are constants of the jaxpr.
     def on_device(*fetched: jax.Array) -> list[jax.Array]:
-        there = dict(zip((moment.place for moment in moments), fetched, strict=True))
-        updated = update(treedef.unflatten([there.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        by_place = dict(zip((moment.place for moment in moments), fetched, strict=True))
+        updated = update(treedef.unflatten([by_place.get(i, leaf) for i, leaf in enumerate(leaves)]))
         flat, out_tree = jax.tree.flatten(updated)
         structure.append(out_tree)
         return flat
@@ -92,7 +92,7 @@ def streamed(
     abstract = [jax.ShapeDtypeStruct(moment.value.shape, moment.value.dtype) for moment in moments]
     # The second trace inlines calls of jitted functions. Adam's bias correction is a single call for all parameters:
     # everything computed from its results, such as an average of the weights, would wait for all moments.
-    closed = jax.make_jaxpr(partial(_opened, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
+    closed = jax.make_jaxpr(partial(_inlined, jax.make_jaxpr(on_device)(*abstract)))(*abstract)
     jaxpr: Any = closed.jaxpr
     variables = dict(zip((moment.place for moment in moments), jaxpr.invars, strict=True))
 
@@ -111,11 +111,11 @@ def streamed(
     stored: dict[int, jax.Array] = {}  # new moments on the host, by place
     before: list[int] = []  # the moments copied back last
     for k, group in enumerate([[], *groups]):
-        there = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
+        on_devices = [jax.device_put(moment.value, jax.memory.Space.Device) for moment in group]
         if before:  # Without the barrier XLA would copy in all moments at once.
-            there, back = jax.lax.optimization_barrier((there, [stored[i] for i in before]))
+            on_devices, back = jax.lax.optimization_barrier((on_devices, [stored[i] for i in before]))
             stored |= zip(before, back, strict=True)
-        values |= zip((variables[moment.place] for moment in group), there, strict=True)
+        values |= zip((variables[moment.place] for moment in group), on_devices, strict=True)
         values |= _evaluated(closed, eqns[k], values)
         new = {i: _read(values, jaxpr.outvars[i]) for i in variables if new_in[i] == k}
         stored |= {i: jax.device_put(value, jax.memory.Space.Host) for i, value in new.items()}
@@ -167,13 +167,13 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
     return x.val if isinstance(x, core.Literal) else values[x]
 
 
-def _opened(closed: Any, *arguments: jax.Array) -> list[Any]:
+def _inlined(closed: Any, *arguments: jax.Array) -> list[Any]:
     """Evaluates a jaxpr, with the equations of jitted functions in place of calls of these functions."""
     names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
     for eqn in closed.jaxpr.eqns:
         if eqn.primitive.name in JIT:
-            results = _opened(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
+            results = _inlined(eqn.params["jaxpr"], *(_read(values, x) for x in eqn.invars))
             values |= zip(eqn.outvars, results, strict=True)
         else:
             values |= _evaluated(closed, [eqn], values)

@@ -71,12 +71,12 @@ class ExpertPlan:
 
     def __str__(self) -> str:
         layers = f" in each of {self.layers} layers" if self.layers > 1 else ""
-        what = f"{self.num_experts} experts of {format_bytes(self.expert_bytes)}{layers}, {self.top_k} for a token"
+        sentence = f"{self.num_experts} experts of {format_bytes(self.expert_bytes)}{layers}, {self.top_k} for a token"
         if self.devices == 1:
-            return f"{what}: each device has them all"
+            return f"{sentence}: each device has them all"
         last = self.experts_of(self.devices - 1)
         owned = f"{self.per_device} on each of {self.devices} devices along {format_axes(self.axes)}"
-        return f"{what}: {owned}, the first has 0 to {self.per_device - 1}, the last {last[0]} to {last[-1]}"
+        return f"{sentence}: {owned}, the first has 0 to {self.per_device - 1}, the last {last[0]} to {last[-1]}"
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ExpertPlan":
@@ -89,8 +89,8 @@ def expert_plan(
     """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` counts the elements of a layer's experts."""
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
-    own = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
-    size, stored = sum(math.prod(row.shape) for row in own), sum(row.parameters.total for row in own)
+    expert_rows = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
+    size, stored = sum(math.prod(row.shape) for row in expert_rows), sum(row.parameters.total for row in expert_rows)
     # A scan stacks the experts of all its layers in a leaf and traces the module once, so the number of layers follows
     # from sizes.
     layers = max(size // max(of_layer, 1), 1)
@@ -128,8 +128,8 @@ class ExpertSection(Section[ExpertPlan]):
     def noting(self) -> Iterator[None]:
         def note(module: Any) -> None:
             if isinstance(module, Experts):
-                own = trees.sharded_leaves(module.variables["params"]["experts"])
-                size = sum(math.prod(leaf.true_shape) for _, leaf in own)
+                leaves = trees.sharded_leaves(module.variables["params"]["experts"])
+                size = sum(math.prod(leaf.true_shape) for _, leaf in leaves)
                 self.found["/".join(module.path)] = module, size
 
         with seeing_calls(note):

@@ -31,7 +31,7 @@ def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]
     """Returns the error for ``plan_sharding`` to raise in place of ``error`` from ``model.init(rng, *inputs)``."""
     call = "plan_sharding(model, axis_sizes, {})"
     name = getattr(type(model), "__name__", "the model")
-    cure = known_cure(model, inputs, kwargs, error, call, "train=False") or any_cure(call, "train=False")
+    cure = known_cure(model, inputs, kwargs, error, call, "train=False") or general_cure(call, "train=False")
     return InitError(
         f"{name}.init fails on the inputs of the plan, {described_inputs(inputs)}: {type(error).__name__}: "
         f"{one_line(error).rstrip('.')}. {cure}"
@@ -57,7 +57,7 @@ def known_cure(
         return (
             f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
         )
-    fewer = one_token_less(inputs)
+    fewer = without_last_token(inputs)
     if fewer is not None and init_failure(model, fewer, kwargs) is None:
         shape, dtype = fewer[0].shape, fewer[0].dtype
         return (
@@ -67,7 +67,7 @@ def known_cure(
     return ""
 
 
-def any_cure(call: str, by_keyword: str) -> str:
+def general_cure(call: str, by_keyword: str) -> str:
     """Returns general advice on inputs that fail for an unknown reason; arguments as of ``known_cure``."""
     return (
         "Pass what the loss function calls the model on, by shapes alone if you like: "
@@ -86,7 +86,7 @@ def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, An
     return None
 
 
-def is_the_librarys(error: Exception) -> bool:
+def is_library_error(error: Exception) -> bool:
     """Returns whether code of this library raised the error, not code of the user, JAX or Flax."""
     frames = traceback.extract_tb(error.__traceback__)
     # A call without a required argument fails in the line of the call, which may be a wrapper's line.
@@ -94,7 +94,7 @@ def is_the_librarys(error: Exception) -> bool:
     return bool(frames) and frames[-1].filename.startswith(LIBRARY) and not called_wrongly
 
 
-def one_token_less(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
+def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
     """Returns a single array of tokens [b, t + 1] as [b, t]; None for different inputs."""
     leaves = leaves_with_path(tuple(inputs))
     if len(inputs) != 1 or len(leaves) != 1:

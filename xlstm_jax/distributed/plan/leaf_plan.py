@@ -173,11 +173,11 @@ class LeafPlan:
             "of its gradient": self.gradients.per_device,
             "of optimizer state": self.optimizer.per_device,
         }
-        kept = [f"{format_bytes(count)} {what}" for what, count in counts.items() if count]
+        parts = [f"{format_bytes(count)} {kind}" for kind, count in counts.items() if count]
         # A frozen leaf has no bytes of gradient and optimizer state: give the reason in their place.
         frozen = "" if self.trainable else "; it is frozen, without gradient and optimizer state"
         on_host = f", its host {format_bytes(self.host.per_device)} of optimizer state" if self.host.total else ""
-        return f"; a device keeps {joined(kept)}{on_host}{frozen}" if kept else ""
+        return f"; a device keeps {joined(parts)}{on_host}{frozen}" if parts else ""
 
     def _gathers(self) -> str:
         if not self.uses:

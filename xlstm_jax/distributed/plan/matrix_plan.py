@@ -58,15 +58,15 @@ class MatrixPlan:
     def __str__(self) -> str:
         if not self.count:
             return f"no matrices: {self.reason}"
-        what = f"{self.count} matrices" if self.count > 1 else "1 matrix"
-        what += f" of {self.rows} x {self.columns}, {self.rule}"
+        text = f"{self.count} matrices" if self.count > 1 else "1 matrix"
+        text += f" of {self.rows} x {self.columns}, {self.rule}"
         if self.owners == 1:
-            return f"{what}: every device does the same work"
+            return f"{text}: every device does the same work"
         places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
         spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
         # All owners wait for an owner whose places are full.
         spread += f"; the busiest has {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
-        return f"{what}: {places} on each of {self.owners} owners{spread}"
+        return f"{text}: {places} on each of {self.owners} owners{spread}"
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "MatrixPlan":

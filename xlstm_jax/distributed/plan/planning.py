@@ -18,7 +18,7 @@ from xlstm_jax.distributed.data_parallel.extension import PartialGather, arrange
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
-from xlstm_jax.distributed.data_parallel.planned import Decision, Planned, planning_mesh
+from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
-from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_the_librarys
+from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_library_error
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
@@ -100,23 +100,23 @@ def plan_sharding(
         partition_specs(variables, mesh)  # raises for names that are not mesh axes
         # The order in which training gathers over several axes.
         params = arranged(variables.pop(PARAMETERS, {}), sizes)
-        of_params, beside = _optimizer_rows(tx, params, mesh, offload)
+        of_params, other_rows = _optimizer_rows(tx, params, mesh, offload)
     rows = []
     for path, leaf in sharded_leaves(params):
-        kept = _bytes_of(path, leaf, sizes)
+        stored = _bytes_of(path, leaf, sizes)
         # A gradient has the bytes and the sharding of its parameter.
-        fields = {"parameters": kept, "gradients": kept if leaf.is_differentiable else NO_BYTES, **of_params[path]}
+        fields = {"parameters": stored, "gradients": stored if leaf.is_differentiable else NO_BYTES, **of_params[path]}
         fields |= _gathering(path, leaf, sizes, parts.get(path)) | {"trainable": leaf.trainable}
         rows.append(_row(path, PARAMETERS, leaf, _reason(leaf), sizes, **fields))
     # Further collections (batch_stats) are replicated, unless the model boxes them.
-    for collection, path, leaf in [(name, *found) for name in variables for found in sharded_leaves(variables[name])]:
+    for collection, path, leaf in [(name, *entry) for name in variables for entry in sharded_leaves(variables[name])]:
         path = f"({collection}) {path}"
         reason = BoxedByModel(leaf.names) if leaf.axes else NoParameter()
         rows.append(_row(path, collection, leaf, reason, sizes, other=_bytes_of(path, leaf, sizes)))
     entries = {section.name: section.entries(sizes, rows) for section in sections}
     within = {section.role: section.axes_within(entries[section.name]) for section in sections if section.role}
     roles = _roles(params, within, sizes)
-    return ShardingPlan(sizes, assumed, (*rows, *beside), roles=roles, **entries)
+    return ShardingPlan(sizes, assumed, (*rows, *other_rows), roles=roles, **entries)
 
 
 def _roles(
@@ -128,8 +128,8 @@ def _roles(
     of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}
     of_layers: set[str] = set()
     for path, leaf in leaves:  # an axis may split both layers and experts
-        own = set(leaf.axes) - set(_gathered_axes(leaf))
-        of_layers |= own.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
+        model_axes = set(leaf.axes) - set(_gathered_axes(leaf))
+        of_layers |= model_axes.difference(*(axes for begin, axes in of_sections.items() if path.startswith(begin)))
     # An axis may have several roles: the same devices split weights of one layer and experts of the next.
     by_role = {"fsdp": gathered, "tensor": of_layers}
     by_role |= {role: {axis for axes in by_path.values() for axis in axes} for role, by_path in within.items()}
@@ -162,7 +162,7 @@ def _planned_init(
         # plain model, too, without mesh and boxes.
         if (plain := init_failure(model, inputs, kwargs)) is None or type(plain) is not type(error):
             raise
-        if is_the_librarys(plain):
+        if is_library_error(plain):
             raise
         raise init_error(model, inputs, kwargs, error) from error
 
@@ -184,7 +184,7 @@ def _decided(
 
     A model with wrappers has recorded the decisions already; the second result is then "".
     """
-    if any(isinstance(leaf, Planned) for _, leaf in leaves_with_path(variables)):
+    if any(isinstance(leaf, PlannedLeaf) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
         if name := next((name for name, value in options.items() if value is not None), None):
             raise ValueError(
@@ -203,12 +203,13 @@ def _decided(
 
 def _gathered_axes(leaf: Sharded) -> set[str]:
     """Returns the axes over which a wrapper gathers the leaf, without the model's axes (such as tensor parallel)."""
-    if not isinstance(leaf, Planned):
+    if not isinstance(leaf, PlannedLeaf):
         return set(leaf.gathered_axes)
     return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
+    """Returns the row of a leaf in the plan."""
     shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
     return LeafPlan(
@@ -242,7 +243,7 @@ def _reason(leaf: Sharded) -> Reason:
 
     For wrappers over different axes: the reason for each tuple of axes.
     """
-    if not isinstance(leaf, Planned):
+    if not isinstance(leaf, PlannedLeaf):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
     deciding: dict[tuple[str, ...], Decision] = {}
     for decision in leaf.decisions:
@@ -258,7 +259,7 @@ def _reason(leaf: Sharded) -> Reason:
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
     """Returns the fields of ``LeafPlan`` about gathers of a leaf; ``part`` is set if a module gathers it in pieces."""
     shape = tuple(leaf.value.shape)
-    decisions = leaf.decisions if isinstance(leaf, Planned) else ()
+    decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
     gathered = {axis for decision, _ in splits for axis in decision.axes}
     if _count(gathered, sizes) == 1:
@@ -280,15 +281,15 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
         "uses": max(Counter(decision.axes for decision, _ in splits).values()) * layers,
         "gathered_bytes": sent,
         "row_bytes": sent // last.shape[0] if avoids_gather(leaf) else 0,
-        "piece_bytes": sent * _entries(leaf, part, last, sizes) // stored[part.along] if part else 0,
+        "piece_bytes": sent * _piece_size(leaf, part, last, sizes) // stored[part.along] if part else 0,
         "gather_dtype": dtype,
         "grad_scatter_dtype": last.grad_scatter_dtype if leaf.trainable else None,
         "gathered_with": "/".join(path.split("/")[: -leaf.unit_depth]) if leaf.unit_depth else None,
     }
 
 
-def _entries(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """Returns the size of a piece along the dim ``part.along``; 0 if the kernel is not gathered in pieces."""
+def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
+    """Returns how many entries of dim ``part.along`` a gather returns; 0 if the kernel is gathered at once."""
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
     if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):
@@ -307,9 +308,9 @@ def _optimizer_rows(
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
     """Returns bytes of optimizer state, [parameter's path]["optimizer" or "host"], and rows for further state."""
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
-    beside: list[LeafPlan] = []
+    other_rows: list[LeafPlan] = []
     if tx is None:
-        return of_params, beside
+        return of_params, other_rows
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
     opt_state = jax.eval_shape(optimizer.init, params)
     shardings = dict(leaves_with_path(optimizer.shardings(opt_state)))
@@ -318,11 +319,13 @@ def _optimizer_rows(
         # The shardings of training, with copies and offload applied.
         value, sharding = leaf.value, shardings[path]
         stored = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize
-        kept = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)
+        nbytes = ByteCount(math.prod(leaf.true_shape) * value.dtype.itemsize, stored)
         owner = owner_of_state(path, paths)
         if owner is None:
-            whole = Sharded(value, (None,) * value.ndim)
-            beside.append(_row(f"({OPTIMIZER}) {path}", OPTIMIZER, whole, OfNoParameter(), {}, optimizer=kept))
+            replicated = Sharded(value, (None,) * value.ndim)
+            other_rows.append(
+                _row(f"({OPTIMIZER}) {path}", OPTIMIZER, replicated, OfNoParameter(), {}, optimizer=nbytes)
+            )
         else:
-            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += kept
-    return of_params, beside
+            of_params[owner]["host" if sharding.memory_kind == HOST_MEMORY else "optimizer"] += nbytes
+    return of_params, other_rows

@@ -37,7 +37,7 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         before, after = self.before or {}, self.after or {}
         if before and after:
-            lines = (f"  {what}: {_readable(old)} -> {_readable(after[what])}" for what, old in before.items())
+            lines = (f"  {field}: {_readable(old)} -> {_readable(after[field])}" for field, old in before.items())
             return "\n".join([f"{self.path}:", *lines])
         leaf = before or after
         return f"{self.path}: {'removed' if before else 'added'}, {leaf['dtype']}{list(leaf['shape'])}"
@@ -122,15 +122,15 @@ class ShardingPlan:
     @property
     def replicated_fraction(self) -> float:
         """Fraction of the parameters' bytes replicated on every device: 0 to 1; 0 on a single device."""
-        whole = sum(row.parameters.total for row in self.replicated)
+        replicated = sum(row.parameters.total for row in self.replicated)
         # A model may have no parameters, or parameters of 0 bytes.
-        return whole / self.parameters.total if whole else 0.0
+        return replicated / self.parameters.total if replicated else 0.0
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
         """Rows of the parameters stored unsharded on every device, largest first; () on a single device."""
-        whole = [row for row in self.rows if row.collection == PARAMETERS and row.parts == 1 and self.devices > 1]
-        return tuple(sorted(whole, key=lambda row: -row.parameters.total))
+        rows = [row for row in self.rows if row.collection == PARAMETERS and row.parts == 1 and self.devices > 1]
+        return tuple(sorted(rows, key=lambda row: -row.parameters.total))
 
     def row(self, path: str) -> LeafPlan:
         """Returns the row of a leaf.
@@ -194,13 +194,13 @@ class ShardingPlan:
                 "for any number."
             )
         if self.replicated_fraction > max_replicated_fraction:
-            whole = sum(row.parameters.total for row in self.replicated)
+            replicated = sum(row.parameters.total for row in self.replicated)
             raise ValueError(
-                f"{format_fraction(self.replicated_fraction)} of the parameters' bytes ({format_bytes(whole)} of "
+                f"{format_fraction(self.replicated_fraction)} of the parameters' bytes ({format_bytes(replicated)} of "
                 f"{format_bytes(self.parameters.total)}) stay whole on each of {self.devices} devices; "
                 f"max_replicated_fraction={max_replicated_fraction} allows {format_fraction(max_replicated_fraction)}. "
-                f"The largest: {_worst(self.replicated)}. Wrap the modules that own them with shard_module_params, "
-                "lower its min_weight_size, or give them a dim that the axis divides."
+                f"The largest: {_worst(self.replicated)}. Wrap their modules with shard_module_params, lower "
+                "min_weight_size, or choose sizes that the axis divides."
             )
         if max_bytes_per_device is not None and self.bytes_per_device > max_bytes_per_device:
             largest = sorted(self.rows, key=lambda row: -row.all_bytes.per_device)
@@ -219,8 +219,8 @@ class ShardingPlan:
             old, new = before.get(path), after.get(path)
             if old and new:
                 # For a leaf in both plans, keep only the changed fields.
-                changed = [what for what in old if old[what] != new[what]]
-                old, new = ({what: row[what] for what in changed} for row in (old, new))
+                changed = [field for field in old if old[field] != new[field]]
+                old, new = ({field: row[field] for field in changed} for row in (old, new))
             if old != new:
                 changes.append(Difference(path, old, new))
         return changes
@@ -248,6 +248,7 @@ class ShardingPlan:
 
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":
+        """Returns the plan of parsed JSON; raises a ``ValueError`` for another format version."""
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise ValueError(

@@ -60,10 +60,10 @@ def plan_table(plan: Any) -> Any:
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
     )
     shown: list[RenderableType] = [_leaves_table(plan, lines), Text(summary)]
-    whole = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
-    if whole and plan.devices > 1:
-        whole.sort(key=lambda line: -line.all_bytes.per_device)
-        rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in whole]
+    replicated = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
+    if replicated and plan.devices > 1:
+        replicated.sort(key=lambda line: -line.all_bytes.per_device)
+        rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in replicated]
         title = "What stays whole, and why; bytes with gradient and optimizer state"
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
     # Sections in reverse order: the model's before the optimizer's.
@@ -73,10 +73,13 @@ def plan_table(plan: Any) -> Any:
 
 def plan_bars(plan: Any) -> list[Bar]:
     """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning."""
-    whole = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
-    ordered = sorted(whole, key=lambda line: -line.all_bytes.per_device)
+    is_replicated = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
+    ordered = sorted(is_replicated, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]
-    return [Bar(line.name, size, format_bytes(size) + ", whole" * whole[line], whole[line]) for line, size in sizes]
+    return [
+        Bar(line.name, size, format_bytes(size) + ", whole" * is_replicated[line], is_replicated[line])
+        for line, size in sizes
+    ]
 
 
 def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
@@ -164,12 +167,13 @@ def _sums(lines: list[Line], offloads: bool) -> list[str]:
     """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]
-    kept = [sum(line.bytes_of(kind).per_device for line in lines) for kind in kinds]
-    counts = [sum(v.total for v in values), sum(v.per_device for v in values), *kept]
+    per_device = [sum(line.bytes_of(kind).per_device for line in lines) for kind in kinds]
+    counts = [sum(v.total for v in values), sum(v.per_device for v in values), *per_device]
     return [format_bytes(count) if count else "" for count in counts]
 
 
 def _cells(line: Line, offloads: bool) -> list[Any]:
+    """Returns the cells of a row of the plan."""
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)
@@ -182,8 +186,8 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
     if row.gathered_with == "" and line.module:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
-    kept = [total, per_device, gradient if row.trainable else "frozen", *state]
-    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *kept, gathered]
+    cells = [total, per_device, gradient if row.trainable else "frozen", *state]
+    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *cells, gathered]
 
 
 def _times(count: int) -> str:

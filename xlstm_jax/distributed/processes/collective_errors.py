@@ -76,8 +76,8 @@ def interruptions_go_on() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (found := interruption(error, handled)) is not None:
-            raise found from None
+        if (original := interruption(error, handled)) is not None:
+            raise original from None
         raise
 
 
@@ -91,17 +91,17 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
     """
     seen, left = {id(handled)}, [error]
     while left:
-        found = left.pop()
-        if id(found) in seen:
+        candidate = left.pop()
+        if id(candidate) in seen:
             continue
-        seen.add(id(found))
+        seen.add(id(candidate))
         # asyncio cancels a task because another task has failed.
-        if not isinstance(found, Exception | BaseExceptionGroup | asyncio.CancelledError):
-            return found
-        if (text := _ENDS_AS_TEXT.search(str(found))) is not None:
+        if not isinstance(candidate, Exception | BaseExceptionGroup | asyncio.CancelledError):
+            return candidate
+        if (text := _ENDS_AS_TEXT.search(str(candidate))) is not None:
             return _ENDS[text[1]]()
-        members = found.exceptions if isinstance(found, BaseExceptionGroup) else ()
-        left += [other for other in (found.__cause__, found.__context__, *members) if other is not None]
+        members = candidate.exceptions if isinstance(candidate, BaseExceptionGroup) else ()
+        left += [other for other in (candidate.__cause__, candidate.__context__, *members) if other is not None]
     return None
 
 

@@ -74,7 +74,7 @@ def available_devices(simulated: int = 8) -> list[Device]:
     nproc = os.environ.get("NPROC")
     with contextlib.suppress(RuntimeError):  # JAX runs already
         _set_cpu_devices(simulated)
-        if not jax.config.jax_platforms and _has_cpus_alone():
+        if not jax.config.jax_platforms and _has_only_cpus():
             jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     if nproc is None:
@@ -82,7 +82,7 @@ def available_devices(simulated: int = 8) -> list[Device]:
     return devices
 
 
-def _has_cpus_alone() -> bool:
+def _has_only_cpus() -> bool:
     """Returns whether the machine has no accelerator file, and no JAX plugin for accelerators without a file."""
     files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
     return not (files or _plugins() - PLUGINS_OF_FILES)

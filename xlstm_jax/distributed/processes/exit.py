@@ -47,7 +47,7 @@ def leave(code: int, reason: str = "") -> None:
         text = f"process {job.process_id} has left with exit code {code}: {why}"
         others = [process for process in range(job.num_processes) if process != job.process_id]
         in_time(lambda: _post(job.client, others, text), POST_TIMEOUT_S)
-        _let_others_leave()
+        _release_others()
     _flush()
     os._exit(code)
 
@@ -88,6 +88,7 @@ def _start_listening() -> None:
 
 
 def _listen(client: Any, me: int) -> None:
+    """Waits for the message that another process has exited, and then ends this process, too."""
     while True:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)
@@ -103,7 +104,7 @@ def _listen(client: Any, me: int) -> None:
         # Avoid `sys.stderr`, whose lock the stuck main thread may hold.
         with contextlib.suppress(OSError):
             os.write(2, f"\n{text}. Process {me} ends with it.\n".encode())
-        _let_others_leave()
+        _release_others()
         _flush()
         os._exit(EXIT_FAILED)
 
@@ -115,7 +116,7 @@ def _post(client: Any, processes: Sequence[int], text: str) -> None:
             client.key_value_set(f"{_KEY}/{process}", text)
 
 
-def _let_others_leave() -> None:
+def _release_others() -> None:
     if job.process_id == 0:
         time.sleep(COORDINATOR_GRACE_S)
 

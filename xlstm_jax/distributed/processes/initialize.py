@@ -135,11 +135,11 @@ def _given_membership(
 def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
     """Returns the membership detected by JAX. (``jax.distributed.initialize()`` cannot detect without joining.)"""
     variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    found = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
-    address, num_processes, process_id, device_ids = found
+    detected = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
+    address, num_processes, process_id, device_ids = detected
     if address is not None and num_processes is not None and process_id is not None:
         # By default JAX listens on every interface, where anybody who reaches the port can join the job.
-        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_own_address(address) if process_id == 0 else None)
+        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (_local_address(address) if process_id == 0 else None)
         return Membership(address, num_processes, process_id, device_ids, bind)
     if variable is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
     return None
 
 
-def _own_address(address: str) -> str | None:
+def _local_address(address: str) -> str | None:
     """Returns the address of this host for the name in "name:port", or None if the name gives no reachable address.
 
     Each process resolves the name by itself, and may get another address. Two kinds of results are useless: an
@@ -158,16 +158,16 @@ def _own_address(address: str) -> str | None:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
-        found = {str(info[4][0]): info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+        addresses = {str(info[4][0]): info[0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return None
-    for own, family in found.items():
-        if own != host and ipaddress.ip_address(own.partition("%")[0]).is_loopback and host != "localhost":
+    for candidate, family in addresses.items():
+        if candidate != host and ipaddress.ip_address(candidate.partition("%")[0]).is_loopback and host != "localhost":
             continue
         # A host can bind only to its local addresses. Any free port (0) will do: only the address is tested.
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((own, 0))
-            return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+            probe.bind((candidate, 0))
+            return f"[{candidate}]:{port}" if ":" in candidate else f"{candidate}:{port}"
     return None
 
 

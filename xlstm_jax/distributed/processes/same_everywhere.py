@@ -135,6 +135,7 @@ def _source_files(module: ModuleType) -> dict[str, str]:
 
 
 def _text(leaf: Any, path: str) -> str:
+    """Returns a text that is equal for equal values, for comparison between processes."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _array_text(leaf, path)
     if isinstance(leaf, bytes | bytearray):

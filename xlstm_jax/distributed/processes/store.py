@@ -53,8 +53,8 @@ class KeyValueStore:
 
     def missing(self) -> list[int]:
         """Returns the processes without a posted text; if every text is posted, process 0, whose answer is missing."""
-        found = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
-        return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in found}) or [self.processes[0]]
+        entries = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
+        return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in entries}) or [self.processes[0]]
 
     def delete_previous(self) -> None:
         self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")

@@ -322,7 +322,7 @@ def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
             f"step {step}: the loss or a gradient was not finite in {in_a_row} steps in a row "
             f"({np.asarray(values[SKIPPED_STEPS])} in all), more than max_skipped_in_a_row={limit}; its loss is "
             f"{np.asarray(values[LOSS])}, and the state is that of step {step - in_a_row}. Check these batches, lower "
-            "the learning rate or clip gradients, and continue from the last checkpoint."
+            "the learning rate or clip gradients: docs/howto/find_a_nan.md."
         )
 
 

@@ -86,6 +86,7 @@ class Watchdog:
             os.close(self._timer_stderr)
 
     def _look(self) -> None:
+        """Ends the process after the deadline, or after a failure of another process; runs in a background thread."""
         failure = None
         while not self._stopped.is_set():
             watched = self._watched

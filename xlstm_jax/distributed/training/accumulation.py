@@ -56,8 +56,8 @@ class ReduceOnce(ReduceEach):
     """Strategy that gathers parameters before the first minibatch and reduce-scatters gradients after the last."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        def still_frozen(leaf: Sharded, whole: Any) -> Any:
-            return whole if leaf.trainable else frozen(whole)
+        def still_frozen(leaf: Sharded, full: Any) -> Any:
+            return full if leaf.trainable else frozen(full)
 
         return trees.map_sharded(still_frozen, params, _gathered(params, axes))
 
@@ -169,10 +169,10 @@ def accumulate_gradients(
       TypeError: the auxiliary output has an integer, which cannot be averaged meaningfully; names the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
-    how = Accumulation(axes, num_minibatches, accumulation)
+    options = Accumulation(axes, num_minibatches, accumulation)
     check_batch(batch, num_minibatches, f"{num_minibatches=}")
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
-    result = accumulated(loss, params, batch, rng, how, None, collections or {})
+    result = accumulated(loss, params, batch, rng, options, None, collections or {})
     value = (result.loss, result.aux) if has_aux else result.loss
     return (value, result.grads, result.collections) if collections else (value, result.grads)
 
@@ -204,19 +204,19 @@ def accumulated(
     params: PyTree,
     batch: PyTree,
     rng: jax.Array | None,
-    how: Accumulation,
+    options: Accumulation,
     metric_state: PyTree,
     collections: Mapping[str, PyTree],
 ) -> BatchResult:
     """Runs the loop over minibatches of ``accumulate_gradients`` and of a step; returns a ``BatchResult``."""
-    axes, count = how.axes, how.num_minibatches
-    strategy = STRATEGIES[how.strategy if count > 1 else DEFAULT_ACCUMULATION]
-    own = trees.map_leaves(split_by_model, params)
-    weights = strategy.weights(own, axes)
+    axes, count = options.axes, options.num_minibatches
+    strategy = STRATEGIES[options.strategy if count > 1 else DEFAULT_ACCUMULATION]
+    boxed = trees.map_leaves(split_by_model, params)
+    weights = strategy.weights(boxed, axes)
     minibatches = split_rows(batch, count)
 
     # State passed between minibatches: collections, scales of fp8 products, the state of a metric.
-    carries = carries_of(Inputs(axes, collections, metric_state, how.fold_aux, how.read_later))
+    carries = carries_of(Inputs(axes, collections, metric_state, options.fold_aux, options.read_later))
     differentiate = local_result
     for carry in carries:
         differentiate = carry.differentiating(differentiate)
@@ -254,7 +254,7 @@ def accumulated(
     mean, means = mean_result.values
     aux = mean_result.each.merged() if count > 1 else mean_result.each
     mean, aux = aux.replace(means=means).over_devices(mean, axes)
-    grads = averaged(strategy.gradients(mean_result.grads, own, axes), params, axes)
+    grads = averaged(strategy.gradients(mean_result.grads, boxed, axes), params, axes)
     result = BatchResult(mean, aux, grads, {})
     for carry, state in zip(carries, mean_result.carries, strict=True):
         result = carry.finish(state, result)

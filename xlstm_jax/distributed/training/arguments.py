@@ -181,16 +181,18 @@ def check_takes(
 
 def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], extra_trees: Any) -> None:
     """Raises if ``extra_trees`` lacks a keyword argument that the function requires, or has a name that it rejects."""
-    if missing := [one for one in _by_name(takes) if one not in extra_trees]:
+    if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
             f"step(..., extra_trees={{{missing[0]!r}: tree}})."
         )
     count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
     # Exclude arguments that the step fills by position: a tree of such a name would be passed twice.
-    further = {one.name for i, one in enumerate(every) if one.kind is one.KEYWORD_ONLY or i >= count}
+    further = {
+        parameter.name for i, parameter in enumerate(every) if parameter.kind is parameter.KEYWORD_ONLY or i >= count
+    }
     unknown = [name for name in extra_trees if name not in further]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in [one.kind for one in every]:
+    if unknown and inspect.Parameter.VAR_KEYWORD not in [parameter.kind for parameter in every]:
         written = called.written(*["collections"] * bool(collections), "*", unknown[0])
         raise TypeError(
             f"the step was given extra_trees with the name {unknown[0]!r}, and {called.name} takes "
@@ -208,7 +210,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 def _by_name(takes: inspect.Signature) -> list[str]:
     """Returns the names of the required keyword-only arguments."""
-    return [one.name for one in takes.parameters.values() if one.kind is one.KEYWORD_ONLY and one.default is one.empty]
+    return [
+        parameter.name
+        for parameter in takes.parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
+    ]
 
 
 def _accepts_call(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
@@ -237,12 +243,12 @@ def check_model(model: object) -> None:
         )
 
 
-def check_keys(rng: PyTree, taker: str, one: bool = False) -> None:
-    """Raises a ``TypeError`` unless ``rng`` is a key or a dict of keys; with ``one``, unless it is a single key."""
+def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
+    """Raises a ``TypeError`` unless ``rng`` is a key or a dict of keys; with ``single``, unless ``rng`` is one key."""
     for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
         key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # an old-style key is uint32[2]
-        if (key_ndim and dtype != np.uint32) or ndim < key_ndim or (one and ndim > key_ndim):
+        if (key_ndim and dtype != np.uint32) or ndim < key_ndim or (single and ndim > key_ndim):
             name, seed = named_leaf("rng", path), leaf if isinstance(leaf, int) else "seed"
             raise TypeError(f"{name} is {kind_of(leaf)}, where {taker} takes a key: pass jax.random.key({seed}).")
 
@@ -276,7 +282,7 @@ def check_call(
         passed without a metric, or is missing with a metric.
     """
     if rng is not None:
-        check_keys(rng, "step(state, batch, rng)", one=True)
+        check_keys(rng, "step(state, batch, rng)", single=True)
     if missing := [name for name in STATE_FIELDS if not hasattr(state, name)]:
         raise TypeError(
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
@@ -325,13 +331,13 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
     different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
     if not different and str(jax.tree.structure(made)) == str(jax.tree.structure(opt_state)):
         return None
-    what = "its leaves are in another tree than tx.init makes"
+    reason = "its leaves are in another tree than tx.init makes"
     if different:
         path = different[0]
         has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
-        what = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
+        reason = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
-        f"state.opt_state is not a state of state.tx for state.params: {what}. After a change of the "
+        f"state.opt_state is not a state of state.tx for state.params: {reason}. After a change of the "
         "optimizer or the parameters, or after freezing some, make a new state with create_train_state, and put the "
         "trained parameters into it by state.replace(params=...); or use TrainState.create."
     )
@@ -395,13 +401,13 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
 def _check_no_list_of_numbers(batch: PyTree) -> None:
     """Raises a ``ValueError`` if a list or tuple in the batch has only numbers: JAX would replicate each number."""
     # Group leaves by the path of their list: a list with an array, or with a tree as an entry, is an ordinary tree.
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    by_list: dict[tuple[Any, ...], list[Any]] = {}
     with_trees: set[tuple[Any, ...]] = set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         with_trees.update(path[:depth] for depth in range(len(path) - 1))
         if path and isinstance(path[-1], jax.tree_util.SequenceKey):
-            found.setdefault(path[:-1], []).append(leaf)
-    for path, leaves in found.items():
+            by_list.setdefault(path[:-1], []).append(leaf)
+    for path, leaves in by_list.items():
         if path not in with_trees and not any(map(np.ndim, leaves)):
             raise ValueError(
                 f"{named_leaf('batch', trees.path_string(path))} is a list or tuple of {len(leaves)} numbers, which to "

@@ -32,14 +32,14 @@ def default_batch_axes(params: PyTree, mesh: Mesh | AbstractMesh) -> tuple[str, 
       ValueError: the model splits layers over every axis of the mesh.
     """
     leaves = sharded_leaves(map_leaves(split_by_model, params))
-    own = {axis: path for path, leaf in leaves for axis in leaf.model_axes}
-    axes = tuple(axis for axis in mesh.axis_names if axis not in own)
+    model_axes = {axis: path for path, leaf in leaves for axis in leaf.model_axes}
+    axes = tuple(axis for axis in mesh.axis_names if axis not in model_axes)
     if not axes and mesh.axis_names:
         axis = mesh.axis_names[-1]
         raise ValueError(
             f"the model itself splits parameters over every axis of the mesh, {format_axes(mesh.axis_names)} (over "
-            f"{axis!r} it splits '{own[axis]}'), and no axis is left for the batch. Add an axis to the mesh, of size 1 "
-            "for a batch that is not split, or pass batch_axes."
+            f"{axis!r} it splits '{model_axes[axis]}'), and no axis is left for the batch. Add an axis to the mesh, of "
+            "size 1 for a batch that is not split, or pass batch_axes."
         )
     return axes
 

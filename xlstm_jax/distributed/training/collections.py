@@ -86,8 +86,8 @@ def updated_collections(
 
     if collectives.spread_axes(collectives.manual_axes()):
         in_fact = differing_axes(again, args, differing_args(args, axes))
-        found = {path: of for (path, _), of in zip(leaves, in_fact, strict=True)}
-        check_equal_collections(found, new, collectives.spread_axes(collectives.manual_axes()), axes)
+        differing = {path: of for (path, _), of in zip(leaves, in_fact, strict=True)}
+        check_equal_collections(differing, new, collectives.spread_axes(collectives.manual_axes()), axes)
     return _equal_by_type(new, of_types)
 
 
@@ -108,9 +108,8 @@ def check_equal_collections(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"the collections {listed(refused)} would differ from device to device along {along}, and a state holds "
-            f"equal values on all devices. Compute statistics of all rows, nn.BatchNorm(..., axis_name={axes}), or "
-            f"return pmean(updated, {axes}) of jax.lax; choose a branch or end a loop by pmax(flag, {axes}). For sown "
-            "values see docs/collections.md."
+            f"equal values on all devices. Pass nn.BatchNorm(..., axis_name={axes}), return pmean(updated, {axes}) of "
+            f"jax.lax, or make the predicate of a branch equal by pmax(flag, {axes}): docs/collections.md."
         )
 
 
@@ -132,8 +131,8 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
     old = {path: leaf for path, leaf in trees.leaves_with_path(before) if path.partition("/")[0] in updated}
     new = dict(trees.leaves_with_path(updated))
     if unlike := sorted(old.keys() ^ new.keys()):
-        what = "did not return" if unlike[0] in old else "returned, and was not given,"
-        raise ValueError(f"loss_fn {what} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
+        verb = "did not return" if unlike[0] in old else "returned, and was not given,"
+        raise ValueError(f"loss_fn {verb} '{unlike[0]}'. It returns all of a collection, or leaves it out unchanged.")
 
     def like(path: str, leaf: Any) -> Any:
         return _strongly_typed(path, leaf, new[path]) if path in new else leaf

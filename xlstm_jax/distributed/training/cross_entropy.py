@@ -42,7 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
 )
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.distributed.model_parallel.activations import devices_here, enter_split, gather_tokens, leave_split
+from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, gather_tokens, leave_split
 from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 
 Arrays = tuple[Array, ...]
@@ -135,8 +135,8 @@ def _token_losses(
 ) -> TokenLosses:
     """Computes ``chunked_cross_entropy`` for a kernel in storage form; ``pieces`` describes how to read ``stored``."""
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
-    dtype = common_dtype(hidden.dtype, pieces.how.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
-    parts = devices_here(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
+    dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
+    parts = axis_devices(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
     hidden = _entered(hidden.astype(dtype), vocab_axis, sequence_dim)
     _check(hidden, pieces, labels, chunk_size)
     # A sharded kernel is cast piece by piece, after each gather.
@@ -151,10 +151,10 @@ def _token_losses(
     own_labels = labels if first is None else labels - first
     hidden, own_labels = collectives.to_varying((hidden, own_labels), sorted(axes))
     stored = collectives.to_varying(stored, sorted(axes.difference(pieces.copied_axes)))
-    found = _differentiable_read(hidden, stored, own_labels, pieces, max(1, int(chunk_size) // pieces.parts))
+    losses = _differentiable_read(hidden, stored, own_labels, pieces, max(1, int(chunk_size) // pieces.parts))
     if vocab_axis and first is not None:
-        found = _over_all_parts(found, first, vocab_axis)
-    log_normalizer, label_logit, likeliest, _ = found
+        losses = _over_all_parts(losses, first, vocab_axis)
+    log_normalizer, label_logit, likeliest, _ = losses
     counts = labels >= 0
     # A label >= V is a data error (its logit was read as 0): return NaN to make it visible.
     loss = jnp.where(labels < size * parts, log_normalizer - label_logit, jnp.nan)
@@ -175,12 +175,12 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
     return gather_tokens(hidden, sequence_dim, vocab_axis, caller=caller)
 
 
-def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
+def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
     """Combines each device's result of ``_read_logits`` into the result for the full vocabulary, equal on each device.
 
     ``first`` is the index of the first local entry. Gradients flow through both sums to each device's term.
     """
-    log_normalizer, label_logit, likeliest, largest = found
+    log_normalizer, label_logit, likeliest, largest = losses
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
     # Relative to the largest, so that no exponential overflows. The reference is a constant: its gradient cancels.
     reference, highest = collectives.all_reduce(["max", "max"], most, (axis,))
@@ -192,6 +192,7 @@ def _over_all_parts(found: Arrays, first: Array, axis: str) -> Arrays:
 
 
 def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> None:
+    """Raises a ``ValueError`` or ``TypeError`` if arguments of ``chunked_cross_entropy`` do not fit each other."""
     dim = pieces.shape[1 - pieces.along]
     if hidden.shape[-1:] != (dim,):
         raise ValueError(
@@ -215,7 +216,7 @@ def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, ch
 
     All are [...]. ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
     """
-    wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.how)
+    wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.communication)
 
     def read(carry: PyTree, chunk: Array, start: Any, size: int) -> PyTree:
         largest, total, label_logit, likeliest = carry
@@ -245,10 +246,11 @@ def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces
 
 
 @promoting
-def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
-    hidden, kernel, labels, log_normalizer = kept
+def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
+    """Recomputes the logits chunk by chunk; returns the gradients of hidden states and kernel."""
+    hidden, kernel, labels, log_normalizer = residuals
     d_normalizer, d_label_logit, *_ = cotangents
-    primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.how)
+    primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.communication)
     check_one_gradient_of_one_batch(pieces.path, primal, d_normalizer, pieces.axes)
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
@@ -266,11 +268,11 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, kept: Arrays, cotangents: 
         d_chunk = pieces.scattered(_product(*factors, tokens, tokens, wide), primal).astype(d_kernel.dtype)
         return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, pieces.along)
 
-    summed = pieces.how.dtypes(kernel)[1] if pieces.axes else kernel.dtype
+    summed = pieces.communication.dtypes(kernel)[1] if pieces.axes else kernel.dtype
     carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(sent, summed) if pieces.trainable else None)
     d_hidden, d_kernel = _over_chunks(add, carry, sent, pieces, chunk_size)
     if pieces.trainable:
-        d_kernel = gradient_of_shard(pieces.without_padding(d_kernel), pieces.how, primal)
+        d_kernel = gradient_of_shard(pieces.without_padding(d_kernel), pieces.communication, primal)
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
 

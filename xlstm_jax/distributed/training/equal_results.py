@@ -40,17 +40,16 @@ def check_equal_results(
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
-            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; if a branch or "
-            "loop (lax.cond, switch, while_loop) depends on the device, make its predicate equal on all devices, by "
-            f"pmax(flag, {along})."
+            f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; make the predicate "
+            f"of a branch or loop equal on all devices, by pmax(flag, {along})."
         )
 
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
     """Returns the axes of each leaf of ``results`` by path; the state of a metric counts as a single leaf."""
-    found: dict[str, Axes] = {}
+    by_name: dict[str, Axes] = {}
     left = iter(of_leaves)
     for path, node in trees.flatten_with_path(results, lambda node: isinstance(node, Local))[0]:
         name = "the state of the metric" if isinstance(node, Local) else path
-        found[name] = Axes().union(*(next(left) for _ in jax.tree.leaves(node)))
-    return found
+        by_name[name] = Axes().union(*(next(left) for _ in jax.tree.leaves(node)))
+    return by_name

@@ -144,6 +144,7 @@ class _Evaluation:
     is_watched: bool = False
 
     def step(self, state: Any, batch: PyTree, local: Local, *, extra_trees: ExtraTrees = None) -> Local:
+        """Runs an evaluation step on the mesh: checks, ``shard_map``, and the sum into the metric state."""
         extra_trees = {} if extra_trees is None else extra_trees
         trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, extra_trees)
         run_checks("trace of an evaluation", trace)

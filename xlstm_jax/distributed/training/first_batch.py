@@ -62,7 +62,7 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
             )
     # Rows of a data set differ, so equal values are a mistake there. Rows without variation (zeros of a test) are
     # skipped.
-    contents = {process: what for process, (_, what, vary) in of_process.items() if vary}
+    contents = {process: content for process, (_, content, vary) in of_process.items() if vary}
     for same in by_text([*contents.values()], [*contents]).values():
         if len({of_process[process][0] for process in same}) > 1:
             warn_user(
@@ -82,15 +82,15 @@ def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:
     """Returns as JSON: a digest of the local row indices, a digest of their values, and whether any two rows differ."""
-    where, what, vary = [], [], False
+    where, contents, vary = [], [], False
     for path, leaf in rows.items():
         values = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf
         shards = {str(shard.index): shard.data for shard in values.addressable_shards}
         for index, shard in sorted(shards.items()):
             content = np.asarray(shard)
             where.append([path, index])
-            what.append(digest(content.tobytes()))
+            contents.append(digest(content.tobytes()))
             # Identical rows (zeros of a test) prove nothing: equal digests are then not a mistake.
             flat = content.reshape(len(content), -1) if len(content) > 1 else content.reshape(-1, 1)
             vary = vary or bool(np.any(flat != flat[:1]))
-    return json.dumps([digest(json.dumps(where)), digest(json.dumps(what)), vary])
+    return json.dumps([digest(json.dumps(where)), digest(json.dumps(contents)), vary])

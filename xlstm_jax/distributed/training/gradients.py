@@ -81,8 +81,8 @@ def value_and_grad(
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")
-        own = trees.map_leaves(split_by_model, params)
-        local = local_result(lambda params: loss(params, *args, **kwargs), own, axes)
+        boxed = trees.map_leaves(split_by_model, params)
+        local = local_result(lambda params: loss(params, *args, **kwargs), boxed, axes)
         if local.gathered_in_branches:
             arrays, put_back = trees.split_arrays((args, kwargs))
 
@@ -90,7 +90,7 @@ def value_and_grad(
                 args, kwargs = put_back(arrays)
                 return loss(params, *args, **kwargs)
 
-            run_checks("gradient", Differentiated(local.gathered_in_branches, again, (own, arrays, None), axes))
+            run_checks("gradient", Differentiated(local.gathered_in_branches, again, (boxed, arrays, None), axes))
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
@@ -136,10 +136,10 @@ def local_result(
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
-            found = loss_fn(put_back(live), *rest)
-        mean, scale, weight = _scaled(found, axes)
+            result = loss_fn(put_back(live), *rest)
+        mean, scale, weight = _scaled(result, axes)
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
-        return mean / devices if devices and devices > 1 else mean, (found.aux, scale, weight, found.collections)
+        return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
 
     # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
@@ -175,8 +175,8 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     spread = collectives.spread_axes(axes)
     copied = [leaf.communication.copied_axes for _, leaf in trees.sharded_leaves(leaves)]
     return [
-        collectives.to_varying(leaf, [axis for axis in spread if axis not in own])
-        for leaf, own in zip(leaves, copied, strict=True)
+        collectives.to_varying(leaf, [axis for axis in spread if axis not in model_axes])
+        for leaf, model_axes in zip(leaves, copied, strict=True)
     ]
 
 

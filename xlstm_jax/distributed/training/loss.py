@@ -111,8 +111,8 @@ class LossFunction:
         aux, collections = None, None
         # Unpack pairs from the outermost inwards.
         if self.has_collections:
-            what = "(what it returns without collections, updated collections)"
-            total, collections = _pair(total, "with collections", what)
+            pair = "(what it returns without collections, updated collections)"
+            total, collections = _pair(total, "with collections", pair)
         if self.has_aux:
             total, aux = _pair(total, "has_aux=True", "(loss, aux)")
         if self.weighted:

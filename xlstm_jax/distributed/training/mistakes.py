@@ -119,8 +119,8 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
       ValueError: as ``check_callable``; or a mask or labels are a tree with boxes, although optimizers receive
         parameters without boxes; or ``with_ema`` precedes another transform in a chain.
     """
-    found = check_callable(tx, caller)
-    for part in found:
+    transforms = check_callable(tx, caller)
+    for part in transforms:
         for argument in ("mask", "param_labels"):
             tree = part.held.get(argument)
             for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
@@ -130,7 +130,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
-    if "with_ema" in {part.name for part in found} and (after := optax_introspection.after_average(tx)):
+    if "with_ema" in {part.name for part in transforms} and (after := optax_introspection.after_average(tx)):
         raise ValueError(
             f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
             "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
@@ -144,12 +144,12 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
       ValueError: as ``check_callable``; or the optimizer is a bare ``optax.lookahead``, which needs pairs of
         parameters.
     """
-    found = check_callable(tx, "the step")
-    if optax_introspection.LOOKAHEAD in {part.name for part in found} and optax_introspection.sees_pairs(tx):
+    transforms = check_callable(tx, "the step")
+    if optax_introspection.LOOKAHEAD in {part.name for part in transforms} and optax_introspection.sees_pairs(tx):
         raise ValueError(
             "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
-            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), which keeps "
-            "the slow parameters in opt_state; or by hand, with tx=with_slow_params(optax.lookahead(...))."
+            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
+            "tx=with_slow_params(optax.lookahead(...))."
         )
 
 
@@ -163,7 +163,7 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         _warn(
             f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: updates smaller "
             f"than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and gather in 16 "
-            "bits: nn.Dense(..., dtype=jnp.bfloat16) without param_dtype, and gather_dtype='bfloat16' of the wrapper.",
+            "bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': docs/dtypes.md.",
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
@@ -182,15 +182,14 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             _warn(
                 f"the mask of weight decay takes {listed(biases)}, of {ndim[biases[0]]} dims, and no parameter of one "
                 f"dim, as {listed(flat, 1)}: biases and scales of stacked layers (nn.scan, nn.vmap) have one dim more. "
-                "Choose by name, as mask=lambda params: jax.tree_util.tree_map_with_path(lambda path, p: "
-                "'kernel' in jax.tree_util.keystr(path), params)."
+                "Choose parameters by name: docs/howto/weight_decay.md."
             )
 
 
 def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
     """Warns of step options that do not fit the optimizer."""
-    found = optax_introspection.parts(tx)
-    for part in found:
+    transforms = optax_introspection.parts(tx)
+    for part in transforms:
         if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
@@ -198,12 +197,12 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
                 f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
     given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
-    own = optax_introspection.schedules(found)
+    schedules = optax_introspection.schedules(transforms)
     # With several schedules in a chain the user may report any of them, or their product.
-    product = [lambda count: math.prod(schedule(count) for schedule in own)]
+    product = [lambda count: math.prod(schedule(count) for schedule in schedules)]
     for schedule in filter(callable, given):
-        if own and not any(_difference(schedule, other) is None for other in [*own, *product]):
-            count, reported, used = _difference(schedule, own[0]) or (0, 0.0, 0.0)
+        if schedules and not any(_difference(schedule, other) is None for other in [*schedules, *product]):
+            count, reported, used = _difference(schedule, schedules[0]) or (0, 0.0, 0.0)
             _warn(
                 f"learning_rate= of make_train_step is another schedule than the optimizer's: at update {count} it is "
                 f"{reported:.6g}, and the optimizer scales by {used:.6g}. It is only reported, and changes no update. "
@@ -211,11 +210,11 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
             )
 
 
-def _difference(one: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
+def _difference(first: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
     """Returns (count, value, value) at the first step count where schedules differ, signs aside; None if nowhere."""
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
-        a, b = abs(_at(one, count)), abs(_at(other, count))
+        a, b = abs(_at(first, count)), abs(_at(other, count))
         if not math.isclose(a, b, rel_tol=1e-4):
             return count, a, b
     return None
@@ -249,10 +248,10 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
     replicated = sorted((path for path, leaf in leaves.items() if not leaf.axes), key=lambda path: -nbytes[path])
     if mesh.size == 1 or not replicated:
         return
-    total, kept = sum(nbytes.values()), sum(nbytes[path] for path in replicated)
+    total, replicated_bytes = sum(nbytes.values()), sum(nbytes[path] for path in replicated)
     if len(replicated) < len(leaves):
         is_spread = any(mesh.shape.get(axis, 1) > 1 for leaf in leaves.values() for axis in leaf.axes)
-        if not is_spread or kept < FEW_BYTES or kept < MOST_REPLICATED * total:
+        if not is_spread or replicated_bytes < FEW_BYTES or replicated_bytes < MOST_REPLICATED * total:
             return
     # One warning per mesh and model; checking the key first avoids the trace for the facts.
     shapes = tuple((path, np.shape(leaf.value), leaf.names) for path, leaf in leaves.items())
@@ -278,9 +277,9 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
         )
     else:
         _warn(
-            f"{format_fraction(kept / total)} of the parameters' bytes are not split, {format_bytes(kept)} of "
-            f"{format_bytes(total)}: each of the {mesh.size} devices of the mesh {format_mesh(mesh.shape)} holds all "
-            f"of these, {rest}",
+            f"{format_fraction(replicated_bytes / total)} of the parameters' bytes are not split, "
+            f"{format_bytes(replicated_bytes)} of {format_bytes(total)}: each of the {mesh.size} devices of the mesh "
+            f"{format_mesh(mesh.shape)} holds all of these, {rest}",
             key,
         )
 
@@ -312,11 +311,11 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
     least = MOST_REPLICATED * sum(replicated.values())
     classes = [*units, *(cls for cls, nbytes in to_wrap.most_common() if nbytes >= least)]
     named = ", ".join(dict.fromkeys(cls for cls in classes if cls))
-    said = [cure for cure, nbytes in cures.most_common() if nbytes >= least]
-    if named and CURES[Unwrapped] in said:
+    sentences = [cure for cure, nbytes in cures.most_common() if nbytes >= least]
+    if named and CURES[Unwrapped] in sentences:
         example = f"shard_modules(model, ({named}{',' * (', ' not in named)}), axis_name)"
-        said[said.index(CURES[Unwrapped])] = f"{CURES[Unwrapped][:-1]}: {example}."
-    return said
+        sentences[sentences.index(CURES[Unwrapped])] = f"{CURES[Unwrapped][:-1]}: {example}."
+    return sentences
 
 
 def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
@@ -367,8 +366,7 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
         _warn(
             f"along {listed(names)} of the mesh {format_mesh(mesh.shape)} all devices compute the same: the batch is "
             f"split over {batch_axes}, and no parameter and no collective uses {listed(names)}. The result is right, "
-            f"at {times} times the work. Name the axis in batch_axes (of shard_batch and create_train_state, too), or "
-            "split parameters over it.",
+            f"at {times} times the work. Name the axis in batch_axes, or split parameters over it.",
             ("idle", mesh, idle),
         )
 
@@ -385,11 +383,13 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
     program = jaxpr().jaxpr
     made = {path: _maker(program, atom) for path, atom in zip(aux, program.outvars, strict=True)}
     for path in looks:
-        what, cure = REDUCED.get(made[path], ("", ""))
-        if what and not (weighted and made[path] == "reduce_sum"):  # weighted sums are divided by the global weight
+        statistic, cure = REDUCED.get(made[path], ("", ""))
+        if statistic and not (
+            weighted and made[path] == "reduce_sum"
+        ):  # weighted sums are divided by the global weight
             _warn(
-                f"aux['{path}'] is {what} on each device, and floats beside the loss are averaged, over {count} "
-                f"minibatches of devices here: that is not {what} of the batch. {cure}.",
+                f"aux['{path}'] is {statistic} on each device, and floats beside the loss are averaged, over {count} "
+                f"minibatches of devices here: that is not {statistic} of the batch. {cure}.",
                 ("aux", path),
             )
 
@@ -426,17 +426,16 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
             f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
-            "batch | {'weight': weight}, and use the weight: weighted=True with (sum, weight) in training, "
-            "metric.update(..., weight=) in an evaluation.",
+            "batch | {'weight': weight}, and use the weight in losses and metrics: docs/processes.md#padding.",
             "padding",
         )
     for kind, names in counting.items():
         # Without weights in the batch everything counts copies: one warning says so; only statistics need another cure.
         if not absent or kind in ("collection", "statistic", "comparison"):
-            what, cure = COUNTING[kind]
+            counted, cure = COUNTING[kind]
             named = f" {listed(names)}" if any(names) else ""  # a single metric has no name
             _warn(
-                f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {what.format(named)}. "
+                f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and {counted.format(named)}. "
                 f"{cure}",
                 ("padding", kind, *names),
             )

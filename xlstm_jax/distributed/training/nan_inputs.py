@@ -27,14 +27,14 @@ NAMED = 3  # maximum number of leaves named in the error
 def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
     """Replaces JAX's ``RecursionError`` in this context by a ``ValueError`` that names the NaN in ``arguments``."""
     # Search before the call, since the call may donate the buffers of its arguments.
-    found = list(_found(arguments))
+    lines = list(_found(arguments))
     try:
         yield
     except RecursionError:
-        if not found:
+        if not lines:
             raise
-        option, where = found[0]
-        others = [place for _, place in found[1:NAMED]]
+        option, where = lines[0]
+        others = [place for _, place in lines[1:NAMED]]
         raise ValueError(
             f"{option}: {where} before the step computes anything, and JAX could name no operation. Fix the source of "
             f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds values that the step makes."
@@ -44,7 +44,7 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
 def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
     """Yields (option, description) per leaf with a NaN or an infinity, if the JAX option for it is set."""
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
-    for option, (what, is_one) in looked_for.items():
+    for option, (noun, is_one) in looked_for.items():
         if not getattr(jax.config, option):
             continue
         for name, tree in arguments.items():
@@ -52,7 +52,7 @@ def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
                 value = leaf.value
                 at = [at for values, start in _values(value) for at in _first(is_one(values), start)]
                 if at:
-                    yield option, f"{named_leaf(name, path)} of shape {np.shape(value)} holds {what} at index {at[0]}"
+                    yield option, f"{named_leaf(name, path)} of shape {np.shape(value)} holds {noun} at index {at[0]}"
 
 
 def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
@@ -68,9 +68,9 @@ def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
         yield np.asarray(shard.data), tuple(part.start or 0 for part in shard.index)
 
 
-def _first(found: np.ndarray, start: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _first(mask: np.ndarray, start: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Returns a list with the index in the full array of the first true entry, or an empty list."""
-    if not found.any():
+    if not mask.any():
         return []
-    first = np.unravel_index(int(found.argmax()), found.shape)
+    first = np.unravel_index(int(mask.argmax()), mask.shape)
     return [tuple(int(i) + offset for i, offset in zip(first, start, strict=True))]

@@ -57,15 +57,17 @@ class MarkedLoss(LossFunction):
     """Loss function that gives its results names in the jaxpr, for ``counting_padding``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        found = super().__call__(*args, **kwargs)
-        kept = found.collections
-        if isinstance(kept, Mapping):
-            kept = {
-                name: tree if name == OVERWRITTEN else with_names(tree, COLLECTION, name) for name, tree in kept.items()
+        """Calls the loss function, and names its results in the jaxpr for ``counting_padding``."""
+        result = super().__call__(*args, **kwargs)
+        collections = result.collections
+        if isinstance(collections, Mapping):
+            collections = {
+                name: tree if name == OVERWRITTEN else with_names(tree, COLLECTION, name)
+                for name, tree in collections.items()
             }
-        if found.weight is not None:
-            with_names(jnp.asarray(found.weight), WEIGHT)  # marks a copy: a Python number stays one
-        return Loss(with_names(found.total, LOSS), found.weight, with_names(found.aux, AUX), kept)
+        if result.weight is not None:
+            with_names(jnp.asarray(result.weight), WEIGHT)  # names an array: result.weight may be a Python number
+        return Loss(with_names(result.total, LOSS), result.weight, with_names(result.aux, AUX), collections)
 
 
 def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
@@ -130,7 +132,7 @@ def counting_padding(
         return None
 
     followed(jax.jit(step).trace(*args, **kwargs).jaxpr, of_inputs, look)
-    found: dict[str, dict[str, Axes]] = defaultdict(lambda: defaultdict(Axes))
+    counts: dict[str, dict[str, Axes]] = defaultdict(lambda: defaultdict(Axes))
     for name, labels in reached.items():
         kind, _, path = name.partition(":")
         if kind == AUX and metric is not None:
@@ -140,21 +142,21 @@ def counting_padding(
             path = path.partition("/")[0] if isinstance(metric, Compose) else ""
             if isinstance(metric.metrics.get(path) if isinstance(metric, Compose) else metric, Max | Min):
                 continue
-        found[kind][path] = found[kind][path] | labels
-    counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in found.items()}
+        counts[kind][path] = counts[kind][path] | labels
+    counting = {kind: _without_weights(kind, of_kind) for kind, of_kind in counts.items()}
     # The cure of an unweighted loss includes its weight.
     if counting.get(LOSS):
         counting.pop(WEIGHT, None)
     # Devices hold different numbers of real rows: local weights alone do not make a term of the global mean.
-    if WEIGHT not in found and _several_parts(batch):
+    if WEIGHT not in counts and _several_parts(batch):
         counting[LOCAL_MEAN] = [
-            path for path, labels in found[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
+            path for path, labels in counts[LOSS].items() if labels & WEIGHTS and not labels & GLOBAL
         ]
     # Statistics stored in collections are reported as collections.
     if not counting.get(COLLECTION):
-        counting[STATISTIC] = [path for path, labels in found[LOSS].items() if labels & STATISTICS]
+        counting[STATISTIC] = [path for path, labels in counts[LOSS].items() if labels & STATISTICS]
     counting[COMPARISON] = [
-        path for path, labels in found[LOSS].items() if labels & GATHERED and not labels & (GLOBAL | STATISTICS)
+        path for path, labels in counts[LOSS].items() if labels & GATHERED and not labels & (GLOBAL | STATISTICS)
     ]
     return {kind: names for kind, names in counting.items() if names}
 

@@ -268,8 +268,8 @@ def create_train_state(
     step = jax.device_put(jnp.zeros((), jnp.int32), placed(NamedSharding(mesh, PartitionSpec())))
     opt_state = sharded_opt_state(tx, params, mesh, offload)
     # Strong types, as a step returns them: after a weak type the second step would compile again.
-    kept = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
-    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=kept)
+    strong = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), variables)
+    return TrainState(step=step, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state, collections=strong)
 
 
 def sharded_opt_state(

@@ -240,20 +240,25 @@ class StepOptions:
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
         """Returns the program of a device: (params, batch, rng, local, collections, extra_trees) -> ``BatchResult``."""
         # `axes` are the batch axes; `whole` is the spec of replicated values.
-        kept, axes, whole, mesh = collections_of(state), self.accumulation.axes, PartitionSpec(), self.layout.mesh
+        collections, axes, replicated, mesh = (
+            collections_of(state),
+            self.accumulation.axes,
+            PartitionSpec(),
+            self.layout.mesh,
+        )
         layout = self.layout.of_batch(batch)
         specs, of_kept, of_extra_trees = [
-            placement.partition_specs(tree, mesh) for tree in (state.params, kept, extra_trees)
+            placement.partition_specs(tree, mesh) for tree in (state.params, collections, extra_trees)
         ]
         # Auxiliary numbers are replicated; each device has a local state of a metric.
-        of_aux = whole if self.metric is None else PartitionSpec(axes)
+        of_aux = replicated if self.metric is None else PartitionSpec(axes)
 
         def on_device(
             params: PyTree,
             batch: PyTree,
             rng: jax.Array | None,
             local: PyTree,
-            kept: Mapping[str, PyTree],
+            collections: Mapping[str, PyTree],
             extra_trees: PyTree,
         ) -> BatchResult:
             rng, extra_trees = None if rng is None else fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
@@ -263,12 +268,12 @@ class StepOptions:
                 return fn(params, state.apply_fn, *rest, **extra_trees)
 
             # Only now is known whether the state has collections: options are made before there is a state.
-            loss = replace(self.loss, fn=loss_fn, has_collections=bool(kept))
+            loss = replace(self.loss, fn=loss_fn, has_collections=bool(collections))
             with layout.entered(batch) as batch:
-                return accumulated(loss, params, batch, rng, self.accumulation, local, kept)
+                return accumulated(loss, params, batch, rng, self.accumulation, local, collections)
 
-        in_specs = specs, layout.in_specs(batch), whole, of_aux, of_kept, of_extra_trees
-        out_specs = BatchResult._make((whole, of_aux, specs, of_kept))
+        in_specs = specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees
+        out_specs = BatchResult._make((replicated, of_aux, specs, of_kept))
         return DeviceProgram(on_device, in_specs, out_specs)
 
 
@@ -292,8 +297,8 @@ def _loss_and_grads_at(
     like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
 ) -> tuple[jax.Array, PyTree]:
     """Returns loss and gradients of the step's batch, with the same draws, at other ``params`` (without boxes)."""
-    found = of_batch(with_trainable(like, params))
-    return found.loss, trainable(found.grads)
+    result = of_batch(with_trainable(like, params))
+    return result.loss, trainable(result.grads)
 
 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:

@@ -166,8 +166,8 @@ class _Reader:
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
         name, params = name_and_params(eqn)
-        if self._look is not None and (said := self._look(eqn, inputs)) is not None:
-            return said
+        if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
+            return seen
         if name in _AS_THEY_ARE:
             return inputs
         if name == "name":
@@ -292,8 +292,7 @@ def check_branches(
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
             "may take differently, and a gather needs all devices. Make the predicate equal on all devices, by "
-            f"pmax(flag, {over}) of jax.lax; or compute both branches and choose by jnp.where; or wrap the module "
-            "around the branch, which then gathers before the branch."
+            f"pmax(flag, {over}) of jax.lax, or wrap the module around the branch, which then gathers before it."
         )
 
 

@@ -148,18 +148,20 @@ class StepCall:
         Raises:
           ValueError: arguments are on meshes of different shapes; the error names a leaf of each mesh.
         """
-        own = [(path, getattr(leaf, "sharding", None)) for path, leaf in self.leaves]
+        shardings = [(path, getattr(leaf, "sharding", None)) for path, leaf in self.leaves]
         by_jit = zip(self.argument_names, self.in_shardings, strict=False)
-        meshes = [(path, sharding.mesh) for path, sharding in [*own, *by_jit] if isinstance(sharding, NamedSharding)]
+        meshes = [
+            (path, sharding.mesh) for path, sharding in [*shardings, *by_jit] if isinstance(sharding, NamedSharding)
+        ]
         by_shape: dict[Any, tuple[str, Mesh | AbstractMesh]] = {}
         # Meshes with devices come first, so that `setdefault` prefers them to abstract meshes of the same shape.
         for path, mesh in sorted(meshes, key=lambda pair: isinstance(pair[1], AbstractMesh)):
             by_shape.setdefault(tuple(mesh.shape.items()), (path, mesh))
         if len(by_shape) > 1:
-            (one, (path, _)), (two, (other, _)), *_ = by_shape.items()
+            (first, (path, _)), (two, (other, _)), *_ = by_shape.items()
             raise ValueError(
-                f"argument {path} lies on the mesh {dict(one)}, but argument {other} on {dict(two)}. Make them on one "
-                "mesh."
+                f"argument {path} lies on the mesh {dict(first)}, but argument {other} on {dict(two)}. Make them on "
+                "one mesh."
             )
         return next((mesh for _, mesh in by_shape.values()), None)
 
@@ -237,8 +239,8 @@ def compile_here(call: StepCall) -> Compiled:
     try:
         compiled = call.traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        said = compiler_message("the devices at hand", error, options)
-        raise CompileError(f"the compiler refuses the step for {said}") from error
+        message = compiler_message("the devices at hand", error, options)
+        raise CompileError(f"the compiler refuses the step for {message}") from error
     seconds = time.monotonic() - start
     # The arguments may be on no mesh, so the devices come from the compiled program.
     devices = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))[0].device_set
@@ -364,9 +366,9 @@ def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], a
     """Converts the compiler's texts to a ``Compiled``; raises for an error other than a program that is too large."""
     result = json.loads(texts[RESULT])
     error = result["error"]
-    said = compiler_message(topology.name, error or "it wrote no program", settings["options"])
+    message = compiler_message(topology.name, error or "it wrote no program", settings["options"])
     if not (texts.get("hlo") and texts.get("buffers")) or (error and not may_be_too_large(error)):
-        raise CompileError(f"the compiler refuses the step for {said}")
+        raise CompileError(f"the compiler refuses the step for {message}")
 
     def argument_name(match: re.Match[str]) -> str:  # the same name as without an export
         return f'op_name="{arguments[int(match[1])]}"'.replace("'", "\\'")
@@ -383,5 +385,5 @@ def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], a
         seconds=result["seconds"],
         coords=tuple(map(tuple, result["coords"])),
         versions=result["versions"],
-        too_large=said if error else None,
+        too_large=message if error else None,
     )

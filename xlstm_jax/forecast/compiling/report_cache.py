@@ -86,7 +86,7 @@ class ReportCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             # The folder may have existed before, with other permissions than `mkdir` sets.
-            _check_ours_alone(self.folder, os.stat(self.folder))
+            _check_owner(self.folder, os.stat(self.folder))
             _write_whole(self._path(key), _packed(key, texts))
             self._remove_oldest()
         except _UnusableError as error:
@@ -136,7 +136,7 @@ def _unusable(reason: str) -> NoReturn:
     raise _UnusableError(reason) from None
 
 
-def _check_ours_alone(path: Path, status: os.stat_result) -> None:
+def _check_owner(path: Path, status: os.stat_result) -> None:
     """Raises if another user owns the file or folder, or may write it."""
     if status.st_uid != os.geteuid():
         _unusable(f"{path} belongs to another user (number {status.st_uid})")
@@ -146,12 +146,12 @@ def _check_ours_alone(path: Path, status: os.stat_result) -> None:
 
 def _content(path: Path) -> bytes:
     """Reads a regular file that only this user may write, in a folder where only this user may replace files."""
-    _check_ours_alone(path.parent, os.stat(path.parent))
+    _check_owner(path.parent, os.stat(path.parent))
     # `lstat` describes the path itself, not the target of a link.
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):  # a link may leave the folder; opening a pipe would wait for its writer
         _unusable(f"{path} is not a regular file")
-    _check_ours_alone(path, status)
+    _check_owner(path, status)
     if status.st_size > MAX_ENTRY_BYTES:
         _unusable(f"{path} has {status.st_size} bytes, more than the {MAX_ENTRY_BYTES} that an entry may have")
     return path.read_bytes()
@@ -166,6 +166,7 @@ def _packed(key: str, texts: Texts) -> bytes:
 
 
 def _unpacked(key: str, data: bytes) -> Texts:
+    """Returns the texts of a cache entry; raises if the entry is damaged or too large."""
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
         _unusable("an entry does not have its digest: it is damaged, or of another version")

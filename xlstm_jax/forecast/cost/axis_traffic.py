@@ -72,10 +72,11 @@ def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
 def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
     # Bytes are known for every device, times only for links with published rates.
     weights, activations, other = (
-        sum_wire_bytes(one for one in some if one.carries == what) for what in (WEIGHTS, ACTIVATIONS, OTHER)
+        sum_wire_bytes(collective for collective in some if collective.carries == content)
+        for content in (WEIGHTS, ACTIVATIONS, OTHER)
     )
-    seconds = total_seconds((one.count, one.alone_s) for one in some)
-    waited_s = total_seconds((one.count, one.exposed_s) for one in some)
+    seconds = total_seconds((collective.count, collective.alone_s) for collective in some)
+    waited_s = total_seconds((collective.count, collective.exposed_s) for collective in some)
     return AxisTraffic(axes, executions(some), weights, activations, other, seconds, waited_s)
 
 

@@ -90,8 +90,8 @@ class Spent:
 class Durations(ABC):
     """Times of a program's instructions, including called computations.
 
-    A loop takes the time of the body x trips. A conditional takes the time of the longest branch. ``_alone`` gives the
-    time of an instruction without calls.
+    A loop takes the time of the body x trips. A conditional takes the time of the longest branch. ``_duration`` returns
+    the time of an instruction without calls.
     """
 
     program: Program
@@ -107,7 +107,7 @@ class Durations(ABC):
     def of(self, computation: Computation, instruction: Instruction) -> Spent:
         """Returns the time of a single execution of an instruction."""
         if instruction.opcode not in self.called_in_line:
-            return self._alone(computation, instruction)
+            return self._duration(computation, instruction)
         called = [self._of_computation(name) for name in instruction.all_called]
         if instruction.opcode == "conditional":
             return max(called, key=lambda branch: branch.total)
@@ -123,7 +123,7 @@ class Durations(ABC):
         return self._known[name]
 
     @abstractmethod
-    def _alone(self, computation: Computation, instruction: Instruction) -> Spent: ...
+    def _duration(self, computation: Computation, instruction: Instruction) -> Spent: ...
 
 
 class Cycles(Durations):
@@ -133,7 +133,7 @@ class Cycles(Durations):
     have no estimates yet.
     """
 
-    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
+    def _duration(self, computation: Computation, instruction: Instruction) -> Spent:
         return Spent(instruction.estimated_cycles or 0)
 
 
@@ -147,7 +147,7 @@ class Kernels(Durations):
     # takes none of the schedule's time.
     called_in_line = CONTROL | {"call-start", "async-start"}
 
-    def _alone(self, computation: Computation, instruction: Instruction) -> Spent:
+    def _duration(self, computation: Computation, instruction: Instruction) -> Spent:
         if not instruction.is_work or instruction.opcode in COLLECTIVES:
             return Spent()
         # A fusion is one kernel, even with several products: the products run one after the other, in parallel with the

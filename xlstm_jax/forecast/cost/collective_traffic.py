@@ -245,6 +245,7 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
+    """Describes the collective at ``site``: bytes and dtype, the module served, and the overlap with computation."""
     groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
     # The operands are sent. For an all-reduce the result gives the dtype, since a TPU may sum in a wider dtype.
@@ -260,7 +261,7 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
     names = _op_names(program, site)
     stands_for = _stands_for(site, program, group_size, names)
     gathers = "all-gather" in (site.kind, stands_for)
-    leaves = tuple(_leaf(program, value) for value in site.arrays) if gathers else ()
+    leaves = tuple(_parameter_path(program, value) for value in site.arrays) if gathers else ()
     # All or none: `leaves` has an entry for each array of the collective.
     leaves = leaves if all(leaves) else ()
     direction = module_path(names[0])[1] if names[0] else OTHER
@@ -315,10 +316,12 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
         return site.own_names
     # If a compiler built an all-reduce from other operations, the reducer (the sum of two values) may keep the name.
     reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
-    own = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
+    operand_names = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
     # A name without a slash belongs to an argument and names no operation.
     near = (other for value in site.arrays for other in (value, *upstream(program, value)))
-    names = itertools.chain(own, (value.instruction.op_name for value in near if "/" in value.instruction.op_name))
+    names = itertools.chain(
+        operand_names, (value.instruction.op_name for value in near if "/" in value.instruction.op_name)
+    )
     return (next(names, ""),)
 
 
@@ -340,11 +343,11 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
         if len(before) != 1 or before[0].instruction.opcode == "while":
             return False
         value = before[0]
-    whole, shard = (value.computation.by_name[name] for name in value.instruction.operands[:2])
+    full, shard = (value.computation.by_name[name] for name in value.instruction.operands[:2])
     # Copies and calls may lie between the zero constant and the update that writes the shard.
-    base = origin(program, Value(value.computation, whole.name)).instruction
+    base = origin(program, Value(value.computation, full.name)).instruction
     is_zero = base.opcode == "constant" and _ZERO.fullmatch(base.operand_text)
-    return bool(is_zero) and whole.shapes[0].nbytes == group_size * shard.shapes[0].nbytes
+    return bool(is_zero) and full.shapes[0].nbytes == group_size * shard.shapes[0].nbytes
 
 
 # ------------------------------------------------------------------------------------ the modules that each one serves
@@ -357,15 +360,15 @@ def _modules_served(program: Program, site: Site, names: tuple[str, ...], gather
     module. For gathers the array's name is therefore the last resort.
     """
     names = names if len(names) == len(site.arrays) else names[:1] * len(site.arrays)
-    own = tuple(module_path(name)[0] for name in names)
+    own_paths = tuple(module_path(name)[0] for name in names)
     if site.own_names and not any(map(_is_in_own_scope, names)):
-        return own
+        return own_paths
     served = []
     for position, value in enumerate(site.arrays):
         near = downstream(program, site.result(position)) if gathers else (value, *upstream(program, value))
         named = (other.instruction.op_name for other in near)
         paths = (module_path(name)[0] for name in named if name and not _is_in_own_scope(name))
-        served.append(next(filter(None, paths), own[position]))
+        served.append(next(filter(None, paths), own_paths[position]))
     return tuple(served)
 
 
@@ -391,7 +394,7 @@ def _size(instruction: Instruction) -> int:
     return math.prod(instruction.shapes[0].dims)
 
 
-def _leaf(program: Program, value: Value) -> str:
+def _parameter_path(program: Program, value: Value) -> str:
     """Returns the path of the parameter behind an array, as in the model's tree: "blocks/up/kernel"; "" if unknown.
 
     JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.

@@ -142,19 +142,19 @@ def _written_by(
     written = 0
     for index, shape in enumerate(results):
         if shape.space == space:
-            whole = 0 if index in aliased else shape.nbytes
-            written += _update(program, callee, parts[index], whole) if parts else whole
+            full_bytes = 0 if index in aliased else shape.nbytes
+            written += _update(program, callee, parts[index], full_bytes) if parts else full_bytes
     return written
 
 
-def _update(program: Program, computation: Computation, name: str, whole: int) -> int:
-    """Returns the bytes written to a result: the bytes of the update for an update in place, else ``whole``."""
+def _update(program: Program, computation: Computation, name: str, written: int) -> int:
+    """Returns the bytes written to a result: the bytes of the update for an update in place, else ``written``."""
     instruction = computation.by_name[name]
     if instruction.opcode == "bitcast":
-        return _update(program, computation, instruction.operands[0], whole)
+        return _update(program, computation, instruction.operands[0], written)
     if instruction.opcode == "parameter":
         return 0
     if instruction.opcode in _UPDATES:
         return _nbytes(computation.by_name[instruction.operands[_UPDATES[instruction.opcode]]].shapes)
     callee = _callee(program, instruction) if instruction.opcode == "fusion" else None
-    return _update(program, callee, callee.root.name, whole) if callee else whole
+    return _update(program, callee, callee.root.name, written) if callee else written

@@ -165,11 +165,11 @@ class _Seen:
         if eqn.primitive.name == "exp":
             stems = {(i, True) for i, _ in stems}
         if any(nested_jaxprs(eqn)):
-            stems = set()  # `hand_over` sets the stems of the outputs
+            stems = set()  # `copy_stems` sets the stems of the outputs
         for v in eqn.outvars:
-            self.stems[v] = {one for one in stems if self.pairs[one[0]][1].size == getattr(v.aval, "size", None)}
+            self.stems[v] = {stem for stem in stems if self.pairs[stem[0]][1].size == getattr(v.aval, "size", None)}
 
-    def hand_over(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
+    def copy_stems(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
         """Copies ``stems`` from an operation's operands to its jaxpr's inputs; with ``out``, from outputs to results.
 
         The operation may have more leading operands than the jaxpr.
@@ -206,9 +206,9 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
     # Stems go into the inner jaxpr before the walk, and out of it afterwards.
-    seen.hand_over(eqn.invars, jaxpr.invars)
+    seen.copy_stems(eqn.invars, jaxpr.invars)
     counted = _flops_of(jaxpr, prefix, seen)
-    seen.hand_over(eqn.outvars, jaxpr.outvars, out=True)
+    seen.copy_stems(eqn.outvars, jaxpr.outvars, out=True)
     return counted
 
 

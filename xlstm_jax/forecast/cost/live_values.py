@@ -29,8 +29,8 @@ def live_bytes(jaxpr: Any) -> int:
     """
     # The caller counts arguments and results where it binds them.
     given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
-    whole = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(nested_jaxprs(eqn))]
-    stored = {v for eqn in whole for v in _of(eqn)} - given
+    materialized = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(nested_jaxprs(eqn))]
+    stored = {v for eqn in materialized for v in _of(eqn)} - given
     last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):

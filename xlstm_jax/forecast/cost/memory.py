@@ -221,6 +221,7 @@ def operation_names(program: Program) -> dict[str, str]:
 
 
 def _allocations(text: str) -> list[_Allocation]:
+    """Returns the allocations in XLA's text of the buffer assignment."""
     allocations: list[_Allocation] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):

@@ -85,6 +85,7 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
+    """Returns the FLOP of a convolution: two per output entry, input feature of a group, and tap of the window."""
     left, kernel, out = (*operand_shapes(computation, instruction)[:2], instruction.shapes[0])
     labels = _DIM_LABELS.search(instruction.attributes)
     assert labels  # every convolution has them

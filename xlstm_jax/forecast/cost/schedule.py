@@ -31,13 +31,13 @@ def with_waits(links: Links, collective: Collective) -> Collective:
     of the overlapped instructions, and zero for the rest.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
-    beside = collective.overlapped
-    if beside.cycles is not None and links.chip.clock_hz:
-        seconds = beside.cycles / links.chip.clock_hz
-        beside, waited = dataclasses.replace(beside, seconds=seconds), max(0.0, alone - seconds)
-    elif beside.instructions:
+    overlap = collective.overlapped
+    if overlap.cycles is not None and links.chip.clock_hz:
+        seconds = overlap.cycles / links.chip.clock_hz
+        overlap, waited = dataclasses.replace(overlap, seconds=seconds), max(0.0, alone - seconds)
+    elif overlap.instructions:
         waited = 0.0
-    return dataclasses.replace(collective, overlapped=beside, alone_s=alone, exposed_s=waited)
+    return dataclasses.replace(collective, overlapped=overlap, alone_s=alone, exposed_s=waited)
 
 
 def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
@@ -64,20 +64,28 @@ def _timed_in(
         [kernels.of(computation, instruction) for instruction in computation.instructions]
         for kernels in (expected, least)
     )
-    alone = [_alone(links, collective) for _, collective in pairs]
+    alone = [_isolated(links, collective) for _, collective in pairs]
     # Once with NCCL's times and the rates that kernels reach, and once by published rates alone, a lower bound.
-    real = [Transfer(*site.span, own.networks, own.seconds) for (site, _), own in zip(pairs, alone, strict=True)]
-    ideal = [dataclasses.replace(whole, seconds=own.bandwidth_s) for whole, own in zip(real, alone, strict=True)]
+    real = [
+        Transfer(*site.span, alone_timing.networks, alone_timing.seconds)
+        for (site, _), alone_timing in zip(pairs, alone, strict=True)
+    ]
+    ideal = [
+        dataclasses.replace(transfer, seconds=alone_timing.bandwidth_s)
+        for transfer, alone_timing in zip(real, alone, strict=True)
+    ]
     waited = waits([spent.total for spent in runs], real)
     by_bandwidth = waits([spent.total for spent in at_peak], ideal)
-    for (site, collective), own, waited_s, bandwidth_s in zip(pairs, alone, waited, by_bandwidth, strict=True):
+    for (site, collective), alone_timing, waited_s, bandwidth_s in zip(pairs, alone, waited, by_bandwidth, strict=True):
         run = sum(runs[slice(*site.span)], Spent())
-        beside = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)
-        timing = dataclasses.replace(own, waited_s=waited_s, waited_by_bandwidth_s=bandwidth_s)
-        yield dataclasses.replace(collective, overlapped=beside, timing=timing, alone_s=own.seconds, exposed_s=waited_s)
+        overlap = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)
+        timing = dataclasses.replace(alone_timing, waited_s=waited_s, waited_by_bandwidth_s=bandwidth_s)
+        yield dataclasses.replace(
+            collective, overlapped=overlap, timing=timing, alone_s=alone_timing.seconds, exposed_s=waited_s
+        )
 
 
-def _alone(links: Links, collective: Collective) -> Timing:
+def _isolated(links: Links, collective: Collective) -> Timing:
     """Returns a collective's time without overlap, as if the schedule waits until the end."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)

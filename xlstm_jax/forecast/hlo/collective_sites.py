@@ -77,6 +77,7 @@ def sites(program: Program) -> Iterator[Site]:
 
 
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
+    """Yields the collectives that an instruction runs, itself or in a fusion or an asynchronous call."""
     if at.opcode.removesuffix("-start") in COLLECTIVES:
         collectives = [(computation, at)]
     elif at.opcode in ("fusion", "async-start", "call-start"):

@@ -50,6 +50,7 @@ def _walk(
     step: Callable[[Program, Value], list[Value]],
     through: Collection[str] | None = None,
 ) -> Iterator[Value]:
+    """Yields values that ``step`` reaches from ``value``, nearest first; continues only past opcodes in ``through``."""
     queue, seen = deque([value]), {value}
     while queue and len(seen) < MAX_VISITED:
         for neighbour in step(program, queue.popleft()):
@@ -132,6 +133,7 @@ def uses(program: Program, value: Value) -> list[Value]:
 
 
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
+    """Returns the values computed directly from ``value``."""
     computation, element = value.computation, value.element
     if user.opcode == "tuple":
         return [Value(computation, user.name, (position, *element))]

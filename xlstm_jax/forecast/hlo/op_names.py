@@ -92,15 +92,15 @@ def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
     An operation without a module, in the body of a loop (``nn.scan``) whose other operations are in "blocks" or below,
     belongs to "blocks".
     """
-    own = {name: module_path(name) for name in op_names}
+    path_of = {name: module_path(name) for name in op_names}
     inside = defaultdict(list)
-    for name, (path, _) in own.items():
+    for name, (path, _) in path_of.items():
         for loop in _loops(name) if path else ():
             inside[loop].append(path)
     # The common path of a loop's operations is the module around the loop, or the module of the loop's body.
     common = {loop: common_path(paths) for loop, paths in inside.items()}
-    lent = {name: next((common[loop] for loop in _loops(name) if common.get(loop)), "") for name in own}
-    return {name: (path or lent[name], direction) for name, (path, direction) in own.items()}
+    lent = {name: next((common[loop] for loop in _loops(name) if common.get(loop)), "") for name in path_of}
+    return {name: (path or lent[name], direction) for name, (path, direction) in path_of.items()}
 
 
 def common_path(paths: Iterable[str]) -> str:
@@ -115,9 +115,9 @@ def _loops(op_name: str) -> list[str]:
     "jit(f)/while/body/closed_call/while/body/add" is in "while/body/while" and in "while".
     """
     parts = split_outside(op_name.split(";")[0], "/", "()")
-    kept = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
-    ends = [i + 1 for i, part in enumerate(kept) if part == "while"]
-    return ["/".join(kept[:end]) for end in reversed(ends)]
+    remaining = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
+    ends = [i + 1 for i, part in enumerate(remaining) if part == "while"]
+    return ["/".join(remaining[:end]) for end in reversed(ends)]
 
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:

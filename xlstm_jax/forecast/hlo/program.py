@@ -92,7 +92,9 @@ class Program:
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
         """Returns ``executed`` without asynchronous computations, whose work counts at the start instruction."""
-        return ((computation, trips) for computation, trips in self.executed() if computation.name not in self.beside)
+        return (
+            (computation, trips) for computation, trips in self.executed() if computation.name not in self.asynchronous
+        )
 
     @cached_property
     def trips(self) -> dict[str, int]:
@@ -129,15 +131,15 @@ class Program:
         return 1 if trips is None else trips
 
     @cached_property
-    def beside(self) -> frozenset[str]:
+    def asynchronous(self) -> frozenset[str]:
         """Names of the computations that an async-start or call-start runs asynchronously."""
         # Callers come first, so a single pass also finds the callees of asynchronous computations.
-        beside: set[str] = set()
+        asynchronous: set[str] = set()
         for computation in self._callers_first:
             for instruction in computation.instructions:
-                if instruction.opcode.endswith("-start") or computation.name in beside:
-                    beside.update(_executed_callees(instruction))
-        return frozenset(beside)
+                if instruction.opcode.endswith("-start") or computation.name in asynchronous:
+                    asynchronous.update(_executed_callees(instruction))
+        return frozenset(asynchronous)
 
     def with_fused(
         self, computation: Computation, instruction: Instruction
@@ -169,6 +171,7 @@ class Program:
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
+        """Returns all executed computations, each after its callers."""
         # Depth first: a computation is appended after its callees, and the list is reversed at the end. The stack is
         # explicit, because nested loops may exceed Python's recursion limit.
         order, seen = [], set()
@@ -218,6 +221,7 @@ def parse(text: str) -> Program:
 
 
 def _computations(body: str) -> Iterator[Computation]:
+    """Yields the computations in the text of a program."""
     name, is_entry = None, False
     lines: list[str] = []
     for line in body.splitlines():

@@ -112,9 +112,9 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    own = [one for one in forecast.collectives if serves(one, experts)]
-    seconds = total_seconds((one.count, one.alone_s) for one in own)
-    waited_s = total_seconds((one.count, one.exposed_s) for one in own)
+    serving = [collective for collective in forecast.collectives if serves(collective, experts)]
+    seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)
+    waited_s = total_seconds((collective.count, collective.exposed_s) for collective in serving)
     chip, expert_s = forecast.chip, None
     if chip and forecast.tokens:
         # Each token goes to top_k experts. Devices along tensor-parallel axes have the same tokens, and repeat the
@@ -123,8 +123,8 @@ def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: 
         rows = forecast.tokens * experts.top_k * equal / forecast.devices * (experts.capacity_factor or 1.0)
         rate = peak_rate(chip.reached, next(iter(forecast.flops.by_dtype()), "bfloat16"))
         expert_s = rows * experts.layers * FLOPS_OF_A_STEP * experts.expert_size / rate
-    is_ragged = any(one.kind == RAGGED for one in own)
-    return Dispatch(experts, imbalance, sum_wire_bytes(own), seconds, waited_s, expert_s, is_ragged)
+    is_ragged = any(collective.kind == RAGGED for collective in serving)
+    return Dispatch(experts, imbalance, sum_wire_bytes(serving), seconds, waited_s, expert_s, is_ragged)
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:

@@ -57,7 +57,7 @@ from xlstm_jax.forecast.training.model_axes import (
     model_meshes,
     ranked,
 )
-from xlstm_jax.forecast.training.workload import in_a_line
+from xlstm_jax.forecast.training.workload import one_line_text
 from xlstm_jax.formatting import (
     Bar,
     format_axes,
@@ -118,11 +118,11 @@ class Options:
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
 
     def __str__(self) -> str:
-        kept = "kept" if self.keep_gathered else "gathered again"
-        said = [format_mesh(self.mesh), f"weights {kept}", *["remat"] * self.remat]
-        said += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
-        said += [f"threshold {self.min_weight_size:,}"] * (self.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE)
-        return ", ".join([*said, *["offload"] * (self.offload != NO_OFFLOAD)])
+        gathering = "kept" if self.keep_gathered else "gathered again"
+        parts = [format_mesh(self.mesh), f"weights {gathering}", *["remat"] * self.remat]
+        parts += [f"{self.num_minibatches} minibatches"] * (self.num_minibatches > 1)
+        parts += [f"threshold {self.min_weight_size:,}"] * (self.min_weight_size != DEFAULT_MIN_WEIGHT_SIZE)
+        return ", ".join([*parts, *["offload"] * (self.offload != NO_OFFLOAD)])
 
 
 _WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathered=False, remat=True))
@@ -219,29 +219,29 @@ class Fit:
             return trials
         code = textwrap.indent(self._code(self.best), "    ")
         applied = Text(f"To apply the first, in your training:\n\n{code}\n", overflow="fold")
-        said = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
-        return Group(trials, *said, applied)
+        notes = [Text(f"{text}\n") for text in (self.why_mesh, self.why_offload) if text]
+        return Group(trials, *notes, applied)
 
     def _code(self, trial: Trial) -> str:
         # The model's axes, from `model_axes`, need not split the batch.
-        own = {axis for one in self.considered for axis in dict(one.mesh) if not axis.startswith(BATCH_AXES)}
-        return code_of(trial.options, own, self.batch_specs.get(format_mesh(trial.options.mesh)), self.layout)
+        model_axes = {axis for mesh in self.considered for axis in dict(mesh.mesh) if not axis.startswith(BATCH_AXES)}
+        return code_of(trial.options, model_axes, self.batch_specs.get(format_mesh(trial.options.mesh)), self.layout)
 
     @property
     def why_mesh(self) -> str:
         """Sentence on the best trial's mesh among the meshes of ``model_axes``; "" without ``model_axes``."""
         if not self.considered or self.best is None:
             return ""
-        compiled = [one for one in self.considered if one.compiled]
-        own = next(one for one in compiled if dict(one.mesh) == self.best.options.mesh)
+        compiled = [choice for choice in self.considered if choice.compiled]
+        best = next(choice for choice in compiled if dict(choice.mesh) == self.best.options.mesh)
         # The estimate only ranks meshes: a mesh that is reported to fit has been compiled.
-        estimates = [one.estimate for one in self.considered if one.estimate]
+        estimates = [choice.estimate for choice in self.considered if choice.estimate]
         too_large = sum(known.total_bytes > self.budget_bytes for known in estimates)
         refused = len(self.considered) - len(estimates)
         return (
             f"Of {len(self.considered)} meshes {too_large} would not fit by their estimates, and {refused} have no "
-            f"step; the {len(compiled)} best were tried. {format_mesh(own.mesh)} is the fastest of these that fits: "
-            f"{own.estimate}."
+            f"step; the {len(compiled)} best were tried. {format_mesh(best.mesh)} is the fastest of these that fits: "
+            f"{best.estimate}."
         )
 
     def to_json(self) -> str:
@@ -255,15 +255,15 @@ class Fit:
             rows.append(dataclasses.asdict(trial.options) | sizes | outcome | times)
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
         data |= {"why_offload": self.why_offload, "why_mesh": self.why_mesh}
-        data |= {"considered": [str(one) for one in self.considered]}
+        data |= {"considered": [str(choice) for choice in self.considered]}
         return json.dumps(data | {"code": self._code(self.best) if self.best else None}, indent=2)
 
 
 def _row(trial: Trial) -> list[str]:
     options = trial.options
-    kept, remat = "kept" if options.keep_gathered else "gathered again", "yes" if options.remat else "no"
+    gathering, remat = "kept" if options.keep_gathered else "gathered again", "yes" if options.remat else "no"
     offload = "no" if options.offload == NO_OFFLOAD else "yes"
-    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", kept, remat]
+    cells = [format_mesh(options.mesh), f"{options.min_weight_size:,}", gathering, remat]
     cells += [str(options.num_minibatches), offload]
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
@@ -327,7 +327,7 @@ def fit(
     layouts: list[str | None] = []
     if model_axes is not None:
         considered = _considered(build_step, parsed, model_axes, budget)
-        meshes = [dict(one.mesh) for one in considered if one.compiled]
+        meshes = [dict(choice.mesh) for choice in considered if choice.compiled]
     meshes = default_meshes(parsed) if meshes is None else meshes
     if not meshes:
         raise ValueError(
@@ -340,7 +340,7 @@ def fit(
     def build(options: Options) -> StepCall:
         with traced_for_chip(chip):
             step, args = build_step(options)
-        call = StepCall(step, tuple(args), topology=parsed, cache=kept)
+        call = StepCall(step, tuple(args), topology=parsed, cache=report_cache)
         batch_specs[format_mesh(options.mesh)] = batch_spec_of(call)
         layouts.append(layout_of_step(step))
         _check_offload(options, call.traced)  # the trace runs the user's loss, which may raise anything, inside `build`
@@ -354,7 +354,7 @@ def fit(
         return job
 
     # Equal programs for different options are a mistake in `build_step`, and would look like a tie.
-    kept, programs = chosen_cache(cache), set[str]()  # the cache of every trial; keys of started programs
+    report_cache, programs = chosen_cache(cache), set[str]()  # the cache of every trial; keys of started programs
     limit = room_for_jobs if jobs is None else lambda: jobs
     trials = Search(build, begin, budget, on_trial, on_done, limit).run(meshes)
     return Fit(topology, budget, trials, tuple(considered), batch_specs, next(iter(layouts), None))
@@ -364,7 +364,7 @@ def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
     """Estimates the meshes that ``model_axes`` allows; returns the meshes, best first, the few to compile marked."""
-    found: list[tuple[dict[str, int], Estimate | str]] = []
+    estimates: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
             with traced_for_chip(topology.chip):
@@ -372,11 +372,11 @@ def _considered(
             call = StepCall(step, tuple(args), topology=topology)
             _ = call.traced  # runs the user's loss; the trace is cached
         except Exception as error:  # the user's code may raise anything
-            found.append((mesh, in_a_line(error)))
+            estimates.append((mesh, one_line_text(error)))
         else:
-            found.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
-    considered = ranked(found, budget, MESHES_COMPILED)
-    if not any(one.compiled for one in considered):
+            estimates.append((mesh, estimate(call, links_of_mesh(topology, mesh))))
+    considered = ranked(estimates, budget, MESHES_COMPILED)
+    if not any(choice.compiled for choice in considered):
         raise ValueError(f"no step can be built on any mesh that model_axes allows; the first, {considered[0]}")
     return considered
 
@@ -483,6 +483,7 @@ class Search:
             return None, (options, error)
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
+        """Returns the trial of ``options``: the forecast of the compiled job, or the error in place of a forecast."""
         try:
             forecast = job.result() if job is not None else None
         except (ValueError, CompileError, TimeoutError) as raised:  # other exceptions do not depend on the options
@@ -490,7 +491,7 @@ class Search:
         if job is not None and forecast is not None:
             return Trial(options, forecast, forecast.total_bytes <= self.budget_bytes, took_s=job.seconds)
         assert error is not None
-        problem = in_a_line(error)
+        problem = one_line_text(error)
         if not self.trials and not isinstance(error, CompileError):  # the compiler may accept the next options
             raise _no_forecast(options, problem) from error
         return Trial(options, None, False, problem)
@@ -550,15 +551,15 @@ def code_of(
       layout: layout of the step, as for ``make_train_step``.
     """
     axes = tuple(axis for axis in options.mesh if axis not in model_axes)
-    said = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
+    lines = [f"    loss_fn, mesh, {axes}, num_minibatches={options.num_minibatches}"]
     if batch_spec is not None and (len(batch_spec) > 1 or set(axes) != set(options.mesh)):
         axes = tuple(axis for entry in batch_spec for axis in entry_axes(entry))
         entries = ", ".join(format_axes(entry_axes(entry)) if entry else "None" for entry in batch_spec)
-        said = [f"    loss_fn, mesh, num_minibatches={options.num_minibatches},", f"    batch_spec=jax.P({entries}),"]
+        lines = [f"    loss_fn, mesh, num_minibatches={options.num_minibatches},", f"    batch_spec=jax.P({entries}),"]
     elif axes != tuple(options.mesh):
-        said = ["    # and those of the model's own axes that split the batch:", *said]
+        lines = ["    # and those of the model's own axes that split the batch:", *lines]
     if layout is not None:
-        said = [*said[:-1], f"{said[-1].removesuffix(',')},", f"    layout={layout!r},"]
+        lines = [*lines[:-1], f"{lines[-1].removesuffix(',')},", f"    layout={layout!r},"]
     # The code must match the forecast, without an option that nn.remat implies.
     gathered_again = not options.keep_gathered and not options.remat  # nn.remat implies the second gather
     wrapper = [
@@ -576,7 +577,7 @@ def code_of(
             *(["block = nn.remat(wrap(Block), prevent_cse=False)"] if options.remat else []),
             *(OFFLOADED_STATE.format(axes=axes).splitlines() if options.offload != NO_OFFLOAD else []),
             "step = make_train_step(",
-            *said,
+            *lines,
             ")",
         ]
     )

@@ -80,10 +80,10 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
         order = range(len(shape)) if axis == "dp" else range(len(shape) - 1, -1, -1)
         fitting = [dim for dim in order if left[dim] % size == 0]
         # An axis over a full dim of a torus can use the links that close the ring.
-        whole = [dim for dim in fitting if not gpus and left[dim] == size == shape[dim]]
+        full_dims = [dim for dim in fitting if not gpus and left[dim] == size == shape[dim]]
         if not fitting:
             return None
-        dim = (whole or fitting)[0]
+        dim = (full_dims or fitting)[0]
         left[dim] //= size
         within[dim].insert(0, (axis, size))
     names = [HOST_AXIS, "fsdp_device"] if gpus else [f"fsdp_{'xyz'[dim]}" for dim in range(len(shape))]
@@ -91,14 +91,14 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
     rest = [dim for dim in range(len(shape)) if left[dim] > 1] or [len(shape) - 1]
     mesh: dict[str, int] = {}
     for dim in range(len(shape)):
-        own = dict(within[dim])
-        if "dp" in own and not dims[dim][1]:
+        parts = dict(within[dim])
+        if "dp" in parts and not dims[dim][1]:
             # Without a closed ring, "dp" goes outside of the rest of its dim, which sends more. On a closed ring the
             # rest stays outside, so that it spans the full ring.
-            mesh["dp"] = own.pop("dp")
+            mesh["dp"] = parts.pop("dp")
         if dim in rest:
             mesh["fsdp" if len(shape) == 1 else names[dim]] = left[dim]
-        mesh |= own
+        mesh |= parts
     return mesh
 
 
@@ -204,7 +204,7 @@ class Considered:
         return f"{format_mesh(self.mesh)}: {self.reason}"
 
 
-def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
+def ranked(estimates: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
     """Returns the meshes in the order of promise, of which the first ``count`` are to be compiled.
 
     Meshes that fit by their estimate come first, the fastest first; then the others, the smallest first.
@@ -217,7 +217,7 @@ def ranked(found: Sequence[tuple[dict[str, int], Estimate | str]], budget: float
         return (0, known.seconds) if known.total_bytes <= budget else (1, known.total_bytes)
 
     # A mesh without a step is never compiled, even if fewer than `count` meshes remain.
-    ordered, considered = sorted(found, key=key), []
+    ordered, considered = sorted(estimates, key=key), []
     for place, (mesh, known) in enumerate(ordered):
         compiled = place < count and not isinstance(known, str)
         if isinstance(known, str):

@@ -3,7 +3,7 @@
 def my_training(*, min_weight_size=2**18, remat=True) -> Workload: ...        written by the user; needs no device
 Workload --build_step(mesh)--> step, (state, batch, rng)                      abstract, as for make_train_step
 
-The user's code may raise anything; ``in_a_line`` returns the error with the line of the user's code.
+The user's code may raise anything; ``one_line_text`` returns the error with the line of the user's code.
 """
 
 import math
@@ -31,10 +31,10 @@ from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.init_errors import (
     InitError,
-    any_cure,
     described_inputs,
+    general_cure,
     init_failure,
-    is_the_librarys,
+    is_library_error,
     known_cure,
 )
 from xlstm_jax.distributed.training.loss import LossFn
@@ -116,21 +116,21 @@ class Workload:
         try:
             yield
         except Exception as error:
-            if is_the_librarys(error) and not isinstance(error, InitError):
+            if is_library_error(error) and not isinstance(error, InitError):
                 raise
             inputs = self.init_inputs
             raised = init_failure(self.model, inputs, self.init_kwargs)
-            if raised is None or is_the_librarys(raised):
+            if raised is None or is_library_error(raised):
                 raise
             call, by_keyword = "Workload(..., inputs=({},))", "init_kwargs={'train': False}"
             cure = known_cure(self.model, inputs, self.init_kwargs, raised, call, by_keyword)
             if not cure and self.inputs is not None:  # the user chose the inputs, so the error may be in the model
                 raise (error.__cause__ if isinstance(error, InitError) and error.__cause__ else error) from None
-            what = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
+            source = "the batch, as inputs= is not given" if self.inputs is None else "inputs="
             raise InitError(
-                f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {what}: "
+                f"{type(self.model).__name__}.init fails on {described_inputs(inputs)}, {source}: "
                 f"{described(raised).rstrip('.')}. "
-                f"{cure or any_cure(call, by_keyword)}"
+                f"{cure or general_cure(call, by_keyword)}"
             ) from error
 
     @property
@@ -191,7 +191,7 @@ class Workload:
         return step, (state, abstract_batch(self.batch, made, **split), rng)
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line_text(error: BaseException) -> str:
     """Formats an error in one line: errors of the library unchanged, any other error by ``described``."""
     return one_line(error) if is_own(error) else described(error)
 

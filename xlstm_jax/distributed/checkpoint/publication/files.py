@@ -74,12 +74,12 @@ def index_file(directory: Path, index_version: int | None) -> Path:
 
 def digest_of(array: np.ndarray) -> str:
     """Returns the SHA-256 of dtype, shape and bytes of an array."""
-    found = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
+    digest = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
     # Memory beyond the array: a block.
     bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for start in range(0, bits.size, _BLOCK_BYTES):
-        found.update(bits[start : start + _BLOCK_BYTES])
-    return found.hexdigest()
+        digest.update(bits[start : start + _BLOCK_BYTES])
+    return digest.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -167,16 +167,16 @@ def _read_index(path: Path) -> Index:
     try:
         content = parse_json(text)
         metadata = content["metadata"]
-        found = Index(
+        result = Index(
             metadata["version"],
             metadata.get("since"),
             metadata["files"],
             content.get("weight_map", {}),
             metadata["total_size"],
         )
-        in_this_folder = all(Path(name).name == name for name in found.files)
-        ends = found.since is None or found.since < found.version
-        index = found if metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends else None
+        in_this_folder = all(Path(name).name == name for name in result.files)
+        ends = result.since is None or result.since < result.version
+        index = result if metadata["sha256"] == _sha256_of_index(content) and in_this_folder and ends else None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         index = None
     if index is None:

@@ -64,7 +64,7 @@ class Tensor(NamedTuple):
             array = array[index]
         return array
 
-    def taken_apart(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
+    def split_tensor(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
         """Yields the model's tensors, or parts of these, as views."""
         if not self.parts:
             yield self, array
@@ -72,7 +72,7 @@ class Tensor(NamedTuple):
         for part in self.parts:
             size = 1 if self.is_new_dim else part.shape[self.dim]
             view = array[(slice(None),) * self.dim + (slice(start, start + size),)]
-            yield from part.taken_apart(view.reshape(part.shape) if self.is_new_dim else view)
+            yield from part.split_tensor(view.reshape(part.shape) if self.is_new_dim else view)
             start += size
 
 
@@ -137,11 +137,11 @@ class Stacked:
 
     def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result = dict(tensors)
-        found: dict[str, dict[int, str]] = defaultdict(dict)
+        by_stack: dict[str, dict[int, str]] = defaultdict(dict)
         for name in tensors:
             if match := compiled("layout", self.part).fullmatch(name):
-                found[match.expand(self.name)][int(match["n"])] = name
-        for stacked, numbered in found.items():
+                by_stack[match.expand(self.name)][int(match["n"])] = name
+        for stacked, numbered in by_stack.items():
             if sorted(numbered) != list(range(len(numbered))):
                 raise ValueError(f"layout: the parts of '{stacked}' have the numbers {sorted(numbered)}, not 0, 1, ...")
             names = [numbered[number] for number in range(len(numbered))]
@@ -241,7 +241,7 @@ class Repeated:
         return result
 
 
-def laid_out(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
+def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
     """Returns the tensors of the reader.
 
     Args:
@@ -263,7 +263,7 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
     >>> to_layout(arrays, [Joined(("q", "k"), "qk")])["qk"].shape
     (5, 2)
     """
-    tensors = laid_out(arrays, layout)
+    tensors = tensors_in_layout(arrays, layout)
     return {name: tensor.assembled(iter([arrays[key] for key in tensor.sources()])) for name, tensor in tensors.items()}
 
 
@@ -285,7 +285,7 @@ def from_layout(
     >>> from_layout({"qk": np.ones((5, 2))}, layout, like)["k"].shape
     (1, 2)
     """
-    tensors = laid_out(like, layout)
+    tensors = tensors_in_layout(like, layout)
     if differ := sorted(tensors.keys() ^ arrays.keys()):
         raise ValueError(f"layout: {listed(differ)} are tensors of the layout or of the arrays, but not of both.")
     given: list[tuple[str, Tensor, np.ndarray]] = []
@@ -296,22 +296,22 @@ def from_layout(
                 f"layout: the tensor '{name}' is {array.dtype}{list(array.shape)}, and "
                 f"{tensor.dtype}{list(tensor.shape)} by the model's tensors."
             )
-        given += [(name, source, part) for source, part in tensor.taken_apart(array)]
-    found: dict[str, np.ndarray] = {}
+        given += [(name, source, part) for source, part in tensor.split_tensor(array)]
+    by_name: dict[str, np.ndarray] = {}
     filled: set[tuple[str, str]] = set()
     # First the tensors that arrive undivided, so that nothing is written into the reader's arrays.
     for name, source, part in sorted(given, key=lambda one: len(one[1].place)):
         key, undivided = (source.name, str(source.place)), (source.name, str(()))
-        if source.name not in found:
-            found[source.name] = np.empty(like[source.name].shape, source.dtype) if source.place else part
-        there = source.part_of(found[source.name])
+        if source.name not in by_name:
+            by_name[source.name] = np.empty(like[source.name].shape, source.dtype) if source.place else part
+        region = source.part_of(by_name[source.name])
         if key in filled or undivided in filled:
-            if there.tobytes() != part.tobytes():
+            if region.tobytes() != part.tobytes():
                 raise ValueError(f"layout: '{name}' repeats '{source.name}', and its values differ.")
         elif source.place:
-            there[...] = part
+            region[...] = part
         filled.add(key)
-    return found
+    return by_name
 
 
 class ShapeAndDtype(Protocol):

@@ -25,7 +25,7 @@ from xlstm_jax.distributed.checkpoint.publication.files import (
     write_tensors,
 )
 from xlstm_jax.distributed.checkpoint.publication.follow import Chain
-from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
+from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, tensors_in_layout
 from xlstm_jax.distributed.checkpoint.publication.writers import Source, assigned, received_in_rounds
 from xlstm_jax.distributed.checkpoint.safetensors_io import (
     DEFAULT_MAX_FILE_BYTES,
@@ -82,7 +82,7 @@ def publish(
     max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
     directory = Path(directory)
     sources = tensors_to_write(params, names)
-    tensors = laid_out(sources, layout)
+    tensors = tensors_in_layout(sources, layout)
     before = _from_process_0(lambda: _newest(directory, since))
     version = before["newest"] + 1
     by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
@@ -104,7 +104,7 @@ def publish(
     for text in allgather_text(json.dumps(written), "publish"):
         headers |= json.loads(text)
 
-    def make_it_the_version() -> None:
+    def commit_version() -> None:
         if jax.process_index() == 0:
             full = since is None
             weight_map = {name: file for some in files for file, names in some.items() for name in names}
@@ -113,7 +113,7 @@ def publish(
             if full:
                 delete_before(directory, before["full"])
 
-    raise_on_all(make_it_the_version, OSError)
+    raise_on_all(commit_version, OSError)
     return version
 
 
@@ -124,9 +124,10 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
         raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
     versions = read_indices(directory)
     if since is not None and since not in versions:
-        there = f"the versions {joined(list(map(str, versions)))}" if versions else "no version"
+        versions_text = f"the versions {joined(list(map(str, versions)))}" if versions else "no version"
         raise ValueError(
-            f"since={since!r} cannot be built on: {directory} has {there}. Publish a full version, without since."
+            f"since={since!r} cannot be built on: {directory} has {versions_text}. Publish a full version, without "
+            "since."
         )
     return {"newest": max(versions, default=0), "full": min(versions, default=0)}
 
@@ -134,8 +135,8 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
 def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
     """Returns the result of ``work`` in process 0, since other processes may see an older state of the folder."""
     errors = ValueError, FileExistsError, OSError
-    found = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
-    return json.loads(allgather_text(json.dumps(found), "publish")[0])
+    result = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
+    return json.loads(allgather_text(json.dumps(result), "publish")[0])
 
 
 def _files(

@@ -40,12 +40,12 @@ def assigned(nbytes: Mapping[str, int], processes: int) -> list[list[str]]:
     [['b', 'a'], ['c', 'd']]
     """
     loads = [0] * processes
-    found: list[list[str]] = [[] for _ in range(processes)]
+    assignment: list[list[str]] = [[] for _ in range(processes)]
     for name in sorted(nbytes, key=lambda name: (-nbytes[name], name)):
         process = loads.index(min(loads))
         loads[process] += nbytes[name]
-        found[process].append(name)
-    return found
+        assignment[process].append(name)
+    return assignment
 
 
 class Source(NamedTuple):
@@ -93,17 +93,17 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
         return None
     if not isinstance(mine.leaf, jax.Array):
         return np.asarray(mine.leaf if mine.layer is None else mine.leaf[mine.layer], mine.dtype)
-    whole = np.empty(mine.shape, mine.dtype)
+    tensor = np.empty(mine.shape, mine.dtype)
     for sender in processes:
         start = 0
         for piece in sent(sender, me):
             end = start + _nbytes(mine, [piece])
-            whole[piece.place] = rows[sender, start:end].view(mine.dtype).reshape(whole[piece.place].shape)
+            tensor[piece.place] = rows[sender, start:end].view(mine.dtype).reshape(tensor[piece.place].shape)
             start = end
     for piece in pieces[me]:
         if piece.device.process_index == me:
-            whole[piece.place] = _values(mine, piece)
-    return whole
+            tensor[piece.place] = _values(mine, piece)
+    return tensor
 
 
 def _pieces(source: Source | None, writer: int) -> list[_Piece]:
@@ -124,13 +124,13 @@ def _pieces(source: Source | None, writer: int) -> list[_Piece]:
                 continue
             bounds = bounds[1:]
         holders.setdefault(bounds, []).append(device)
-    found = []
+    pieces = []
     for bounds, copies in holders.items():
         near = [device for device in copies if local or device.process_index == writer]
         # Different writers take different copies, so that copies share the work.
         device = near[0] if near else copies[writer % len(copies)]
-        found.append(_Piece(tuple(slice(*bound) for bound in bounds), device))
-    return found
+        pieces.append(_Piece(tuple(slice(*bound) for bound in bounds), device))
+    return pieces
 
 
 def _nbytes(source: Source | None, pieces: Sequence[_Piece]) -> int:

@@ -60,18 +60,18 @@ class Product(NamedTuple):
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
     """Returns the fp8 products of a module, without products that share a kernel (their scales may differ)."""
-    found: list[Product] = []
+    result: list[Product] = []
 
     def look(path: str, node: Any) -> None:
         if isinstance(node, Mapping):
             products = [name for name in node if name.startswith("Fp8") and _SCALE in node[name]]
             if len(products) == 1:
-                found.append(Product(f"{OVERWRITTEN}{path}/{products[0]}", f"params{path}/kernel"))
+                result.append(Product(f"{OVERWRITTEN}{path}/{products[0]}", f"params{path}/kernel"))
             for name in node.keys() - products:
                 look(f"{path}/{name}", node[name])
 
     look("", variables.get(OVERWRITTEN))
-    return found
+    return result
 
 
 def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -95,10 +95,9 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
     if not (is_flaxs and is_whole and got.dtype != jnp.float16):
         raise ValueError(
             f"'{'/'.join((*owner.path, 'kernel'))}' is gathered in float8_e4m3fn, rounded as the fp8 product "
-            f"'{path}' would round it, and the product gets something else, to which its scale belongs: the kernel "
-            "transformed, in float16, a second time, or through a transformation where this cannot be seen. Pass "
-            "gather_dtype='bfloat16' for this module, or None; or let Flax's nn.Dense or nn.DenseGeneral read the "
-            "kernel, in bfloat16 or float32, and wrap within nn.remat, nn.scan, nn.WeightNorm and nn.map_variables."
+            f"'{path}' would round it, and the product receives another array (transformed, in float16, or a second "
+            "time). Pass gather_dtype='bfloat16' for this module, or let nn.Dense or nn.DenseGeneral read the kernel: "
+            "docs/fp8.md."
         )
     kernels[path] = None  # the gradient of a second call would be added to the first; it is the next history, not a sum
 
@@ -178,9 +177,9 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
     return recording(leaf.value, shard)
 
 
-def quantises_products(how: Communication) -> bool:
+def quantises_products(communication: Communication) -> bool:
     """Returns whether the options of a unit ask for float8_e4m3fn, so that kernels are quantised before the gather."""
-    return how.gather_dtype == "float8_e4m3fn"
+    return communication.gather_dtype == "float8_e4m3fn"
 
 
 @dataclass
@@ -208,22 +207,21 @@ class Fp8Products(Extension):
         """
         if OVERWRITTEN not in variables:
             return {}
-        found: dict[str, Wire] = {}
+        wires: dict[str, Wire] = {}
         leaves = dict(sharded_leaves(variables))
         for product in products_of(variables):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
             kernel = leaves[product.kernel]
-            how = policy.communication.or_else(kernel.communication)
+            communication = policy.communication.or_else(kernel.communication)
             if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
-                    f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, of which the gradient is the next "
-                    "value. This loss is differentiated by its parameters alone, and scales would stay as they are. "
-                    "Keep the collection in the state, and train by make_train_step; or pass it to "
-                    "accumulate_gradients(..., collections=...), which returns the next one. A teacher is to be "
-                    "frozen: extra_trees={'teacher': freeze_params(params, lambda path: False)}."
+                    f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, which would stay as they are: this "
+                    "loss is differentiated by its parameters alone. Keep the collection in the state of "
+                    "make_train_step, or pass it to accumulate_gradients(..., collections=...); freeze a teacher by "
+                    "freeze_params: docs/fp8.md."
                 )
             here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-            if not here or not quantises_products(how):
+            if not here or not quantises_products(communication):
                 continue
             if axes := split_over(scale, policy.axes):
                 raise ValueError(
@@ -232,9 +230,9 @@ class Fp8Products(Extension):
                     f"of '{product.scale}', or gather the kernel as it is, with gather_dtype=None."
                 )
             self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
-            self.shards[product.history] = sent = kernel.value.astype(how.dtypes(kernel.value)[0])
-            found[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
-        return found
+            self.shards[product.history] = sent = kernel.value.astype(communication.dtypes(kernel.value)[0])
+            wires[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
+        return wires
 
     def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""

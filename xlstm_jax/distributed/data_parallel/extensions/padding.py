@@ -67,6 +67,7 @@ class Pad:
         return Padded(dim, size, next_multiple(size, parts), parts)
 
     def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
+        """Returns the leaf padded with zeros along the dim to split, so that ``parts`` divides the dim."""
         value, dim = leaf.value, leaf.dim
         size = value.shape[dim]
         if size % parts == 0:

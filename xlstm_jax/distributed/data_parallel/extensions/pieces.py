@@ -34,15 +34,15 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
 
     ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
     """
-    how = box.communication
+    communication = box.communication
     split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None
     if split is None:
         return None
     named = f"'{path}'" if path else "a parameter"
-    collectives.check_bound(how.copied_axes, caller=f"pieces of {named}, replicas of it")
-    how.dtypes(box.value, path or None)  # raises here rather than in the backward pass
+    collectives.check_bound(communication.copied_axes, caller=f"pieces of {named}, replicas of it")
+    communication.dtypes(box.value, path or None)  # raises here rather than in the backward pass
     (dim, over), held = split, box.value.shape[along]
-    return as_read(box, box.value), Pieces(along, box.shape, held, dim, over, how, box.trainable, path)
+    return as_read(box, box.value), Pieces(along, box.shape, held, dim, over, communication, box.trainable, path)
 
 
 class ReadsShards:
@@ -79,13 +79,13 @@ class PieceReaders(Extension):
         return type(module).from_shards(module, method, shards, *args, **kwargs)
 
     @contextmanager
-    def recording_parts(self, found: dict[str, PartialGather]) -> Iterator[None]:
+    def recording_parts(self, partial_gathers: dict[str, PartialGather]) -> Iterator[None]:
         def note(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
             module = context.module
             if isinstance(module, ReadsShards) and any(reads_shards(module, name) for name in module.read_by):
                 for name, (along, entries) in module.pieces().items():
                     part = PartialGather(along, entries, partial(can_send_pieces, along=along))
-                    found["/".join((*module.path, name))] = part
+                    partial_gathers["/".join((*module.path, name))] = part
             return method(*args, **kwargs)
 
         with nn.intercept_methods(note):

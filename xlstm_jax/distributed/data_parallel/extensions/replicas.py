@@ -16,7 +16,9 @@ from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 
-AVERAGING = tuple(name for name, found in WIRE_FORMATS.items() if found.averages)  # formats for ``reduce_dtype``
+AVERAGING = tuple(
+    name for name, wire_format in WIRE_FORMATS.items() if wire_format.averages
+)  # formats for ``reduce_dtype``
 PACKED_TWICE = 2  # terms, then their mean
 
 
@@ -61,9 +63,10 @@ class Replicas(Copies):
         return collectives.all_reduce_sum(term, axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        if found := WIRE_FORMATS.get(str(self.reduce_dtype)):
+        """Returns the norm of the rounding error of ``mean`` in ``reduce_dtype``; arguments as in ``Copies``."""
+        if wire_format := WIRE_FORMATS.get(str(self.reduce_dtype)):
             # Errors are uniform up to half the distance between two codes.
-            return PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(found.mean_error(sizes)))
+            return PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(wire_format.mean_error(sizes)))
         if self.reduce_dtype is None or jnp.finfo(self.reduce_dtype).bits >= jnp.finfo(dtype).bits:
             return 0.0
         # Each term and each sum of two is rounded by at most half a unit in the last place.

@@ -41,9 +41,9 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
     split = bound_split(box, indices) if are_indices and can_send_rows(box) else None
     if split is None:
         return None
-    (dim, over), how = split, box.communication
-    collectives.check_bound(how.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
-    sent, summed = (jnp.dtype(dtype).itemsize for dtype in how.dtypes(box.value, path))
+    (dim, over), communication = split, box.communication
+    collectives.check_bound(communication.copied_axes, caller=f"the lookup of rows of '{path}', replicas of it")
+    sent, summed = (jnp.dtype(dtype).itemsize for dtype in communication.dtypes(box.value, path))
     summed *= box.trainable
     counts = [collectives.axis_size(entry_axes(entry)) for entry in box.names]
     lookup = by_rows(
@@ -51,7 +51,7 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
         tuple(size * count for size, count in zip(box.value.shape, counts, strict=True)),
         dim,
         [(axis, collectives.axis_size((axis,))) for axis in over],
-        how,
+        communication,
         path,
         tokens=indices.size,
         index_bytes=indices.dtype.itemsize,

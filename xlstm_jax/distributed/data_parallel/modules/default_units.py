@@ -30,12 +30,12 @@ def default_units(modules: Mapping[str, SeenModule]) -> dict[str, str]:
     {'h_0': 'one of 2 blocks of a loop', 'h_1': 'one of 2 blocks of a loop'}
     """
     cells = [path for path, module in modules.items() if module.is_cell]
-    found = {path: module for path, module in modules.items() if not any(is_within(path, cell) for cell in cells)}
+    candidates = {path: module for path, module in modules.items() if not any(is_within(path, cell) for cell in cells)}
     around_owners = {outer for path, module in modules.items() if module.owns for outer in _outer(path)}
-    alike = Counter(_sibling_of(path, module) for path, module in found.items() if path in around_owners)
+    alike = Counter(_sibling_of(path, module) for path, module in candidates.items() if path in around_owners)
 
     units = {}
-    for path, module in found.items():
+    for path, module in candidates.items():
         count = alike[_sibling_of(path, module)]
         if module.is_embedding:
             units[path] = "embedding"
@@ -45,14 +45,14 @@ def default_units(modules: Mapping[str, SeenModule]) -> dict[str, str]:
             units[path] = f"one of {count} blocks of a loop"
 
     blocks = tuple(units)
-    for path, module in found.items():
+    for path, module in candidates.items():
         if any(is_within(path, block) for block in blocks):
             continue
-        if any(path == outer[0] for cell in cells if (outer := [p for p in _outer(cell) if p in found])):
+        if any(path == outer[0] for cell in cells if (outer := [p for p in _outer(cell) if p in candidates])):
             units[path] = "loop over time"
         elif module.owns:
             units[path] = "owns parameters outside of blocks"
-    return {path: units[path] for path in found if path in units}
+    return {path: units[path] for path in candidates if path in units}
 
 
 def _outer(path: str) -> list[str]:

@@ -31,9 +31,9 @@ def recording_holders(model: object) -> Iterator[dict[str, str]]:
     Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``. The path of the model itself is "".
     For a transformed module (``nn.scan``, ``nn.remat``) the class inside the transformation is recorded.
     """
-    found: dict[str, str] = {}
+    class_names: dict[str, str] = {}
     if isinstance(model, HasModules):
-        found |= {path: _name(type(module)) for path, module in model.modules.items()}
+        class_names |= {path: _name(type(module)) for path, module in model.modules.items()}
 
     def note(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         cls = type(context.module)
@@ -41,11 +41,11 @@ def recording_holders(model: object) -> Iterator[dict[str, str]]:
         if hasattr(cls, context.method_name):
             # The module inside nn.scan has the path of the outer module and is entered later: its class replaces the
             # class of the outer module.
-            found["/".join(context.module.path)] = _name(cls)
+            class_names["/".join(context.module.path)] = _name(cls)
         return method(*args, **kwargs)
 
     with nn.intercept_methods(note):
-        yield found
+        yield class_names
 
 
 def _name(cls: type[Any]) -> str:

@@ -230,16 +230,17 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def enter(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs method ``name`` of a unit: by an extension from shards if possible, else by ``gathering``.
+    """Runs the method ``name`` of a unit, a wrapped module.
 
-    The result of an extension is passed through ``returned(module, name, result)``.
+    An extension that can compute the result from shards does so; ``returned(module, name, result)`` converts its
+    result. Otherwise ``gathering`` gathers the parameters and runs the method.
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not module.is_initializing() and running(policy.axes) == "manual":
-            found = computed_from_shards(module, name, policy, args, kwargs)
-            if found is not None:
-                return returned(module, name, found)
+            result = computed_from_shards(module, name, policy, args, kwargs)
+            if result is not None:
+                return returned(module, name, result)
         return gathering(module, *args, **kwargs)
 
     with inside_unit(module, policy.axes):

@@ -170,12 +170,12 @@ class LinenRun:
         if not selection.takes(path, module, True):  # before the parameters of all modules within are read
             return False
         # True if the box names this module: ``unit_depth`` counts the names of the leaf's path below its unit.
-        own = [
+        model_split = [
             leaf.unit_depth == 1 + name.count("/")
             for _, name, leaf in parameters(module)
             if any(map(self.sharding.policy.has_axis, leaf.axes)) and is_gathered_here(f"params/{name}", leaf)
         ]
-        return bool(own) and selection.takes(path, module, any(own))
+        return bool(model_split) and selection.takes(path, module, any(model_split))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Runs a method of a module in ``init``; then splits the module's parameters if the module is chosen."""
@@ -224,11 +224,11 @@ class LinenRun:
         """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
-        there = [f"{path!r} ({name})" for path, name in patterns.items()]
-        more = f" and {len(there) - SHOWN} more" if len(there) > SHOWN else ""
+        described = [f"{path!r} ({name})" for path, name in patterns.items()]
+        more = f" and {len(described) - SHOWN} more" if len(described) > SHOWN else ""
         raise ValueError(
             f"shard_modules: where={self.sharding.where!r} chooses none of the modules of {type(model).__name__}: "
-            f"'' (the model itself), {', '.join(there[:SHOWN])}{more}. Pass a class or a predicate of one of these."
+            f"'' (the model itself), {', '.join(described[:SHOWN])}{more}. Pass a class or a predicate of one of these."
         )
 
 

@@ -93,8 +93,8 @@ class LinenRunByRule(LinenRun):
 
 def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
     """Replaces the variables of a module during initialisation."""
-    kept = MapOfLeaves(lambda variables: variables)
-    nn.map_variables(nothing, ["params", *passing_collections()], kept, change, mutable=True)(module)
+    unchanged = MapOfLeaves(lambda variables: variables)
+    nn.map_variables(nothing, ["params", *passing_collections()], unchanged, change, mutable=True)(module)
 
 
 def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:

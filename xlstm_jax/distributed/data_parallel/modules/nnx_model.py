@@ -118,8 +118,10 @@ class NnxModel:
         # the layer.
         seen = self._seen_shapes(rngs, inputs, method, kwargs) if self.units and (inputs or kwargs) else {}
         for path, policy in self.units.items():
-            own = {name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path}
-            leaves |= _sharded(own, path, policy, seen)
+            unit_params = {
+                name: leaves[f"params/{name}"] for name, owner in self._unit_of_param.items() if owner == path
+            }
+            leaves |= _sharded(unit_params, path, policy, seen)
         return unflatten_dict(leaves, sep="/")
 
     def apply(
@@ -188,18 +190,20 @@ class NnxModel:
         """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
         if isinstance(where, UnitRule):
             return self._with_units_by_rule(where, policy)
-        found = modules_of(self._abstract)
+        modules = modules_of(self._abstract)
         if is_filter(where) and not isinstance(where, type):
-            matching = modules_taken(where, {path: (self._parts[path], module) for path, module in found.items()})
+            matching = modules_taken(where, {path: (self._parts[path], module) for path, module in modules.items()})
         else:
             matches = as_predicate(where, NNX)
-            matching = [path for path, module in found.items() if matches(path, module)]
+            matching = [path for path, module in modules.items() if matches(path, module)]
         if not matching:
-            there = ", ".join(f"{path or '(the model)'}: {type(module).__name__}" for path, module in found.items())
-            raise ValueError(f"where={where!r} matches no module. There are {there}.")
+            described = ", ".join(
+                f"{path or '(the model)'}: {type(module).__name__}" for path, module in modules.items()
+            )
+            raise ValueError(f"where={where!r} matches no module. There are {described}.")
         if twice := [path for path in matching if path in self.units]:
             raise ValueError(f"'{twice[0]}' matches where={where!r} and one before it; shard a module once.")
-        if of_linen := [path for path in matching if isinstance(found[path], nnx.bridge.ToNNX)]:
+        if of_linen := [path for path in matching if isinstance(modules[path], nnx.bridge.ToNNX)]:
             raise ValueError(
                 f"'{of_linen[0]}' matches where={where!r} and is a Linen module under nnx.bridge.ToNNX. Shard that: "
                 "nnx.bridge.ToNNX(shard_modules(module, where, axis_name), rngs=rngs)."
@@ -264,9 +268,9 @@ class NnxModel:
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
         """Turns the chosen modules in ``module`` into units, in place, and returns ``module``."""
-        found = modules_of(module) if self.units else {}
+        modules = modules_of(module) if self.units else {}
         for path, policy in self.units.items():
-            make_unit(found[path], policy)
+            make_unit(modules[path], policy)
         return module
 
     @functools.cached_property
@@ -365,8 +369,8 @@ def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
     key = jax.random.key(0) if key is None else key
     typed = key if is_prng_key(key) else jax.random.wrap_key_data(key)
     # Folded in by a checksum: Python's ``hash`` of a string differs between processes.
-    own = jax.random.fold_in(typed, zlib.crc32(path.encode()))
-    return jax.random.split(own, value.shape) if value.shape else own
+    folded = jax.random.fold_in(typed, zlib.crc32(path.encode()))
+    return jax.random.split(folded, value.shape) if value.shape else folded
 
 
 @jax.tree_util.register_static
@@ -396,11 +400,13 @@ class _NoKey:
         )
 
 
-def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]) -> dict[str, Any]:
+def _sharded(
+    unit_params: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]
+) -> dict[str, Any]:
     """Returns the parameters of the unit at ``path`` in boxes; the shape of a single layer decides the dim to split."""
-    below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in own}
+    below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in unit_params}
     leaves, layer_dims = {}, {}
-    for name, leaf in own.items():
+    for name, leaf in unit_params.items():
         shape = np.shape(trees.stored_values(leaf))
         as_seen = seen.get(name, (shape, False))[0]
         count = len(shape) - len(as_seen)
@@ -416,7 +422,7 @@ def _sharded(own: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mappi
         dims = {path: 0 if count > depth else None for path, count in layer_dims.items()}
         shard = jax.vmap(shard, in_axes=(dims,), out_axes=dims)
     boxed = trees.map_leaves(with_layer_names, shard(leaves))
-    for name in own:
+    for name in unit_params:
         if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
             boxed[below[name]] = boxed[below[name]].replace(marks=frozenset({LOOKED_UP}))
-    return {f"params/{name}": boxed[below[name]] for name in own}
+    return {f"params/{name}": boxed[below[name]] for name in unit_params}

@@ -60,9 +60,8 @@ class _Changed:
         del value, index
         raise ValueError(
             f"the model writes a parameter that is split as {self.get_metadata(BOX).names}. Write it outside of the "
-            "model: by the optimizer, or in the variables that the model is applied to. nnx.WeightNorm and "
-            "nnx.SpectralNorm write the kernel of their layer: leave these layers out of where=, as by "
-            "nnx.Not(nnx.PathContains(name))."
+            "model, by the optimizer, and leave layers that write their kernel (nnx.WeightNorm, nnx.SpectralNorm) out "
+            "of where=: docs/nnx.md."
         )
 
 
@@ -91,9 +90,9 @@ class _Split(_Changed, SplitVariable):
         if not hasattr(self.get_raw_value(), "ndim"):  # NNX prints a variable with a text in place of the array
             return self.get_raw_value()
         with jax.named_scope("read.sharded"):
-            (whole,) = _full_values({".": self}).values()
+            (value,) = _full_values({".": self}).values()
         # The plain type has the model's own hooks (on_get_value).
-        return _plain_type(self).from_metadata(whole, self.get_metadata()).get_value(**index)
+        return _plain_type(self).from_metadata(value, self.get_metadata()).get_value(**index)
 
     def __getattr__(self: Any, name: str) -> Any:
         metadata = self.get_metadata()
@@ -141,7 +140,7 @@ def _plain_type(variable: Any) -> Any:
     return getattr(type(variable), "plain_type", type(variable))
 
 
-def _turn_into(variable: Any, state: Any) -> None:
+def _change_class(variable: Any, state: Any) -> None:
     object.__setattr__(variable, "__class__", _type_like(_plain_type(variable), state))
 
 
@@ -152,11 +151,13 @@ def is_split(variable: Any) -> bool:
 
 def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
     """Returns by path the values of split variables, gathered over the axes of their units, not over model axes."""
-    whole: dict[str, Any] = {}
+    full_values: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
-        whole |= gather_here(policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy})
-    return trees.stored_values(whole)
+        full_values |= gather_here(
+            policy, {path: v for path, v in variables.items() if v.get_metadata(POLICY) == policy}
+        )
+    return trees.stored_values(full_values)
 
 
 @contextmanager
@@ -167,7 +168,7 @@ def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
         # NNX refuses to write a variable made under another trace. This write is undone before NNX could notice.
         for path, variable in variables.items():
             object.__setattr__(variable, "_raw_value", values[path])
-            _turn_into(variable, state)
+            _change_class(variable, state)
 
     shards = {path: variable.get_raw_value() for path, variable in variables.items()}
     write(_full_values(variables), _Whole)
@@ -210,8 +211,8 @@ def collection_of(leaf: Any) -> str | None:
 
 def leaves_of(module: nnx.Module) -> dict[str, Any]:
     """Returns the leaves of a module in the library's form, by path as in ``params/blocks/0/kernel``."""
-    found = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
-    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in found if name is not None}
+    leaves = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
+    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in leaves if name is not None}
 
 
 def _leaf(variable: Any) -> Any:
@@ -225,11 +226,11 @@ def _leaf(variable: Any) -> Any:
         box = bridge.to_linen_var(variable)
         return box if leaf_of(box).axes else value
     names = next((metadata[key] for key in NAMES_IN_METADATA if metadata.get(key)), ())
-    own, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
-    if not any(own):
+    mesh_names, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
+    if not any(mesh_names):
         return value
     # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters.
-    return Sharded(value, own) if are_logical else meta.Partitioned(value, own)  # type: ignore[arg-type]  # Flax: no tuples
+    return Sharded(value, mesh_names) if are_logical else meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
@@ -239,9 +240,9 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         # Split by the rules for its logical names, without a unit: gathered when it is read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and any(map(policy.has_axis, box.axes)):
-        how = box.communication.or_else(policy.communication)
-        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=how), POLICY: policy})
-        _turn_into(split, _Split)
+        communication = box.communication.or_else(policy.communication)
+        split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
+        _change_class(split, _Split)
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
         return variable.copy(read_value(box))
@@ -265,8 +266,8 @@ NNX = ModuleSystem(nnx.Module, nnx.remat, _is_method, (nnx.Pytree, nnx.Variable)
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns all modules by path, the model itself at ``""``, without lists and dicts of modules."""
     containers = (nnx.List, nnx.Dict)
-    found = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
-    return {path: node for path, node in sorted(found, key=lambda item: item[0]) if not isinstance(node, containers)}
+    modules = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
+    return {path: node for path, node in sorted(modules, key=lambda item: item[0]) if not isinstance(node, containers)}
 
 
 def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
@@ -275,16 +276,16 @@ def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
     object.__setattr__(module, "__class__", _unit_type(type(module), policy))
 
 
-def own_variables(module: nnx.Module) -> dict[str, Any]:
+def unit_variables(module: nnx.Module) -> dict[str, Any]:
     """Returns the variables below a unit, by path relative to the unit, without variables of units inside the unit."""
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
-    own = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
-    return {path_of(path): leaf for path, leaf in own if not any(path[: len(unit)] == unit for unit in within)}
+    variables = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
+    return {path_of(path): leaf for path, leaf in variables if not any(path[: len(unit)] == unit for unit in within)}
 
 
 def _split_variables(module: nnx.Module) -> dict[str, Any]:
-    return {path: leaf for path, leaf in own_variables(module).items() if is_split(leaf)}
+    return {path: leaf for path, leaf in unit_variables(module).items() if is_split(leaf)}
 
 
 @functools.cache
@@ -306,14 +307,14 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)
 
-    def whole(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def with_full_values(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         with gathered(_split_variables(module)):
             return plain.__get__(module, cls)(*args, **kwargs)
 
     @functools.wraps(plain)
     def method(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         # ``NOTE_SHAPE`` callbacks get the shapes in this unit: one layer's, if the model scans over layers.
-        for leaf in own_variables(self).values():
+        for leaf in unit_variables(self).values():
             if note := leaf.get_metadata(NOTE_SHAPE, None):
                 note(np.shape(leaf.get_raw_value()), notes_lookup)
         if not _split_variables(self):  # no variable is split, or another method of the module has gathered them
@@ -322,8 +323,8 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         is_sharded = running(policy.axes) == "manual"
-        found = computed_from_shards(module, name, policy, args, kwargs) if is_sharded else None
-        return dropping(whole, NNX, policy)(module, *args, **kwargs) if found is None else found
+        result = computed_from_shards(module, name, policy, args, kwargs) if is_sharded else None
+        return dropping(with_full_values, NNX, policy)(module, *args, **kwargs) if result is None else result
 
     return method
 

@@ -40,7 +40,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     path_in_model,
     read_value,
 )
-from xlstm_jax.distributed.data_parallel.planned import Planned, is_planning
+from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
@@ -123,15 +123,15 @@ _chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units
 @contextmanager
 def recording_units() -> Iterator[dict[str, str]]:
     """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
-    found: dict[str, str] = {}
-    with set_context(_chosen, found):
-        yield found
+    reasons: dict[str, str] = {}
+    with set_context(_chosen, reasons):
+        yield reasons
 
 
 def note_units(reasons: Mapping[str, str]) -> None:
     """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
-    if (found := _chosen.get()) is not None:
-        found |= reasons
+    if (recorded := _chosen.get()) is not None:
+        recorded |= reasons
 
 
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
@@ -184,8 +184,8 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
 
 def _no_axis(axis: str) -> ValueError:
     where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
-    there = tuple(jax.sharding.get_abstract_mesh().shape)
-    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {there}. Pass one of them.")
+    bound = tuple(jax.sharding.get_abstract_mesh().shape)
+    return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {bound}. Pass one of them.")
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
@@ -230,7 +230,7 @@ def gather_here(
       extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
     # The box of a leaf names its copies: ``or_else`` fills the None from the box.
-    how = replace(policy.communication, replicas=None)
+    communication = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
         box = leaf_of(leaf)
@@ -244,16 +244,16 @@ def gather_here(
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
             raise closed_over_error(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
-        whole = gather_leaf(box, policy.axes, how, path, wire)
+        full = gather_leaf(box, policy.axes, communication, path, wire)
         if extension is not None:
-            extension.arrived(stored, whole)
-        return whole
+            extension.arrived(stored, full)
+        return full
 
     def take_out(path: str, leaf: Any) -> Any:
         box = leaf_of(leaf)
         if not is_box(leaf) or not is_gathered_here(path, box):
             return leaf
-        if isinstance(box, Planned):
+        if isinstance(box, PlannedLeaf):
             return box.gathered(policy.axes)
         # A box over other axes stays for the wrapper over those axes.
         return read_value(box) if all(map(policy.has_axis, box.axes)) else leaf
@@ -280,8 +280,8 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
     """Returns by name the split parameters of a module (not of submodules), with the unit's communication options."""
-    found = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
-    return {name: shard for name, shard in found.items() if shard is not None}
+    shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
+    return {name: shard for name, shard in shards.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -339,17 +339,17 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
     passing = passing_collections()
-    whole = {name: tree for name, tree in variables.items() if name in passing}
+    unsharded = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}
     mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()
     if mode == "plain" or not jax.tree.leaves(variables):
-        return variables | whole
+        return variables | unsharded
     if mode == "manual":
-        return with_unit(box_shards(variables, policy), variables) | whole
+        return with_unit(box_shards(variables, policy), variables) | unsharded
     if missing := [axis for axis in policy.communication.copied_axes if axis not in mesh.shape]:
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
     if is_planning():
-        names = named_wires(whole, lambda path: policy.communication)
-        return with_unit(plan_params(variables, sizes, policy, names), variables) | whole
-    return with_unit(box_params(variables, sizes, policy), variables) | whole
+        names = named_wires(unsharded, lambda path: policy.communication)
+        return with_unit(plan_params(variables, sizes, policy, names), variables) | unsharded
+    return with_unit(box_params(variables, sizes, policy), variables) | unsharded

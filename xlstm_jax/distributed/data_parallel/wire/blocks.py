@@ -70,8 +70,8 @@ class InBlocks:
         """Unpacks the packed shards of any number of devices into one array of their dtype."""
         rows, size = self.matrix
         values = unpack(arrived, self.format_name, size, self.dtype)
-        whole = values.reshape(arrived.shape[0] // rows * self.shape[self.dim], *self._rest)
-        return jnp.moveaxis(whole, 0, self.dim)
+        full = values.reshape(arrived.shape[0] // rows * self.shape[self.dim], *self._rest)
+        return jnp.moveaxis(full, 0, self.dim)
 
     @property
     def _rest(self) -> tuple[int, ...]:
@@ -104,8 +104,8 @@ class Blocks(WireFormat):
         padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
         received = collectives.all_to_all(pack(padded, self.name), axes)
         mean = jnp.sum(unpack(received, self.name, size, jnp.float32), 0)
-        whole = collectives.all_gather_equal(pack(mean, self.name), 0, axes)
-        return unpack(whole, self.name, size, jnp.float32).ravel()[: term.size].reshape(term.shape)
+        packed = collectives.all_gather_equal(pack(mean, self.name), 0, axes)
+        return unpack(packed, self.name, size, jnp.float32).ravel()[: term.size].reshape(term.shape)
 
     def mean_error(self, terms: np.ndarray) -> np.ndarray:
         blocks = np.pad(terms, (0, -terms.size % BLOCK_SIZE)).reshape(-1, BLOCK_SIZE)

@@ -81,10 +81,10 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
 
 def unbound_message(axis: str, caller: str) -> str:
     """Returns the text of the error about an unbound axis: the requested axis, the bound axes, the cure."""
-    there = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
+    cure = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
     if bound := manual_axes():
-        there = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
-    return f"{caller}: {axis!r} is not a bound mesh axis; {there}."
+        cure = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
+    return f"{caller}: {axis!r} is not a bound mesh axis; {cure}."
 
 
 def axis_size(axes: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
     return lax.axis_index(axes) if axes else jnp.int32(0)
 
 
-def own_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices."""
     if (count := axis_size(axes)) == 1:
         return value

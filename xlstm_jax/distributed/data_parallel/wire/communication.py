@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
-from xlstm_jax.distributed.data_parallel.wire.wires import AsItIs, Wire
+from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
 
@@ -84,9 +84,9 @@ class Communication:
         return packed_format(value, self.gather_dtype)
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``AsItIs`` on one device."""
+        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``Unchanged`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
-        return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else AsItIs()
+        return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else Unchanged()
 
 
 DEFAULT_COMMUNICATION = Communication()
@@ -102,15 +102,15 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
     if dtype is None or (isinstance(dtype, str) and dtype in formats):
         return dtype
     try:
-        found = jnp.dtype(dtype)
+        jax_dtype = jnp.dtype(dtype)
     except (TypeError, ValueError):
         meant = SHORT_NAMES.get(str(dtype).lower(), "bfloat16")
         raise TypeError(
             f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
         ) from None
-    if found.name not in formats and not jnp.issubdtype(found, jnp.inexact):
-        raise ValueError(f"{argument}={found.name}: {_refusal(found.name, formats)}")
-    return found.name
+    if jax_dtype.name not in formats and not jnp.issubdtype(jax_dtype, jnp.inexact):
+        raise ValueError(f"{argument}={jax_dtype.name}: {_refusal(jax_dtype.name, formats)}")
+    return jax_dtype.name
 
 
 def _refusal(name: str, formats: Collection[str]) -> str:
@@ -128,8 +128,8 @@ def _refusal(name: str, formats: Collection[str]) -> str:
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
     """Returns ``requested`` if it names a format in ``WIRE_FORMATS`` for the dtype of ``x``; else ``None``."""
-    found = WIRE_FORMATS.get(str(requested))
-    return str(requested) if found and found.takes(value_dtype(x)) else None
+    wire_format = WIRE_FORMATS.get(str(requested))
+    return str(requested) if wire_format and wire_format.takes(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:

@@ -19,13 +19,13 @@ WIRE_FORMATS: dict[str, WireFormat] = {
 
 def sent_bytes(shape: Sequence[int], dim: int, gather_dtype: str) -> int:
     """Returns the bytes that a device sends in a gather along ``dim``, for a shard of this shape."""
-    if found := WIRE_FORMATS.get(gather_dtype):
-        return found.nbytes(tuple(shape), dim)
+    if wire_format := WIRE_FORMATS.get(gather_dtype):
+        return wire_format.nbytes(tuple(shape), dim)
     return math.prod(shape) * int(sent_itemsize(gather_dtype))
 
 
 def sent_itemsize(gather_dtype: str) -> float:
     """Returns the bytes sent per value. Text after a space in ``gather_dtype``, which plans may add, is ignored."""
-    if found := WIRE_FORMATS.get(gather_dtype):
-        return found.itemsize
+    if wire_format := WIRE_FORMATS.get(gather_dtype):
+        return wire_format.itemsize
     return jnp.dtype(gather_dtype.partition(" ")[0]).itemsize

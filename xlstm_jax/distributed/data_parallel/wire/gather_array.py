@@ -63,13 +63,13 @@ def gather_array_with_mean_grads(
     Raises:
       ValueError: an axis is not bound, ``x`` has no dim ``axis``, or a dtype would make floats complex or vice versa.
     """
-    axes, how = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
+    axes, communication = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
     collectives.check_bound(axes, caller="gather_array_with_mean_grads")
-    collectives.check_bound(how.copied_axes, caller="gather_array_with_mean_grads, replicas")
+    collectives.check_bound(communication.copied_axes, caller="gather_array_with_mean_grads, replicas")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
-    how.dtypes(x)  # raises here rather than in the backward pass
-    return _gather(x, None, axis % x.ndim, axes, how)
+    communication.dtypes(x)  # raises here rather than in the backward pass
+    return _gather(x, None, axis % x.ndim, axes, communication)
 
 
 @jax.tree_util.register_static
@@ -87,27 +87,27 @@ class Primal:
         return cls(x.shape, x.dtype, collectives.varying_axes(x), is_batched(x))
 
 
-# ``wire=None``: the wire of ``how``. ``path`` is the leaf's path, for errors in the backward pass.
+# ``wire=None``: the wire of ``communication``. ``path`` is the leaf's path, for errors in the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _gather(
-    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication, path: str = ""
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication, path: str = ""
 ) -> jax.Array:
-    return _whole(x, wire, dim, axes, how)
+    return _whole(x, wire, dim, axes, communication)
 
 
 def _gather_fwd(
-    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication, path: str
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication, path: str
 ) -> tuple[jax.Array, Primal]:
-    return _whole(x, wire, dim, axes, how), Primal.of(x)
+    return _whole(x, wire, dim, axes, communication), Primal.of(x)
 
 
 def _gather_bwd(
-    dim: int, axes: tuple[str, ...], how: Communication, path: str, primal: Primal, cotangent: jax.Array
+    dim: int, axes: tuple[str, ...], communication: Communication, path: str, primal: Primal, cotangent: jax.Array
 ) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
     check_one_gradient_of_one_batch(path, primal, cotangent, axes)
-    return _scattered(cotangent, dim, axes, how, primal), None
+    return _scattered(cotangent, dim, axes, communication, primal), None
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -118,18 +118,20 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], how: Communication) -> jax.Array:
+def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
     """Returns the unsharded array: the forward pass of a gather along ``dim``; sends in the format ``wire``."""
-    wire = wire or how.wire(x, dim, axes)
-    sent = wire.send(shard_as_sent(x, how))
+    wire = wire or communication.wire(x, dim, axes)
+    sent = wire.send(shard_as_sent(x, communication))
     return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _scattered(cotangent: jax.Array, dim: int, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
+def _scattered(
+    cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: Primal
+) -> jax.Array:
     """Returns the gradient of the shard: the backward pass of a gather, a reduce-scatter along ``dim``."""
-    terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, how, primal)
-    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), how, primal)
+    terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, communication, primal)
+    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
 
 
 def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -146,26 +148,28 @@ def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Ar
     return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g)
 
 
-def shard_as_sent(x: jax.Array, how: Communication) -> jax.Array:
+def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
     """Returns the shard in its gather dtype, ready for ``Wire.send``, typed as varying along the axes of copies.
 
     The type of the argument is "equal along the axes of copies". Without a cast here JAX would insert a cast behind the
     gather, whose transpose sums the unsharded gradients.
     """
-    x = collectives.to_varying(x, collectives.spread_axes(how.copied_axes))
-    return x if is_prng_key(x) else x.astype(how.dtypes(x)[0])
+    x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
+    return x if is_prng_key(x) else x.astype(communication.dtypes(x)[0])
 
 
-def terms_to_scatter(cotangent: jax.Array, axes: tuple[str, ...], how: Communication, primal: Primal) -> jax.Array:
+def terms_to_scatter(
+    cotangent: jax.Array, axes: tuple[str, ...], communication: Communication, primal: Primal
+) -> jax.Array:
     """Returns this device's terms of the mean over ``axes``, the input of the reduce-scatter."""
     if not collectives.spread_axes(axes):
         return widened(cotangent)
-    return term_of_mean(cotangent, collectives.axis_size(axes), how.dtypes(primal)[1])
+    return term_of_mean(cotangent, collectives.axis_size(axes), communication.dtypes(primal)[1])
 
 
-def gradient_of_shard(scattered: jax.Array, how: Communication, primal: Primal) -> jax.Array:
+def gradient_of_shard(scattered: jax.Array, communication: Communication, primal: Primal) -> jax.Array:
     """Returns the gradient from the output of the reduce-scatter: averaged over copies, with the primal's type."""
-    grad = mean_over_copies(scattered, how.replicas, primal.varying) if how.replicas else scattered
+    grad = mean_over_copies(scattered, communication.replicas, primal.varying) if communication.replicas else scattered
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
@@ -181,40 +185,42 @@ def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Ar
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken {where}: it would be a mean over the devices of {axes}, unlike the gradients of replicated leaves. "
-            "Gather first in the loss function, whole = gather_params(params, axis_name), and differentiate with "
-            "respect to whole. In an NNX model: Shard the module that calls nnx.vmap, and no module that it runs."
+            f"taken {where}: it would be a mean over the devices of {axes}. Call full = gather_params(params, "
+            "axis_name) first in the loss function, and differentiate with respect to full; in an NNX model, shard the "
+            "module that calls nnx.vmap."
         )
 
 
-def gathered_by_hand(shard: jax.Array, own: tuple[str, ...], path: str) -> jax.Array:
-    """Returns the shard for a gather over ``own``, axes over which the model itself splits the leaf.
+def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
+    """Returns the shard for a gather over ``model_axes``, axes over which the model itself splits the leaf.
 
     Only a user's code gathers over model axes. ``sync_gradients`` expects the gradient to be a sum over the batch
-    axes among ``own``, and divides the sum. The transpose of the gather is a mean; this function makes it a sum.
+    axes among ``model_axes``, and divides the sum. The transpose of the gather is a mean; this function makes it a sum.
     """
-    own = collectives.spread_axes(own)
-    return _gathered_by_hand(shard, own, running_loss().axes, path) if own else shard
+    model_axes = collectives.spread_axes(model_axes)
+    return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered_by_hand(shard: jax.Array, own: tuple[str, ...], batch_axes: tuple[str, ...], path: str) -> jax.Array:
+def _with_summed_gradient(
+    shard: jax.Array, model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str
+) -> jax.Array:
     return shard
 
 
-def _by_hand_bwd(
-    own: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
+def _with_summed_gradient_bwd(
+    model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
     if not batch_axes:
         raise ValueError(
-            f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {own}, by its box, and a gather "
-            "over these axes is differentiated: sync_gradients would treat the mean of gradients as a sum. Take the "
-            "gradient by training.value_and_grad."
+            f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {model_axes}, by its box, and a "
+            "gather over these axes is differentiated: sync_gradients would treat the mean of gradients as a sum. Take "
+            "the gradient by training.value_and_grad."
         )
-    return (cotangent * collectives.axis_size([axis for axis in own if axis in batch_axes]),)
+    return (cotangent * collectives.axis_size([axis for axis in model_axes if axis in batch_axes]),)
 
 
-_gathered_by_hand.defvjp(lambda shard, own, batch_axes, path: (shard, None), _by_hand_bwd)
+_with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard, None), _with_summed_gradient_bwd)
 
 
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
@@ -236,13 +242,14 @@ def gather_dims(
     value: jax.Array,
     names: Sequence[AxisEntry],
     axes: Collection[str],
-    how: Communication,
+    communication: Communication,
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
     """Gathers each dim of a shard over its axes that are in ``axes``. Returns the array, and the remaining names.
 
-    ``names`` has the axes of each dim; ``wire`` is the format in which shards are sent (``None``: as ``how`` selects).
+    ``names`` has the axes of each dim; ``wire`` is the format in which shards are sent (``None``: the format that
+    ``communication`` selects).
     """
     left = list(names)
     for dim, entry in enumerate(names):
@@ -250,10 +257,10 @@ def gather_dims(
         if set(held).isdisjoint(axes):
             continue
         if set(held) <= set(axes):
-            value, left[dim] = _gather(value, wire, dim, held, how, path), None
+            value, left[dim] = _gather(value, wire, dim, held, communication, path), None
         else:
-            value, left[dim] = _gather_some(value, wire, dim, held, axes, how, path)
-        how = replace(how, replicas=None)  # the mean over copies is taken once per leaf
+            value, left[dim] = _gather_some(value, wire, dim, held, axes, communication, path)
+        communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
     return value, tuple(left)
 
 
@@ -263,7 +270,7 @@ def _gather_some(
     dim: int,
     held: tuple[str, ...],
     axes: Collection[str],
-    how: Communication,
+    communication: Communication,
     path: str,
 ) -> tuple[jax.Array, AxisEntry]:
     """Gathers a dim that is split over ``held``, over the axes of ``held`` that are in ``axes``.
@@ -272,20 +279,23 @@ def _gather_some(
     """
     first = next(i for i, axis in enumerate(held) if axis in axes)
     outer, inner = held[:first], held[first:]
-    kept = tuple(axis for axis in inner if axis not in axes)
-    if not kept:
-        return _gather(value, wire, dim, inner, how, path), axes_entry(outer)
-    if (wire or how.wire(value, dim, held)).rounds_again:
+    remaining = tuple(axis for axis in inner if axis not in axes)
+    if not remaining:
+        return _gather(value, wire, dim, inner, communication, path), axes_entry(outer)
+    if (wire or communication.wire(value, dim, held)).rounds_again:
         raise ValueError(
-            f"gather_dtype={how.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over {held}, and "
-            f"gathered over {sorted(axes)}: {kept} stays split inside a gathered axis, so values would be rounded "
-            "more than once. Put the axes that stay split first, or pass a floating dtype."
+            f"gather_dtype={communication.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over "
+            f"{held}, and gathered over {sorted(axes)}: {remaining} stays split inside a gathered axis, so values "
+            "would be rounded more than once. Put the axes that stay split first, or pass a floating dtype."
         )
     # A kept axis lies inside a gathered one. Its shards are gathered as well, by an all-gather whose transpose is a
     # sum (they are shards, not copies), and this device's shard is cut out at the end.
     for axis in reversed(inner):
         if axis in axes:
-            value, how = _gather(value, wire, dim, (axis,), how, path), replace(how, replicas=None)
+            value, communication = (
+                _gather(value, wire, dim, (axis,), communication, path),
+                replace(communication, replicas=None),
+            )
         else:
             value = collectives.all_gather(value, dim, (axis,))
-    return collectives.own_shard(value, dim, kept), axes_entry(outer + kept)
+    return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)

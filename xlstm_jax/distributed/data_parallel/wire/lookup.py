@@ -47,7 +47,7 @@ class RowLookup:
       dim: the split dim.
       outer, group: the axes that split the dim, outermost first; columns are gathered over ``outer``.
       outer_count, group_count: the number of devices along ``outer``, and along ``group``.
-      how: dtypes and copies.
+      communication: dtypes and copies.
       path: path of the leaf, for errors.
     """
 
@@ -58,7 +58,7 @@ class RowLookup:
     group: tuple[str, ...]
     outer_count: int
     group_count: int
-    how: Communication
+    communication: Communication
     path: str = ""
 
     @property
@@ -95,7 +95,7 @@ def by_rows(
     stored: tuple[int, ...],
     dim: int,
     axis_sizes: Sequence[tuple[str, int]],
-    how: Communication,
+    communication: Communication,
     path: str = "",
     *,
     tokens: int,
@@ -109,7 +109,7 @@ def by_rows(
     of a TPU.
 
     Args:
-      shape, stored, dim, how, path: see ``RowLookup``.
+      shape, stored, dim, communication, path: see ``RowLookup``.
       axis_sizes: the axes that split the dim, outermost first, with their numbers of devices, each 2 or more.
       tokens: the number of rows that each device needs.
       index_bytes: the bytes of an index.
@@ -119,7 +119,9 @@ def by_rows(
     def split_at(first: int) -> RowLookup:
         names, sizes = [name for name, _ in axis_sizes], [size for _, size in axis_sizes]
         outer, group = math.prod(sizes[:first]), math.prod(sizes[first:])
-        return RowLookup(shape, stored, dim, tuple(names[:first]), tuple(names[first:]), outer, group, how, path)
+        return RowLookup(
+            shape, stored, dim, tuple(names[:first]), tuple(names[first:]), outer, group, communication, path
+        )
 
     lookups = [split_at(first) for first in range(len(axis_sizes))]
     fitting = [lookup for lookup in lookups if lookup.width >= LANES] or lookups[-1:]
@@ -139,7 +141,7 @@ def look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arra
     """
     # Cast to varying here, outside of the custom rule: JAX transposes the cast to a sum, as for a gathered table. The
     # cast over the copies' axes is made inside the rule, which takes the mean over copies.
-    others = collectives.varying_axes(indices).difference(collectives.spread_axes(lookup.how.copied_axes))
+    others = collectives.varying_axes(indices).difference(collectives.spread_axes(lookup.communication.copied_axes))
     return _look_up(collectives.to_varying(shard, sorted(others)), indices, lookup)
 
 
@@ -149,7 +151,7 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 
 
 def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
-    columns = _columns(shard_as_sent(shard, lookup.how), lookup)
+    columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
     # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.
     asked = asked.astype(jnp.int32) if asked.dtype.itemsize < 4 else asked
@@ -161,10 +163,13 @@ def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tup
     return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (Primal.of(shard), asked)
 
 
-def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, None]:
-    (primal, asked), how = kept, lookup.how
+def _look_up_bwd(
+    lookup: RowLookup, residuals: tuple[Primal, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, None]:
+    """Sends the gradients of looked-up rows to the devices that store the rows, and adds them there."""
+    (primal, asked), communication = residuals, lookup.communication
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
-    summed = how.dtypes(primal)[1]
+    summed = communication.dtypes(primal)[1]
     # Rows are sent in the narrower of both dtypes. A term that is narrowed is divided first, since in float16 the sum
     # may overflow where the mean does not; otherwise the sum is divided, below.
     rows, count = cotangent.reshape(-1, lookup.shape[1]), lookup.parts
@@ -180,7 +185,7 @@ def _look_up_bwd(lookup: RowLookup, kept: tuple[Primal, jax.Array], cotangent: j
     # Narrowed only if the columns are sent.
     travels = not lookup.dim or lookup.outer_count > 1
     grad = _shard_of_columns(columns.astype(summed) if travels else columns, lookup)
-    return gradient_of_shard(widened(grad), how, primal), None
+    return gradient_of_shard(widened(grad), communication, primal), None
 
 
 _look_up.defvjp(_look_up_fwd, _look_up_bwd)

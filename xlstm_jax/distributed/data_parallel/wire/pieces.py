@@ -32,7 +32,7 @@ class Pieces:
       held: the number of entries of dim ``along`` per device, including padding.
       dim: the split dim.
       axes: the axes of ``dim``; () for a replicated matrix: nothing is sent.
-      how: dtypes and copies.
+      communication: dtypes and copies.
       trainable: whether the matrix takes a gradient.
       path: path of the leaf, for errors.
     """
@@ -42,7 +42,7 @@ class Pieces:
     held: int
     dim: int = 0
     axes: tuple[str, ...] = ()
-    how: Communication = DEFAULT_COMMUNICATION
+    communication: Communication = DEFAULT_COMMUNICATION
     trainable: bool = True
     path: str = ""
 
@@ -54,7 +54,7 @@ class Pieces:
     @property
     def copied_axes(self) -> tuple[str, ...]:
         """Axes along which a shard has two or more copies."""
-        return collectives.spread_axes(self.how.copied_axes)
+        return collectives.spread_axes(self.communication.copied_axes)
 
     @property
     def parts(self) -> int:
@@ -71,14 +71,14 @@ class Pieces:
 
     def gathered(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
         """Returns a gathered piece; ``sent`` is the result of ``shard_as_sent``."""
-        own = lax.dynamic_slice_in_dim(sent, start, size, self.along)
+        local = lax.dynamic_slice_in_dim(sent, start, size, self.along)
         with jax.named_scope(GATHER_SCOPE):
-            return collectives.all_gather(own, self.dim, self.axes)
+            return collectives.all_gather(local, self.dim, self.axes)
 
     def scattered(self, gradient: jax.Array, primal: Primal) -> jax.Array:
         """Transposes ``gathered``: returns this device's part of the mean, for ``gradient_of_shard``."""
         with jax.named_scope(GATHER_SCOPE):
-            terms = terms_to_scatter(gradient, self.axes, self.how, primal)
+            terms = terms_to_scatter(gradient, self.axes, self.communication, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
@@ -86,5 +86,5 @@ class Pieces:
         if self.held * self.parts == self.size:
             return gradient
         first = collectives.axis_index(self.axes) * self.held
-        own = first + lax.broadcasted_iota(jnp.int32, gradient.shape, self.along)
-        return jnp.where(own < self.size, gradient, 0)
+        indices = first + lax.broadcasted_iota(jnp.int32, gradient.shape, self.along)
+        return jnp.where(indices < self.size, gradient, 0)

@@ -43,7 +43,7 @@ class RunningLoss:
         """Axes over which the batch of the loss or evaluation is split; () outside of both."""
         return self.axes or self.evaluated_axes
 
-    def gathered_once(self, shard: Any, how: Any, gather: Callable[[], Any], path: str) -> Any:
+    def gathered_once(self, shard: Any, communication: Any, gather: Callable[[], Any], path: str) -> Any:
         """Returns ``gather()`` for the leaf at ``path``, or the earlier result for the same shard.
 
         A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds the gradients of both
@@ -56,14 +56,14 @@ class RunningLoss:
             return gather()
         if inside_branch():
             self.gathered_in_branches.append(path or "a parameter")
-        key = (current_trace(), how)
+        key = (current_trace(), communication)
         # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
-        for known, of, whole in self.gathers:
+        for known, of, full in self.gathers:
             if known is shard and of == key:
-                return whole
-        whole = gather()
-        self.gathers.append((shard, key, whole))
-        return whole
+                return full
+        full = gather()
+        self.gathers.append((shard, key, full))
+        return full
 
 
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled

@@ -3,7 +3,7 @@
   function    forward                                backward
   equal_in    x unchanged                            sum of the gradients of all devices
   summed      sum of the terms of all devices        the gradient unchanged
-  own_part    each device keeps its part             all-gather of the parts
+  local_part    each device keeps its part             all-gather of the parts
   all_parts   all-gather of the parts                each device keeps its part
   send_rows   rows to their destination devices      send_back
   send_back   rows back to their source devices      send_rows
@@ -26,14 +26,14 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import promoting
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
-    """Makes a function ``forward(x, *how)``, linear in the array ``x``, whose gradient is ``transpose(d_y, *how)``.
+    """Makes a function ``forward(x, *args)``, linear in the array ``x``, whose gradient is ``transpose(d_y, *args)``.
 
-    Arrays in ``how`` have no gradient; other entries are static.
+    Arrays in ``args`` have no gradient; other entries are static.
     """
 
-    def apply(x: Array, *how: Any) -> Array:
-        arrays = {i: value for i, value in enumerate(how) if isinstance(value, Array)}
-        static = tuple(None if i in arrays else value for i, value in enumerate(how))
+    def apply(x: Array, *args: Any) -> Array:
+        arrays = {i: value for i, value in enumerate(args) if isinstance(value, Array)}
+        static = tuple(None if i in arrays else value for i, value in enumerate(args))
         # Cast here, outside of the rule: cotangents then vary as inputs do.
         over = frozenset().union(*map(collectives.varying_axes, (x, *arrays.values())))
         return _linear(forward, transpose, static, *collectives.to_varying((x, arrays), sorted(over)))
@@ -57,14 +57,14 @@ def _linear_bwd(forward: Any, transpose: Any, static: tuple[Any, ...], arrays: d
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _as_it_is(x: Array, axes: tuple[str, ...]) -> Array:
+def _identity(x: Array, axes: tuple[str, ...]) -> Array:
     return x
 
 
-equal_in = linear(_as_it_is, collectives.all_reduce_sum)  # (x, axes)
-summed = linear(collectives.all_reduce_sum, _as_it_is)
-own_part = linear(collectives.own_shard, collectives.all_gather_equal)  # (x, dim, axes)
-all_parts = linear(collectives.all_gather_equal, collectives.own_shard)
+equal_in = linear(_identity, collectives.all_reduce_sum)  # (x, axes)
+summed = linear(collectives.all_reduce_sum, _identity)
+local_part = linear(collectives.local_shard, collectives.all_gather_equal)  # (x, dim, axes)
+all_parts = linear(collectives.all_gather_equal, collectives.local_shard)
 
 
 # -------------------------------------------------------------------------------------------- rows, grouped by device
@@ -94,32 +94,32 @@ def has_ragged_all_to_all() -> bool:
 
 
 @promoting
-def _sent(rows: Array, counts: Array, coming: Array, how: Exchange) -> Array:
+def _sent(rows: Array, counts: Array, coming: Array, exchange: Exchange) -> Array:
     """Sends rows [r, d] to their devices. Returns the p devices' rows, [p most, d]; zeros in places without a row."""
-    devices, most = len(counts), how.most
+    devices, most = len(counts), exchange.most
     if has_ragged_all_to_all():
-        places = jnp.full_like(counts, most) * collectives.axis_index(how.axes)
+        places = jnp.full_like(counts, most) * collectives.axis_index(exchange.axes)
         out = jnp.zeros_like(rows, shape=(devices * most, *rows.shape[1:]))
-        return collectives.ragged_all_to_all(rows, out, (starts_of(counts), counts), (places, coming), how.axes)
+        return collectives.ragged_all_to_all(rows, out, (starts_of(counts), counts), (places, coming), exchange.axes)
     place = jnp.arange(most)
-    index = jnp.minimum(starts_of(counts)[:, None] + place, how.length - 1)
+    index = jnp.minimum(starts_of(counts)[:, None] + place, exchange.length - 1)
     parts = jnp.where((place < counts[:, None])[..., None], rows[index], 0)
-    return collectives.all_to_all(parts, how.axes).reshape(devices * most, -1)
+    return collectives.all_to_all(parts, exchange.axes).reshape(devices * most, -1)
 
 
 @promoting
-def _sent_back(results: Array, counts: Array, coming: Array, how: Exchange) -> Array:
+def _sent_back(results: Array, counts: Array, coming: Array, exchange: Exchange) -> Array:
     """Sends results [p most, d] back to the devices of their rows, [r, d]; zeros for rows that were not sent."""
-    devices, most = len(counts), how.most
+    devices, most = len(counts), exchange.most
     if has_ragged_all_to_all():
-        here, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), how.axes)
-        out = jnp.zeros_like(results, shape=(how.length, *results.shape[1:]))
-        return collectives.ragged_all_to_all(results, out, (here, coming), (places, counts), how.axes)
-    back = collectives.all_to_all(results.reshape(devices, most, -1), how.axes)
-    row = jnp.arange(how.length)
+        starts, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), exchange.axes)
+        out = jnp.zeros_like(results, shape=(exchange.length, *results.shape[1:]))
+        return collectives.ragged_all_to_all(results, out, (starts, coming), (places, counts), exchange.axes)
+    back = collectives.all_to_all(results.reshape(devices, most, -1), exchange.axes)
+    row = jnp.arange(exchange.length)
     device = (row[:, None] >= jnp.cumsum(counts)).sum(1)  # p for a row that was not sent
-    own = jnp.minimum(device, devices - 1)
-    rows = back[own, jnp.minimum(row - starts_of(counts)[own], most - 1)]
+    sender = jnp.minimum(device, devices - 1)
+    rows = back[sender, jnp.minimum(row - starts_of(counts)[sender], most - 1)]
     return jnp.where((device < devices)[:, None], rows, 0)
 
 

@@ -45,7 +45,7 @@ class Wire(Protocol):
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class AsItIs:
+class Unchanged:
     """Wire that sends shards unchanged."""
 
     rounds_again: ClassVar[bool] = False

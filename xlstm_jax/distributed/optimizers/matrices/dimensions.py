@@ -138,23 +138,27 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     if _is_table(path):
         return None, "a table that is looked up"
     stacked = _stacked_dims(path, shapes)
-    own = shape[stacked:]
-    if sum(size > 1 for size in own) < 2:
+    layer_shape = shape[stacked:]
+    if sum(size > 1 for size in layer_shape) < 2:
         return None, "a vector"
     # Flax puts the dims of the outputs last, and the bias has their shape.
     bias = shapes.get(_sibling(path, "bias"), ())[stacked:]
-    outputs = len(bias) if bias and bias == own[-len(bias) :] else 1
-    if len(own) > 2 and name != _KERNEL:
-        return None, f"of {len(own)} dims, and named {name!r}: nothing says which are inputs"
-    if len(own) > 2 and not bias:
+    outputs = len(bias) if bias and bias == layer_shape[-len(bias) :] else 1
+    if len(layer_shape) > 2 and name != _KERNEL:
+        return None, f"of {len(layer_shape)} dims, and named {name!r}: nothing says which are inputs"
+    if len(layer_shape) > 2 and not bias:
         raise ValueError(_unsettled(path, shape, stacked))
     split = ndim - outputs
     size = math.prod(shape[split:])
     # Muon's authors train embeddings and the output layer by AdamW, and so does `muon`.
-    tables = [found for found in shapes if _is_table(found) and _names_above(found) == _names_above(path)]
+    tables = [other for other in shapes if _is_table(other) and _names_above(other) == _names_above(path)]
     if same := [table for table in tables if len(shapes[table]) == 2 and shapes[table][0] == size]:
         return None, f"the output layer: {size} outputs, as {same[0]!r} has rows"
-    why = "a matrix" if len(own) == 2 else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
+    why = (
+        "a matrix"
+        if len(layer_shape) == 2
+        else f"its bias has {outputs} dim{'s' * (outputs > 1)}, which are its outputs"
+    )
     why += ", one for each layer" * bool(stacked)
     return MuonDimensionNumbers(tuple(range(stacked, split)), tuple(range(split, ndim))), why
 
@@ -204,8 +208,8 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
     """Returns the error text for a kernel whose input dims are unknown; shows the override to pass."""
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
-        f"{path!r} of shape {shape} has {len(shape)} dims and no bias, so that nothing tells which are its "
-        "inputs, its outputs, or layers. Say so: muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
+        f"{path!r} of shape {shape} has {len(shape)} dims and no bias: which dims are inputs, outputs or layers is "
+        "unknown. Pass muon(..., muon_weight_dimension_numbers=matrix_dimensions({"
         f"'{path}': MuonDimensionNumbers({stacked}, {outputs})}})), or None in its place, for AdamW."
     )
 
@@ -247,9 +251,9 @@ def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
     prefix, treedef = trees.flatten_with_path(given(params) if callable(given) else given, _is_dims)
     below: Sequence[Any] = treedef.flatten_up_to(params)
     each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
-    found, _ = trees.flatten_with_path(jax.tree.unflatten(treedef, each), _is_dims)
+    with_paths, _ = trees.flatten_with_path(jax.tree.unflatten(treedef, each), _is_dims)
     choices = {}
-    for path, dims in ((path, dims) for path, dims in found if path in shapes):
+    for path, dims in ((path, dims) for path, dims in with_paths if path in shapes):
         check_dims(path, shapes[path], dims)
         choices[path] = MatrixChoice(path, shapes[path], dims, "as given")
     return choices

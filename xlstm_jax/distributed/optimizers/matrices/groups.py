@@ -116,8 +116,10 @@ class MatrixGroup:
         """(dim, axes) for each dim that is split when matrices are sent; ``copies`` are innermost."""
         if self.copies_dim is None:
             return self.form.splits
-        own = dict(self.form.splits)
-        return tuple(sorted((own | {self.copies_dim: (*own.get(self.copies_dim, ()), *self.copies)}).items()))
+        split_axes = dict(self.form.splits)
+        return tuple(
+            sorted((split_axes | {self.copies_dim: (*split_axes.get(self.copies_dim, ()), *self.copies)}).items())
+        )
 
 
 def matrix_leaf(
@@ -166,7 +168,7 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
-    groups = [_owned(MatrixGroup(form, tuple(found), (), None, (), 1), sizes) for form, found in by_form.items()]
+    groups = [_owned(MatrixGroup(form, tuple(members), (), None, (), 1), sizes) for form, members in by_form.items()]
     # rows^2 * columns is proportional to the FLOP of a matrix product in Newton-Schulz.
     return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
 
@@ -179,7 +181,7 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
-        fitting = [found for found in rounds if _fits(group, found)]
+        fitting = [members for members in rounds if _fits(group, members)]
         if fitting:
             last = fitting[0][-1]
             fitting[0].append(replace(group, first=last.first + last.count))
@@ -188,9 +190,9 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
     return rounds
 
 
-def _fits(group: MatrixGroup, found: Sequence[MatrixGroup]) -> bool:
-    kinds = {(other.axes, other.form.stack_axes, other.form.dtype) for other in (group, found[0])}
-    return len(kinds) == 1 and sum(other.count for other in found) + group.count <= group.owners
+def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
+    kinds = {(other.axes, other.form.stack_axes, other.form.dtype) for other in (group, members[0])}
+    return len(kinds) == 1 and sum(other.count for other in members) + group.count <= group.owners
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
@@ -204,7 +206,7 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     others = [axis for axis, size in sizes.items() if size > 1 and axis not in (*form.split_axes, *form.stack_axes)]
     shared = [_with_copies(alone, tuple(others[:n]), sizes) for n in range(1, len(others) + 1)]
     # More owners than needed for the least work would only add traffic.
-    return min([alone, *filter(None, shared)], key=lambda found: (found.per_owner, found.owners))
+    return min([alone, *filter(None, shared)], key=lambda candidate: (candidate.per_owner, candidate.owners))
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:

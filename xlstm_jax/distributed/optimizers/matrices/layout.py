@@ -149,12 +149,12 @@ class Place:
 
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
         """Returns the groups of all matrices in the leaves; ``any_order`` as for ``matrix_leaf``."""
-        found = []
+        matrices = []
         for path, value in self.values.items():
             if choices[path].dims:
                 where = (self.shapes[path], self.names[path], self.sizes, value.dtype.name, any_order)
-                found.append(matrix_leaf(choices[path], *where))
-        return grouped(found, self.sizes)
+                matrices.append(matrix_leaf(choices[path], *where))
+        return grouped(matrices, self.sizes)
 
 
 def place_of(tree: PyTree) -> Place:
@@ -219,8 +219,8 @@ def map_groups(
 
     if place.mesh is not None:
         specs = {path: PartitionSpec(*names) for path, names in place.names.items()}
-        kept = partition_specs(dict(state), place.mesh) if state else PartitionSpec()
-        spec = (specs, kept)
+        state_specs = partition_specs(dict(state), place.mesh) if state else PartitionSpec()
+        spec = (specs, state_specs)
         on_device = jax.shard_map(on_device, mesh=place.mesh, in_specs=spec, out_specs=spec, check_vma=False)
     new, new_state = on_device(place.values, state)
 
@@ -233,8 +233,8 @@ def map_groups(
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
     """Returns the groups by name; groups of equal size get numbers."""
-    found: dict[str, MatrixGroup] = {}
+    by_name: dict[str, MatrixGroup] = {}
     for group in groups:
-        number = sum(other.name == group.name for other in found.values())
-        found[f"{group.name}_{number}" if number else group.name] = group
-    return found
+        number = sum(other.name == group.name for other in by_name.values())
+        by_name[f"{group.name}_{number}" if number else group.name] = group
+    return by_name

@@ -222,6 +222,7 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
 
 
 def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
+    """Returns the coefficients of Newton-Schulz as rows of three; raises a ``ValueError`` for another shape."""
     if not isinstance(ns_steps, int):
         raise TypeError(f"muon: ns_steps={ns_steps!r} is no Python number; pass {DEFAULT_NS_STEPS}, say.")
     if isinstance(ns_coeffs, str):

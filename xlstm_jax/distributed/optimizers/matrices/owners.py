@@ -62,14 +62,14 @@ def by_owners(
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
         """Returns the updates that this device sends back as an owner of the group, from the received slices."""
         slices = (group.owners, 1, *_slice_shape(group))
-        own = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
-        new = _in_slices(group, fn(_merged(group, own)))
+        index = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
+        new = _in_slices(group, fn(_merged(group, index)))
         return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
 
     # Groups are consecutive, so the number of groups that end before this device is the index of the device's group, or
     # one past the last for a device without a matrix. The switch runs a single branch; no branch has a collective.
-    own = collectives.axis_index(axes)
-    mine = sum((own >= group.first + group.count).astype(jnp.int32) for group in groups)
+    index = collectives.axis_index(axes)
+    mine = sum((index >= group.first + group.count).astype(jnp.int32) for group in groups)
     sent = jax.lax.switch(mine, [*(partial(of_one, group) for group in groups), lambda received: received], received)
     back = collectives.all_to_all(sent, axes).astype(dtype)
     new: dict[str, jax.Array] = {}
@@ -96,7 +96,7 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
     if group.copies_dim is None:
         return stacked
     # Devices with equal shards send a part each, so that nothing is sent twice.
-    return collectives.own_shard(stacked, 1 + group.copies_dim, group.copies)
+    return collectives.local_shard(stacked, 1 + group.copies_dim, group.copies)
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
@@ -120,7 +120,7 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
 def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     """Inverts ``_merged``, with zeros as padding."""
     form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
-    padding = [(0, size - own) for size, own in zip(form.stored, form.true, strict=True)]
+    padding = [(0, size - true_size) for size, true_size in zip(form.stored, form.true, strict=True)]
     stored = jnp.pad(matrices.reshape(-1, *form.true), [(0, 0), *padding])
     by_axis = stored.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
     return by_axis.reshape(group.owners, *shape[len(group.axes) :])

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_own
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
 
 
-class OnWholeMatricesState(NamedTuple):
+class UnshardedMatricesState(NamedTuple):
     """State of ``on_unsharded_matrices``: the rule's state by name of the group, with leaves [matrices, ...]."""
 
     of_owners: dict[str, PyTree]
@@ -65,12 +65,12 @@ def on_unsharded_matrices(
     """
     check_transform(tx, "on_unsharded_matrices")
 
-    def init(params: PyTree) -> OnWholeMatricesState:
+    def init(params: PyTree) -> UnshardedMatricesState:
         choices = choices_of(dimension_numbers, params)
         report_matrices("on_unsharded_matrices", params, choices, any_order=False)
         place = place_of(params)
         groups = named_groups(place.groups(choices, any_order=False))
-        return OnWholeMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
+        return UnshardedMatricesState({name: _state_of(tx, group, place) for name, group in groups.items()})
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         del params
@@ -79,17 +79,17 @@ def on_unsharded_matrices(
 
         def of_groups(groups: Sequence[MatrixGroup], values: Values, state: Mapping[str, PyTree]) -> Any:
             new: Values = {}
-            kept: dict[str, PyTree] = {}
+            states: dict[str, PyTree] = {}
             for name, group in named_groups(groups).items():
                 with jax.named_scope(f"whole_{group.name}"):
                     matrices = to_owners(group, values)
                     updates, new_state = of_each(matrices, trees.stored_values(state[name]))
                     new |= from_owners(group, updates)
-                kept[name] = trees.map_leaves(rebox, state[name], new_state)
-            return new, kept
+                states[name] = trees.map_leaves(rebox, state[name], new_state)
+            return new, states
 
-        updates, kept = map_groups(of_groups, updates, choices, state.of_owners)
-        return updates, OnWholeMatricesState(kept)
+        updates, states = map_groups(of_groups, updates, choices, state.of_owners)
+        return updates, UnshardedMatricesState(states)
 
     return optax.GradientTransformation(init, update)
 

@@ -60,8 +60,8 @@ def _with_scales(
     # Multiply by N again: callers expect the local mean.
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
     live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
-    found = trees.stored_values(local.grads[count:])
-    largest = collectives.all_reduce(["max"] * len(found), found, axes)
+    scales = trees.stored_values(local.grads[count:])
+    largest = collectives.all_reduce(["max"] * len(scales), scales, axes)
     overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
     updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
     return local._replace(loss=loss_of_device, grads=grads, collections=updated)

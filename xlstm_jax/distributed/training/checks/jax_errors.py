@@ -31,23 +31,21 @@ def _with_cure(error: Exception) -> Exception | None:
         return TypeError(
             "jax.jvp, jax.linearize or jax.jacfwd differentiates forward through the gather of a parameter, which has "
             "a backward rule only. Gather first, weights = gather_params(params, axes), and differentiate with respect "
-            "to the gathered weights, jax.jvp(f, (weights,), (tangents,)); derivatives with respect to inputs need no "
-            "change."
+            "to weights; derivatives with respect to inputs need no change."
         )
     if CARRY in text and VARYING in text:
         return TypeError(
             "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
             f"LSTM's), and returns a varying one: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. Pass "
-            "check_vma=False (to make_train_step, or to your shard_map): the gradients are the same. Or cast the first "
-            "carry: pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch."
+            "check_vma=False, which returns the same gradients, or the carry pcast(carry, axes, to='varying') of "
+            "jax.lax, with all axes of the batch."
         )
     if BRANCHES in text and TYPES in text:
         return TypeError(
             "a branch of this model (lax.cond or switch) returns what is equal on all devices by its type (a constant, "
             "a collection), and another returns what varies: "
-            f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False (to "
-            "make_train_step, or to your shard_map): the gradients are the same. Or cast the results of both branches: "
-            "pcast(result, axes, to='varying') of jax.lax, with all axes of the batch."
+            f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False, which "
+            "returns the same gradients, or return pcast(result, axes, to='varying') of jax.lax from both branches."
         )
     if KERNEL in text:
         return ValueError(
@@ -55,8 +53,8 @@ def _with_cure(error: Exception) -> Exception | None:
             "function that runs the kernel: typed_kernel(kernel)(...), from xlstm_jax.distributed. Values and "
             "gradients are the same."
         )
-    if jax.config.jax_auto_pcast and (found := MIXED_AXES.search(text)):
-        return _of_mixed_axes(*found.groups())
+    if jax.config.jax_auto_pcast and (match := MIXED_AXES.search(text)):
+        return _of_mixed_axes(*match.groups())
     if _is_of_vmapped_axis(error):
         return _of_vmapped_axis("a collective", "an axis that the mesh does not have")
     if not isinstance(error, ValueError) or not (NO_TYPE in text or MIXED_AXES.search(text)):
@@ -65,8 +63,8 @@ def _with_cure(error: Exception) -> Exception | None:
     if not jax.config.jax_auto_pcast:
         return ValueError(
             f"the primitive {primitive!r} mixes types, and jax_auto_pcast is False: under check_vma=True nearly every "
-            "model needs JAX's casts of equal values to varying. Leave it on, jax.config.update('jax_auto_pcast', "
-            "True); or pass check_vma=False (to make_train_step, or to your shard_map), where there are no types."
+            "model needs JAX's casts of equal values to varying. Call jax.config.update('jax_auto_pcast', True), or "
+            "pass check_vma=False (to make_train_step, or to your shard_map)."
         )
     cure = (
         "Pass check_vma=False (to make_train_step, or to your shard_map): unless the model reduces over a further "
@@ -94,7 +92,7 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
     return ValueError(
         f"{collective} reduces over {axes}, as jax.vmap or nn.vmap(axis_name=...) names it, and under check_vma=True "
         "JAX has no collective over such an axis inside shard_map. Pass check_vma=False (to make_train_step and "
-        "make_eval_step, or to your shard_map): values and gradients are those of one device."
+        "make_eval_step, or to your shard_map), which computes the values of one device."
     )
 
 
@@ -105,9 +103,8 @@ def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
     return ValueError(
         f"{collective} reduces over ({axes}), and its operand, {operand}, is equal along some of these axes by its "
-        "type, which check_vma=True does not allow. Name only the axes along which the operand differs (as "
-        "axis_name= of a BatchNorm those of the batch); or pass check_vma=False (to make_train_step, or to your "
-        "shard_map)."
+        "type, which check_vma=True does not allow. Name only the axes along which the operand differs (for a "
+        "BatchNorm, the axes of the batch), or pass check_vma=False."
     )
 
 

@@ -12,9 +12,8 @@ def check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
         if collectives.is_tracked(axis) and axis not in varying:
             raise ValueError(
                 f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
-                "reduced over that axis already, or does not depend on parameters and batch at all. Return the local "
-                "value of this device; it is averaged here. (Return a constant weight as a Python number, and a weight "
-                "from lax.cond or a loop as pcast(weight, axes, to='varying') of jax.lax.)"
+                "reduced over that axis already, or depends on neither parameters nor batch. Return the local value of "
+                "this device, which is averaged here, and a constant weight as a Python number."
             )
     # JAX would sum the gradients of leaves that do not vary over such an axis, and no later mean would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):

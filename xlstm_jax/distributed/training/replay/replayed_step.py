@@ -188,15 +188,14 @@ class ReplayedStep:
             of_place = [devices[run][place] for run in (0, 1)]
             once = [run for run in (0, 1) if changed[run][place]]
             suspects.append({of_place[once[0]]} if len(once) == 1 else set(of_place))
-        found: set[Device] = set.intersection(*suspects) or set.union(*suspects)
+        faulty: set[Device] = set.intersection(*suspects) or set.union(*suspects)
         leaves = list(dict.fromkeys(path for send in sends for path in self.runs[0].leaves[send]))
         named = first_few([f"'{path}'" for path in leaves])
-        ordered = sorted(found, key=lambda device: device.id)
+        ordered = sorted(faulty, key=lambda device: device.id)
         return ReplayError(
             f"replay in call {self._calls}: of {len(differs)} devices, device {named_devices(ordered)} computed other "
             f"bits than its neighbour from the same numbers, of {len(leaves)} leaves: {named}. The update was not "
-            "taken, and the state is unchanged. Take the device out of the job, and train on with this state or from "
-            "the last checkpoint.",
+            "taken, and the state is unchanged. Take the device out of the job: docs/howto/wrong_numbers.md.",
             ordered,
             leaves,
         )
@@ -263,16 +262,16 @@ def _moved(x: Any, mesh: Mesh) -> Any:
     if is_prng_key(x):
         return jax.random.wrap_key_data(_moved(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
     kind = x.sharding.memory_kind
-    there = NamedSharding(mesh, x.sharding.spec, memory_kind=kind)
+    sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=kind)
     held = {_key(shard.index): shard.data for shard in x.addressable_shards}
-    wanted = there.addressable_devices_indices_map(x.shape)
+    wanted = sharding.addressable_devices_indices_map(x.shape)
     if not held.keys() >= set(map(_key, wanted.values())):
-        return jax.device_put(x, there)  # from another process; JAX compiles a program for each shape
+        return jax.device_put(x, sharding)  # from another process; JAX compiles a program for each shape
     shards = [
         jax.device_put(held[_key(index)], SingleDeviceSharding(device, memory_kind=kind))
         for device, index in wanted.items()
     ]
-    return jax.make_array_from_single_device_arrays(x.shape, there, shards)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
 def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:

@@ -204,20 +204,22 @@ class _Watcher:
         # An odd factor is invertible modulo 2^32: one changed digest changes the sum.
         odd = (2 * jnp.arange(params["length"], dtype=jnp.uint32) + 1)[:, None]
         digests = [jnp.sum(of_rounds * odd, 0, dtype=jnp.uint32) for of_rounds in digests]
-        found = [x.labels for x in results]
-        found[:num_carry] = [x | more for x, more in zip(found[:num_carry], labels[num_consts:after], strict=True)]
-        return self._taken(inner, digests, [*carry, *stacked], found)
+        result_labels = [x.labels for x in results]
+        result_labels[:num_carry] = [
+            x | more for x, more in zip(result_labels[:num_carry], labels[num_consts:after], strict=True)
+        ]
+        return self._taken(inner, digests, [*carry, *stacked], result_labels)
 
     def _of_cond(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         index, *operands = values
-        found: list[tuple[list[_Send], list[_Value]]] = []
+        outcomes: list[tuple[list[_Send], list[_Value]]] = []
 
         def of_branch(branch: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
             def fn(*arrays: Any) -> tuple[list[Any], jax.Array]:
                 inner = self._inner()
                 given = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
                 results = inner.of_closed(branch, given)
-                found.append((inner.sends, results))
+                outcomes.append((inner.sends, results))
                 # One digest for all sends of a branch, as branches differ in their number.
                 digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)
                 return [result.array for result in results], collectives.to_varying(
@@ -228,7 +230,7 @@ class _Watcher:
 
         branches = [of_branch(branch) for branch in eqn.params["branches"]]
         arrays, digest = lax.switch(index.array, branches, *(value.array for value in operands))
-        send = Labels({self._add(digest, Labels().union(*(of.labels for sends, _ in found for of in sends)))})
+        send = Labels({self._add(digest, Labels().union(*(of.labels for sends, _ in outcomes for of in sends)))})
         computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)
         return _with_labels(arrays, [send | labels for labels in computed])
 
@@ -245,8 +247,8 @@ class _Watcher:
 
 def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
     """Runs the primitive of an equation."""
-    found = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
-    return found if eqn.primitive.multiple_results else [found]
+    outputs = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:

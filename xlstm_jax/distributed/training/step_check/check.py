@@ -144,9 +144,9 @@ def check_step(
         loss = replace(loss, fn=without_key(loss.fn))
     if rng is None:
         step, rng = _without_draws(step), jax.random.key(0)
-    one = OneDevice(loss, layout, minibatches, state, batch, mesh, extra_trees or {})
+    one_device = OneDevice(loss, layout, minibatches, state, batch, mesh, extra_trees or {})
     comparison = Comparison(
-        partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one
+        partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one_device
     )
     return comparison.of_ready_step() if options else comparison.of_own_step()
 
@@ -184,8 +184,8 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
     # Devices along an axis that splits layers receive the same rows.
-    own = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
-    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in own)
+    model_axes = {axis for _, leaf in trees.sharded_leaves(params) for axis in leaf.model_axes}
+    axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in model_axes)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     axes = axes if all(count % num_shards(mesh, axes) == 0 for count in rows) else ()
     return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
@@ -213,20 +213,20 @@ class StepComparison(NamedTuple):
 
 
 class Comparison:
-    """Procedure of ``check_step``: compares a step with its loss on one device (``one``), and returns a ``StepCheck``.
+    """Procedure of ``check_step``: compares a step with its loss on one device, and returns a ``StepCheck``.
 
     Methods return sentences ("findings") on mistakes; a ``Reference`` is loss and gradients computed on one device.
     """
 
-    def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one: OneDevice):
-        self.step, self.state, self.given, self.one, self.mesh = step, state, given, one, one.mesh
+    def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one_device: OneDevice):
+        self.step, self.state, self.given, self.one_device, self.mesh = step, state, given, one_device, one_device.mesh
         self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.sharded_leaves(state.params))
         self.axes = {path: tuple(a for a in leaf.axes if a in self.sizes) for path, leaf in leaves.items()}
         # Bounds are multiples of eps. If every leaf is float64, bounds of float32 would hide mistakes.
-        wide = all(leaves[path].dtype == np.float64 for path in one.paths if hasattr(leaves[path], "dtype"))
-        self.eps = float(np.finfo(np.float64 if wide and one.paths else np.float32).eps)
-        minibatches = {"num_minibatches": one.num_minibatches} if one.num_minibatches > 1 else {}
+        wide = all(leaves[path].dtype == np.float64 for path in one_device.paths if hasattr(leaves[path], "dtype"))
+        self.eps = float(np.finfo(np.float64 if wide and one_device.paths else np.float32).eps)
+        minibatches = {"num_minibatches": one_device.num_minibatches} if one_device.num_minibatches > 1 else {}
         self.compared_state = False  # whether the state of a step's custom optimizer was compared
         self.parts = self.sizes | minibatches  # number of parts by axis, and by minibatches
 
@@ -235,20 +235,20 @@ class Comparison:
 
         Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
         """
-        one, rng = self.one, self.given[1]
+        one_device, rng = self.one_device, self.given[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
-        same_key, whole = self.with_same_draws(key)
-        if one.asks_for_axes(key):
-            return self.of_communicating_loss(same_key, whole)
-        right = one.slices(key)
+        same_key, full_batch = self.with_same_draws(key)
+        if one_device.uses_mesh_axes(key):
+            return self.of_communicating_loss(same_key, full_batch)
+        right = one_device.slices(key)
         if not right.is_finite:
-            why = report.not_finite(right) if not whole.is_finite else report.NOT_FINITE_SLICES
+            why = report.not_finite(right) if not full_batch.is_finite else report.NOT_FINITE_SLICES
             return self.checked([why], self.observed(rng, right))
-        draws = one.traced(key).draws
+        draws = one_device.traced(key).draws
         # Slices and batch can be compared only if the same rows draw the same numbers in both.
-        mean = one.slices(same_key) if draws else right
-        step = self.beside(rng, right)
-        of_loss, of_slices, findings = self.objective(same_key, mean, whole, step.seen, key)
+        mean = one_device.slices(same_key) if draws else right
+        step = self.compared_with(rng, right)
+        of_loss, of_slices, findings = self.objective(same_key, mean, full_batch, step.seen, key)
         # Combine step / slices and slices / batch into step / batch.
         total = [
             leaf._replace(
@@ -260,48 +260,52 @@ class Comparison:
         ]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
         findings += self.without_gradient(key, right)
-        ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, whole.loss)
-        how = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
-        return self.checked(findings, step.seen, how, total, ratio)
+        ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, full_batch.loss)
+        method = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
+        return self.checked(findings, step.seen, method, total, ratio)
 
-    def of_communicating_loss(self, key: PyTree, whole: Reference) -> StepCheck:
+    def of_communicating_loss(self, key: PyTree, full_batch: Reference) -> StepCheck:
         """Checks a step of ``make_train_step`` whose loss communicates: compares the step with the full batch."""
-        if not whole.is_finite:
-            return self.checked([report.not_finite(whole)], self.observed(key, whole))
-        step = self.beside(key, whole)
+        if not full_batch.is_finite:
+            return self.checked([report.not_finite(full_batch)], self.observed(key, full_batch))
+        step = self.compared_with(key, full_batch)
         findings = step.findings
         if step.differs:
-            of_loss, _, of_objective = self.objective(key, self.one.slices(key), whole, step.seen, key)
+            of_loss, _, of_objective = self.objective(key, self.one_device.slices(key), full_batch, step.seen, key)
             findings = of_objective or findings
             if not step.of_model and (not of_objective or of_loss.is_count):
                 findings += self.of_leaves(step.leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, whole)
+        findings += self.without_gradient(key, full_batch)
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def of_own_step(self) -> StepCheck:
         """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
-        one = self.one
-        key, whole = self.with_same_draws(self.given[1])
+        one_device = self.one_device
+        key, full_batch = self.with_same_draws(self.given[1])
         try:
-            seen = self.observed(key, whole)
+            seen = self.observed(key, full_batch)
         except Exception:  # a step may use its key in any way, also in ways that a constant key does not support
             return self.by_many_keys("it does not take another kind of key")
-        if not whole.is_finite:
-            return self.checked([report.not_finite(whole)], seen)
-        step = self.beside(key, whole, seen)
+        if not full_batch.is_finite:
+            return self.checked([report.not_finite(full_batch)], seen)
+        step = self.compared_with(key, full_batch, seen)
         # A step that draws from other keys differs by its draws alone; means over many keys decide.
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
-        how = f"{BATCH_AT_ONCE}, with draws that are the same everywhere" if one.traced(key).draws else BATCH_AT_ONCE
+        method = (
+            f"{BATCH_AT_ONCE}, with draws that are the same everywhere"
+            if one_device.traced(key).draws
+            else BATCH_AT_ONCE
+        )
         findings, leaves, ratio = step.findings, step.leaves, step.loss_ratio
-        if step.differs and (of_objective := self.own_objective(key, step.seen, whole)):
-            return self.checked(of_objective, step.seen, how, leaves, ratio)
+        if step.differs and (of_objective := self.own_objective(key, step.seen, full_batch)):
+            return self.checked(of_objective, step.seen, method, leaves, ratio)
         tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
         of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
         if not step.of_model:
             findings += self.of_leaves(leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, whole)
-        return self.checked(findings, step.seen, how, leaves, ratio)
+        findings += self.without_gradient(key, full_batch)
+        return self.checked(findings, step.seen, method, leaves, ratio)
 
     # ------------------------------------------------------------------------------------------------------ compared
 
@@ -309,21 +313,21 @@ class Comparison:
         """Returns a key of constant draws with finite gradients that are not all 0, and the loss of the full batch."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
-        found = self.one.whole(same_key)
+        reference = self.one_device.on_full_batch(same_key)
         # With u near 0 or 1 a dropout drops everything or nothing, and gradients may vanish: then try another u.
         for u in others:
-            if (found.is_finite and found.has_gradient) or not self.one.traced(key).draws:
+            if (reference.is_finite and reference.has_gradient) or not self.one_device.traced(key).draws:
                 break
             same_key = constant_like(key, u)
-            found = self.one.whole(same_key)
-        return same_key, found
+            reference = self.one_device.on_full_batch(same_key)
+        return same_key, reference
 
     def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
         """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
         batch, _, *rest = self.given
-        return observe(self.step, self.state, (batch, rng, *rest), self.one.tree(truth.grads), self.mesh)
+        return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(truth.grads), self.mesh)
 
-    def beside(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
+    def compared_with(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
         """Compares a run of the step with the reference ``truth``: ``seen``, or if None a new run with ``rng``."""
         seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
         of_model, findings = self.loss_differs(rng, seen, truth)
@@ -338,12 +342,12 @@ class Comparison:
     def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
         """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
 
-        def as_seen(found: Reference) -> dict[str, np.ndarray]:
-            return flat(seen.of_gradients(self.one.tree(found.grads)))
+        def as_seen(reference: Reference) -> dict[str, np.ndarray]:
+            return flat(seen.of_gradients(self.one_device.tree(reference.grads)))
 
         narrow = {**of_wire(self.state.params, truth), **seen.rounding}
         leaves = compare_leaves(
-            flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.shaken()), self.eps
+            flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.perturbed()), self.eps
         )
         leaves = [_with_copies(leaf, seen.got[leaf.path]) for leaf in leaves]
         # Correct first moments, say, do not prove the updates correct: compare these next.
@@ -358,16 +362,16 @@ class Comparison:
         return list(
             of_state(
                 by_path(bare(seen.after.opt_state)),
-                of_gradients(self.one.tree(truth.grads)),
+                of_gradients(self.one_device.tree(truth.grads)),
                 by_path(bare(seen.before.opt_state)),
-                lambda: of_gradients(self.one.tree(truth.shaken().grads)),
+                lambda: of_gradients(self.one_device.tree(truth.perturbed().grads)),
                 self.eps,
             )
         )
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
         """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
-        model_axes = self.one.model_axes(self.given[1])
+        model_axes = self.one_device.model_axes(self.given[1])
         return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
@@ -376,75 +380,85 @@ class Comparison:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
         eps = max(self.eps, seen.loss.eps / 8)
-        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.shaken().loss, eps)
+        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.perturbed().loss, eps)
         times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
         if same or times.kind == "equal":
             return False, []
-        axes = self.one.model_axes(key)
+        axes = self.one_device.model_axes(key)
         if axes and self.is_of_model(key, seen.loss.value, eps):
             return True, [report.of_model(times, axes)]
-        return False, [report.of_loss(times, self.one.loss.weighted)]
+        return False, [report.of_loss(times, self.one_device.loss.weighted)]
 
     def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
         """Returns whether ``loss`` is also the loss of the split model on the mesh, computed without the step."""
-        found = self.one.on_mesh(key, self.one.num_minibatches)
-        return same_number(loss, found.loss, lambda: found.shaken().loss, eps)[0]
+        reference = self.one_device.on_mesh(key, self.one_device.num_minibatches)
+        return same_number(loss, reference.loss, lambda: reference.perturbed().loss, eps)[0]
 
     def objective(
-        self, key: PyTree, mean: Reference, whole: Reference, seen: SeenStep, real_key: PyTree
+        self, key: PyTree, mean: Reference, full_batch: Reference, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
-        """Checks that the loss is a mean over rows, by the ``mean`` over slices and the ``whole`` batch.
+        """Checks that the loss is a mean over rows, by the ``mean`` over slices and by the ``full_batch``.
 
         Returns their ratio, their compared gradients, and findings.
         """
-        if self.one.num_minibatches > 1 and self.one.overwritten():
-            mean = self.one.slices(key, minibatches=1)  # scales change between minibatches: rows of devices decide
-        narrow, shaken = of_wire(self.state.params, mean), lambda: flat(whole.shaken().grads)
-        leaves = compare_leaves(flat(mean.grads), flat(whole.grads), self.axes, narrow, shaken, self.eps)
+        if self.one_device.num_minibatches > 1 and self.one_device.overwritten():
+            mean = self.one_device.slices(key, minibatches=1)  # scales change between minibatches
+        narrow, perturbed = of_wire(self.state.params, mean), lambda: flat(full_batch.perturbed().grads)
+        leaves = compare_leaves(flat(mean.grads), flat(full_batch.grads), self.axes, narrow, perturbed, self.eps)
         eps = max(self.eps, seen.loss.eps / 8 if seen.loss else 0)
-        same, tolerance = same_number(mean.loss, whole.loss, lambda: whole.shaken().loss, eps)
+        same, tolerance = same_number(mean.loss, full_batch.loss, lambda: full_batch.perturbed().loss, eps)
         # On the mesh, JAX differentiates the model's communication without the library, so these gradients prove
         # nothing about rows if the loss is correct.
-        of_rows = not self.one.needs_all_devices(key)
-        if (same and (_are_right(leaves) or not of_rows)) or self.one.devices * self.one.num_minibatches == 1:
+        of_rows = not self.one_device.needs_all_devices(key)
+        if (
+            same and (_are_right(leaves) or not of_rows)
+        ) or self.one_device.devices * self.one_device.num_minibatches == 1:
             return Multiple("equal"), leaves, []
-        tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, whole.loss)
+        tolerance, ratio = max(tolerance, ORDER_EPS * self.eps), _ratio(mean.loss, full_batch.loss)
         times = Multiple.of(ratio, self.parts, tolerance)
-        of_draws = self.one.traced(key)
+        of_draws = self.one_device.traced(key)
         if not times.is_count and of_draws.draws:
             if not of_draws.foreign:  # what a row draws may depend on its position
-                over = multiple_over_draws(self.one, key, self.parts)
+                over = multiple_over_draws(self.one_device, key, self.parts)
             else:  # draws from other keys differ between slices and batch, whatever the loss
-                over = Multiple.of(ratio, self.parts, ROUGHLY) if is_sum_over_positions(self.one, real_key) else None
+                over = (
+                    Multiple.of(ratio, self.parts, ROUGHLY)
+                    if is_sum_over_positions(self.one_device, real_key)
+                    else None
+                )
             if over is not None:
-                said = [] if over.kind == "equal" else [report.of_loss(over, self.one.loss.weighted)]
-                return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], said
-        return times, leaves, list(why_no_mean(self.one, key, mean, whole, leaves, times, self.parts, tolerance))
+                lines = [] if over.kind == "equal" else [report.of_loss(over, self.one_device.loss.weighted)]
+                return over, [leaf._replace(ratio=1.0, error=0.0) for leaf in leaves], lines
+        return (
+            times,
+            leaves,
+            list(why_no_mean(self.one_device, key, mean, full_batch, leaves, times, self.parts, tolerance)),
+        )
 
-    def own_objective(self, key: PyTree, seen: SeenStep, whole: Reference) -> list[str]:
+    def own_objective(self, key: PyTree, seen: SeenStep, full_batch: Reference) -> list[str]:
         """Returns findings on the loss if a user's step equals the mean over slices, not the full batch; else []."""
-        if not self.one.axes:
+        if not self.one_device.axes:
             return []
-        mean = self.one.slices(key)
+        mean = self.one_device.slices(key)
         if not _are_right(self.compared(seen, mean)[1]):
             return []
-        return self.objective(key, mean, whole, seen, self.given[1])[2]
+        return self.objective(key, mean, full_batch, seen, self.given[1])[2]
 
     def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
         """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
-        elsewhere = (self.one.whole(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
-        if not any(found.has_gradient for found in (truth, *elsewhere)):
+        elsewhere = (self.one_device.on_full_batch(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
+        if not any(reference.has_gradient for reference in (truth, *elsewhere)):
             return list(report.zero_gradient_lines(list(truth.grads), len(truth.grads)))
-        return list(report.zero_gradient_lines(self.one.unconnected(key), len(truth.grads)))
+        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(truth.grads)))
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
         """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
-        if self.one.traced(key).foreign:
+        if self.one_device.traced(key).foreign:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.given
         # ``observe`` ran one of the two states. Disable the state's optimizer: its noise does not affect gradients.
@@ -460,47 +474,47 @@ class Comparison:
 
         The step counter is advanced for each key, since a step may fold the counter into its key.
         """
-        kept: dict[str, Any] = {}
+        cache: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
             rng = folded(self.given[1], i)
-            right = self.one.whole(rng)
-            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one)
-            seen = kept["seen"] = moved.observed(rng, right)
-            ours, truth = flat(seen.got), flat(seen.of_gradients(self.one.tree(right.grads)))
+            right = self.one_device.on_full_batch(rng)
+            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one_device)
+            seen = cache["seen"] = moved.observed(rng, right)
+            ours, truth = flat(seen.got), flat(seen.of_gradients(self.one_device.tree(right.grads)))
             if seen.loss is not None:
                 ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
             return ours, truth
 
-        found, count = ratios(sample)
-        seen = kept["seen"]
+        by_path, count = ratios(sample)
+        seen = cache["seen"]
         leaves = [
             _with_copies(LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed), seen.got[path])
-            for path, of in found.items()
+            for path, of in by_path.items()
             if path != LOSS
         ]
-        loss = found.get(LOSS)
+        loss = by_path.get(LOSS)
         of_loss = Multiple.of(loss.value, self.sizes, loss.allowed) if loss else Multiple("equal")
-        findings = [report.of_loss(of_loss, self.one.loss.weighted)] if of_loss.kind != "equal" else []
+        findings = [report.of_loss(of_loss, self.one_device.loss.weighted)] if of_loss.kind != "equal" else []
         findings += self.of_leaves(leaves, seen, of_loss)
-        how = f"means over {count} keys, since {why}"
+        method = f"means over {count} keys, since {why}"
         ratio = loss.value if loss else None
-        unknown = [path for path, of in found.items() if not of.is_known]
+        unknown = [path for path, of in by_path.items() if not of.is_known]
         if unknown and not any(leaf.copies_differ for leaf in leaves):
-            return self.checked([report.unknown_lines(unknown, why, count)], seen, how, leaves, ratio, CANNOT_TELL)
-        return self.checked(findings, seen, how, leaves, ratio)
+            return self.checked([report.unknown_lines(unknown, why, count)], seen, method, leaves, ratio, CANNOT_TELL)
+        return self.checked(findings, seen, method, leaves, ratio)
 
     def checked(
         self,
         findings: list[str],
         seen: SeenStep,
-        how: str = "",
+        method: str = "",
         leaves: list[LeafCheck] | None = None,
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
         """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
-        findings = [*findings, *drifting(seen.collections), *counted(self.one, *self.given[:2])]
+        findings = [*findings, *drifting(seen.collections), *counted(self.one_device, *self.given[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
         unknown = verdict == CANNOT_TELL
@@ -511,7 +525,7 @@ class Comparison:
             findings, verdict = [*update.unknown], CANNOT_TELL
         verdict = verdict or (WRONG if findings else RIGHT)
         return StepCheck(
-            verdict, tuple(findings), seen.what, how, mesh, tuple(leaves or ()), loss_ratio, update.compared
+            verdict, tuple(findings), seen.what, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
@@ -521,24 +535,24 @@ class Comparison:
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
             return UpdateCheck(tuple(frozen), unknown, ("the optimizer's state",) if self.compared_state else ())
         rng = self.given[1]
-        value_fn = None if self.one.traced(rng).draws else self.one.value_fn(rng)
+        value_fn = None if self.one_device.traced(rng).draws else self.one_device.value_fn(rng)
         again = seen.again if is_right else None
-        found = check_update(seen.before, seen.after, self.one.one_device, again, value_fn)
-        if is_right and not found.findings and self.knows_collections(rng):
+        update = check_update(seen.before, seen.after, self.one_device.one_device, again, value_fn)
+        if is_right and not update.findings and self.knows_collections(rng):
             of = self.of_collections(seen, rng)
-            return found._replace(findings=tuple(of), compared=(*found.compared, "collections"))
-        return found
+            return update._replace(findings=tuple(of), compared=(*update.compared, "collections"))
+        return update
 
     def knows_collections(self, rng: PyTree) -> bool:
         """Returns whether collections after the step can be compared: one device computes the same statistics."""
-        kept, one = collections_of(self.state), self.one
-        is_whole = one.num_minibatches == 1 and (one.devices == 1 or one.needs_all_devices(rng))
-        return bool(kept) and OVERWRITTEN not in kept and is_whole and not one.traced(rng).draws
+        collections, one_device = collections_of(self.state), self.one_device
+        is_whole = one_device.num_minibatches == 1 and (one_device.devices == 1 or one_device.needs_all_devices(rng))
+        return bool(collections) and OVERWRITTEN not in collections and is_whole and not one_device.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
         """Compares collections after the step with those of one device; returns findings."""
         got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
-        right, again = (partial(self.one.collections_after, rng, shake) for shake in (False, True))
+        right, again = (partial(self.one_device.collections_after, rng, shake) for shake in (False, True))
         return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
 
     def shows_gradients(self, seen: SeenStep) -> bool:
@@ -546,7 +560,7 @@ class Comparison:
         of_state = seen.state_of_gradients
         if seen.what != "updates" or of_state is None:
             return True
-        pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one.two_gradients()]
+        pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one_device.two_gradients()]
         return any(not same_bits(*leaves) for leaves in zip(*map(jax.tree.leaves, pairs), strict=True))
 
 

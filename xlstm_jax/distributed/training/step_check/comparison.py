@@ -91,12 +91,12 @@ def compare_leaves(
     right: Gradients,
     axes: Mapping[str, tuple[str, ...]],
     wire: Mapping[str, float],
-    shaken: Callable[[], Gradients],
+    perturbed: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
     """Returns a ``LeafCheck`` for each leaf of ``right``.
 
-    ``wire`` is the norm of the rounding by the communication of a leaf. ``shaken`` computes ``right`` from perturbed
+    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``right`` from perturbed
     inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
@@ -109,7 +109,7 @@ def compare_leaves(
     }
     if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
         # Only if the cheap bound does not explain the difference: this computes the loss once more.
-        again = shaken()
+        again = perturbed()
         known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
     return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
 
@@ -127,15 +127,15 @@ def _compared(
     return LeafCheck(path, axes, ratio, left, allowed / norm)
 
 
-def same_number(got: float, right: float, shaken: Callable[[], float], eps: float) -> tuple[bool, float]:
+def same_number(got: float, right: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
     """Returns whether the loss ``got`` equals ``right`` to rounding, and the relative tolerance."""
     allowed = ORDER_EPS * eps * abs(right)
     if not abs(got - right) <= allowed:
-        allowed += SHAKEN * abs(shaken() - right)
+        allowed += SHAKEN * abs(perturbed() - right)
     return abs(got - right) <= allowed, allowed / abs(right) if right else 0.0
 
 
-def of_wire(params: PyTree, found: Reference) -> dict[str, float]:
+def of_wire(params: PyTree, reference: Reference) -> dict[str, float]:
     """Returns, for each leaf whose gradient is sent in a narrow dtype, the norm of the rounding by the dtype.
 
     Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be as large as
@@ -143,9 +143,9 @@ def of_wire(params: PyTree, found: Reference) -> dict[str, float]:
     """
     bounds = {}
     for path, box in trees.sharded_leaves(params):
-        if path not in found.sizes:
+        if path not in reference.sizes:
             continue
-        size = np.abs(np.asarray(found.sizes[path], np.float64)).ravel()
+        size = np.abs(np.asarray(reference.sizes[path], np.float64)).ravel()
         dtypes = [value_dtype(box.value).name, box.communication.grad_scatter_dtype if box.axes else None]
         wide = wide_dtype(value_dtype(box.value))
         narrow = (float(jnp.finfo(d).eps) for d in dtypes if d and jnp.finfo(d).bits < jnp.finfo(wide).bits)
@@ -208,19 +208,19 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
     Returns the ratios, and the number of keys.
     """
     ours, right = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
-    found: dict[str, Ratio] = {}
+    by_path: dict[str, Ratio] = {}
     count = 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for count in bar.track(range(1, MOST_KEYS + 1), description="check_step, keys"):
-            for kept, new in zip((ours, right), sample(count), strict=True):
+            for so_far, new in zip((ours, right), sample(count), strict=True):
                 for path, values in new.items():
-                    kept[path].append(values)
+                    so_far[path].append(values)
             if count >= FEWEST_KEYS and count & (count - 1) == 0:
-                found = {path: _ratio(np.array(ours[path]), np.array(right[path])) for path in right}
-                if all(ratio.is_known for ratio in found.values()):
+                by_path = {path: _ratio(np.array(ours[path]), np.array(right[path])) for path in right}
+                if all(ratio.is_known for ratio in by_path.values()):
                     break
-    return found, count
+    return by_path, count
 
 
 def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
@@ -231,7 +231,7 @@ def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
     if not right.any():
         return Ratio(1.0 if not ours.any() else math.inf, 0.0, 0.0)
     halves = (slice(half), slice(half, None)), (slice(half, None), slice(half))
-    along = [(ours[own] @ right[other].mean(0), right[own] @ right[other].mean(0)) for own, other in halves]
+    along = [(ours[this] @ right[other].mean(0), right[this] @ right[other].mean(0)) for this, other in halves]
     a, b = (np.concatenate(parts) for parts in zip(*along, strict=True))
     size = b.mean()  # the squared norm of the mean of one device
     if size <= 0:

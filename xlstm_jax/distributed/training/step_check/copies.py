@@ -29,17 +29,16 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[taken]) if padded_rows_of(leaf) else leaf, batch)
 
 
-def counted(one: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
+def counted(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     """Yields a finding if the loss changes with the values of padded rows."""
     other = with_other_copies(batch)
     if other is None:
         return
     key = constant_like(rng, CHOICES[0])
-    loss, of_other = one.whole(key).loss, one.whole(key, other).loss
+    loss, of_other = one_device.on_full_batch(key).loss, one_device.on_full_batch(key, other).loss
     if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
-            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch; "
-            "for statistics of the batch, and losses that compare rows (contrastive, a top-k), mask the copies, or "
-            "pass a number of rows that the devices divide."
+            "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch, "
+            "and mask copies in statistics and comparisons of rows: docs/processes.md#padding."
         )

@@ -31,10 +31,10 @@ FITS = 1e-4  # relative rest of a fit that cannot be chance: gradients have seve
 
 
 def why_no_mean(
-    one: OneDevice,
+    one_device: OneDevice,
     rng: PyTree,
     mean: Reference,
-    whole: Reference,
+    full_batch: Reference,
     same: list[LeafCheck],
     times: Multiple,
     sizes: dict[str, int],
@@ -43,36 +43,36 @@ def why_no_mean(
     """Yields a sentence with the kind of a loss that is not a mean over rows (a sum, say), and a cure.
 
     Args:
-      one, rng: the loss, and the key with which ``mean`` and ``whole`` were computed.
+      one_device, rng: the loss, and the key with which ``mean`` and ``full_batch`` were computed.
       mean, whole: the loss and gradients of the slices, and of the full batch.
       same: the gradients of the slices, compared with those of the batch.
       times: the loss of the slices over the loss of the batch.
       sizes: the number of parts by each axis that splits the batch, and by minibatches.
       tolerance: the possible effect of rounding on the ratio of the two losses.
     """
-    minibatches = one.num_minibatches
+    minibatches = one_device.num_minibatches
     if times.is_count and all(_is_multiple(leaf, times, sizes) for leaf in same):
-        yield report.of_loss(times, one.loss.weighted)
+        yield report.of_loss(times, one_device.loss.weighted)
         return
-    axes = format_axes(one.axes)
-    is_not = _is_not(mean, whole, same)
-    if minibatches > 1 and _is_same(one.slices(rng, minibatches=1), whole, tolerance):
+    axes = format_axes(one_device.axes)
+    is_not = _is_not(mean, full_batch, same)
+    if minibatches > 1 and _is_same(one_device.slices(rng, minibatches=1), full_batch, tolerance):
         yield (
             f"{is_not}. On whole devices it is right, and num_minibatches={minibatches} changes it: a statistic of the "
             "batch is then one of each minibatch. Take num_minibatches=1 (and nn.remat for memory)."
         )
         return
-    splits_examples = one.axes != one.layout.row_axes
-    if one.loss.weighted and not splits_examples:
+    splits_examples = one_device.axes != one_device.layout.row_axes
+    if one_device.loss.weighted and not splits_examples:
         yield (
             f"{is_not}. With weighted=True loss_fn returns (sum, weight), each a plain sum over its rows: the sum here "
             "depends on the other rows. Reduce statistics of the batch over all devices first: "
             f"pmean(statistic, {axes})."
         )
         return
-    kind = "statistic" if one.loss.weighted else _kind(one, rng, mean, whole)
+    kind = "statistic" if one_device.loss.weighted else _kind(one_device, rng, mean, full_batch)
     if splits_examples and kind in ("statistic", "reduced"):
-        within = format_axes(tuple(axis for axis in one.axes if axis not in one.layout.row_axes))
+        within = format_axes(tuple(axis for axis in one_device.axes if axis not in one_device.layout.row_axes))
         yield f"{is_not}. {_OF_TOKENS.format(within)}"
         return
     yield f"{is_not}. {_CURES[kind].format(axes)}"
@@ -80,9 +80,9 @@ def why_no_mean(
         yield f"num_minibatches={minibatches} changes such a loss, too: see it right with num_minibatches=1 first."
 
 
-def _is_not(mean: Reference, whole: Reference, leaves: list[LeafCheck]) -> str:
+def _is_not(mean: Reference, full_batch: Reference, leaves: list[LeafCheck]) -> str:
     """Returns the first part of a finding: the two losses, or the gradients if losses agree, as numbers in text."""
-    of_slices, of_batch = f"{mean.loss:.6g}", f"{whole.loss:.6g}"
+    of_slices, of_batch = f"{mean.loss:.6g}", f"{full_batch.loss:.6g}"
     if of_slices != of_batch:
         return f"the loss is no mean over rows: {of_slices} as the mean of its slices, {of_batch} of the batch"
     worst = max(leaves, key=lambda leaf: math.hypot(leaf.ratio - 1, leaf.error))
@@ -102,9 +102,9 @@ _CURES = {
     "part": "A part of it is a sum over rows. Return means over the rows that loss_fn is given, of all parts.",
     "negatives": "It compares rows with each other (negatives, pairs), and a device has its local rows. Gather all rows"
     " by jax.lax: keys = all_gather(keys, {0}, tiled=True); the label of row i here is lax.axis_index({0}) * rows + i.",
-    "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), that a device takes "
-    "of its local rows. Reduce it over all devices by jax.lax: mean = pmean(x.mean(0), {0}); variance = pmean(((x - "
-    "mean) ** 2).mean(0), {0}); nn.BatchNorm(axis_name={0}). For ranks: values = all_gather(values, {0}, tiled=True).",
+    "statistic": "It uses a statistic of the batch (a mean, a variance, a covariance, a rank), which a device computes "
+    "from its local rows. Reduce the statistic over all devices: mean = pmean(x.mean(0), {0}) of jax.lax, "
+    "nn.BatchNorm(axis_name={0}), and values = all_gather(values, {0}, tiled=True) for ranks.",
     "reduced": "It communicates over devices, and is another number than on one device. A standard deviation is the "
     "root of pmean(square, {0}), not the mean of roots; labels of gathered rows begin at lax.axis_index({0}) * rows.",
 }
@@ -117,31 +117,32 @@ _OF_TOKENS = (
 )
 
 
-def multiple_over_draws(one: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
+def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
     """Returns the ratio of the slices' loss to the batch's, averaged over draws; None if gradients have no ratio.
 
     The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and batch
     then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
     """
-    rows = max((len(leaf) for leaf in jax.tree.leaves(one.batch) if np.ndim(leaf)), default=1)
+    rows = max((len(leaf) for leaf in jax.tree.leaves(one_device.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
     # Evenly spaced, so that the mean over draws has no sampling noise.
     keys = [constant_like(rng, (i + 0.5) / count) for i in range(count)]
-    pairs = [(one.slices(key), one.whole(key)) for key in keys]
-    pairs = [(mean, whole) for mean, whole in pairs if mean.is_finite and whole.is_finite]
+    pairs = [(one_device.slices(key), one_device.on_full_batch(key)) for key in keys]
+    pairs = [(mean, full_batch) for mean, full_batch in pairs if mean.is_finite and full_batch.is_finite]
     if not pairs:
         return None
-    (mean, whole), (of_mean, of_whole) = (
-        [np.mean([read(pair[i]) for pair in pairs], 0) for i in (0, 1)] for read in (lambda found: found.loss, _vector)
+    (mean, full_batch), (of_mean, of_whole) = (
+        [np.mean([read(pair[i]) for pair in pairs], 0) for i in (0, 1)]
+        for read in (lambda reference: reference.loss, _vector)
     )
-    tolerance = max(FITS, 8 * one.eps(rng))
-    ratio = float(mean / whole) if whole else np.inf
+    tolerance = max(FITS, 8 * one_device.eps(rng))
+    ratio = float(mean / full_batch) if full_batch else np.inf
     times = Multiple.of(ratio, sizes, tolerance)
-    left = np.linalg.norm(of_mean - ratio * of_whole) if whole else np.inf
+    left = np.linalg.norm(of_mean - ratio * of_whole) if full_batch else np.inf
     return times if times.kind != "other" and left <= tolerance * np.linalg.norm(of_mean) else None
 
 
-def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
+def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
     """Returns whether the sum of the losses of the batch's halves stays equal if the halves exchange every other row.
 
     This holds if the loss is a mean or a sum over rows, even if a row's draws depend on its position, and for no other
@@ -157,47 +158,49 @@ def is_sum_over_positions(one: OneDevice, key: PyTree) -> bool:
             even = jnp.arange(len(x) // 2).reshape(-1, *[1] * (x.ndim - 1)) % 2 == 0
             return jnp.where(even, parts[rest], parts[other])
 
-        return one.whole(key, batch=jax.tree.map(rows, one.batch))
+        return one_device.on_full_batch(key, batch=jax.tree.map(rows, one_device.batch))
 
     before, after = ([half(i, j) for i, j in pairs] for pairs in (((0, 0), (1, 1)), ((0, 1), (1, 0))))
-    losses = [sum(found.loss for found in pair) for pair in (before, after)]
+    losses = [sum(reference.loss for reference in pair) for pair in (before, after)]
     vectors = [_vector(pair[0]) + _vector(pair[1]) for pair in (before, after)]
-    tolerance = FITS if one.eps(key) < FITS else 8 * one.eps(key)
+    tolerance = FITS if one_device.eps(key) < FITS else 8 * one_device.eps(key)
     left = float(np.linalg.norm(vectors[0] - vectors[1]))
-    size = sum(float(np.linalg.norm(_vector(found))) for found in before)
+    size = sum(float(np.linalg.norm(_vector(reference))) for reference in before)
     return left <= tolerance * size and abs(losses[0] - losses[1]) <= tolerance * sum(abs(f.loss) for f in before)
 
 
-def _kind(one: OneDevice, rng: PyTree, mean: Reference, whole: Reference) -> str:
+def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Reference) -> str:
     """Returns the kind of a loss that is not a mean over rows: a key of ``_CURES``."""
     # Slices of a communicating loss have no separate values: devices compute them together.
-    if one.needs_all_devices(rng):
+    if one_device.needs_all_devices(rng):
         return "reduced"
-    parts = [one.whole(rng, batch=part) for part in one.all_slices()]
+    parts = [one_device.on_full_batch(rng, batch=part) for part in one_device.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
-    right = _vector(whole)
+    right = _vector(full_batch)
     # Duplicating each row keeps a mean; a sum doubles, and pairs of rows change in another way.
-    twice = one.whole(rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one.batch))
-    scale = np.abs(values).max() + abs(whole.loss)
-    if abs((twice.loss - whole.loss) * (1 - 1 / len(parts)) - (whole.loss - mean.loss)) <= FITS * abs(
-        whole.loss - mean.loss
+    twice = one_device.on_full_batch(
+        rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one_device.batch)
+    )
+    scale = np.abs(values).max() + abs(full_batch.loss)
+    if abs((twice.loss - full_batch.loss) * (1 - 1 / len(parts)) - (full_batch.loss - mean.loss)) <= FITS * abs(
+        full_batch.loss - mean.loss
     ):
         return "part"
-    if abs(twice.loss - whole.loss) > FITS * scale:
+    if abs(twice.loss - full_batch.loss) > FITS * scale:
         return "negatives"
     # If the batch gradient is a combination of the slice gradients, the loss is a function of slice means.
     fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
     left = np.linalg.norm(gradients @ fit - right)
     # With few parameters any vector could be a combination by chance.
     if len(right) > 2 * len(parts) and left <= FITS * np.linalg.norm(right):
-        is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - whole.loss) <= FITS * scale
+        is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - full_batch.loss) <= FITS * scale
         return "weights" if is_mean else "function"
     return "statistic"
 
 
-def _vector(found: Reference) -> np.ndarray:
-    return np.concatenate(list(flat(found.grads).values()))
+def _vector(reference: Reference) -> np.ndarray:
+    return np.concatenate(list(flat(reference.grads).values()))
 
 
 def _is_multiple(leaf: LeafCheck, times: Multiple, sizes: dict[str, int]) -> bool:

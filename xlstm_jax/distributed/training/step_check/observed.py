@@ -85,8 +85,8 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
         return _of_own_optimizer(step, state, given, grads)
     got = _by_path(_as_seen(after.opt_state.record.grads))
     again = lambda: _run(step, after, given)[0]  # noqa: E731
-    kept = collections_of(after)
-    return SeenStep("gradients", got, _by_path, loss, kept, before, after, updates=calls, again=again)
+    collections = collections_of(after)
+    return SeenStep("gradients", got, _by_path, loss, collections, before, after, updates=calls, again=again)
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
@@ -105,7 +105,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
         return taking_extra_args(state.tx).update(grads, opt_state, params)
 
-    kept, old = collections_of(after), _by_path(before)
+    collections, old = collections_of(after), _by_path(before)
     moved = _by_path(jax.tree.map(jnp.subtract, trainable(after.params), before))
     rounding = {path: float(jnp.finfo(leaf.dtype).eps * jnp.linalg.norm(leaf.ravel())) for path, leaf in old.items()}
     updates = SeenStep(
@@ -113,7 +113,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
         moved,
         lambda grads: _by_path(updated(grads)[0]),
         loss,
-        kept,
+        collections,
         fresh,
         after,
         rounding,

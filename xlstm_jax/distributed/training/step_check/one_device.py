@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
-from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, said
+from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import Inputs
@@ -53,14 +53,14 @@ WHOLE = PartitionSpec()
 class Reference(NamedTuple):
     """Loss, and gradients by path, computed on one device: the reference for a step.
 
-    ``sizes`` are the absolute values of gradients, averaged over slices. ``shaken()`` repeats the computation with
+    ``sizes`` are the absolute values of gradients, averaged over slices. ``perturbed()`` repeats the computation with
     parameters and inputs perturbed by the size of rounding.
     """
 
     loss: float
     grads: dict[str, jax.Array]
     sizes: dict[str, jax.Array]
-    shaken: Callable[[], "Reference"]
+    perturbed: Callable[[], "Reference"]
 
     @property
     def not_finite(self) -> list[str]:
@@ -118,16 +118,16 @@ class OneDevice:
         self.paths, self._leaves = list(trained), list(trained.values())
         live = list(map(true_value, self._leaves))
         rest = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
-        self._rest, kept = rest, collections_of(state)
+        self._rest, collections = rest, collections_of(state)
         # Kernels of fp8 products have a wire format of their product, which rounds them on one device, too.
         boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
-        by_extension = named_wires(kept, lambda path: boxes[path].communication)
+        by_extension = named_wires(collections, lambda path: boxes[path].communication)
         rounded = [None if path in by_extension else _rounded_on_mesh(leaf, mesh) for path, leaf in boxes.items()]
-        own = trees.map_leaves(split_by_model, dict(extra_trees))
-        self._of_others = trees.map_sharded(_spec_of_model, own)
-        arrived = trees.map_sharded(partial(_arrived, mesh=mesh), own)
+        boxed = trees.map_leaves(split_by_model, dict(extra_trees))
+        self._of_others = trees.map_sharded(_spec_of_model, boxed)
+        arrived = trees.map_sharded(partial(_arrived, mesh=mesh), boxed)
         weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
-        self._inputs = self._put((live, weights, batch, (readable(kept),) if kept else ()), self._one)
+        self._inputs = self._put((live, weights, batch, (readable(collections),) if collections else ()), self._one)
         self._jitted: dict[Any, Any] = {}
         self._traced: dict[str, Traced] = {}
 
@@ -144,12 +144,12 @@ class OneDevice:
         return num_shards(self.mesh, self.axes)
 
     def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
-        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.laid_out``."""
+        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.reorder``."""
         return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
 
     def all_slices(self) -> Iterator[PyTree]:
         """Yields the batch of each device in each minibatch."""
-        batch = self.layout.laid_out(self.batch)
+        batch = self.layout.reorder(self.batch)
         for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
             yield self.slice_of(batch, device, minibatch, self.num_minibatches)
 
@@ -173,28 +173,28 @@ class OneDevice:
         """Returns loss and gradients averaged over the slices, which run on the mesh with unsharded weights."""
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
-    def whole(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
+    def on_full_batch(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
         """Returns loss and gradients of the full batch, or of ``batch``; ``elsewhere``: seed of other parameters."""
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
-        live, weights, batch, kept = self._inputs
-        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live, weights, batch, collections = self._inputs
+        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
 
-        def after(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> PyTree:
-            _, (_, (updated,)) = self._terms(live, weights, batch, rng, kept)
+        def after(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> PyTree:
+            _, (_, (updated,)) = self._terms(live, weights, batch, rng, collections)
             return updated
 
         run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-        return jax.jit(run)(*self._put((live, weights, batch, kept, rng), self._one))
+        return jax.jit(run)(*self._put((live, weights, batch, collections, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
         """Returns a function from trainable parameters to the full batch's loss, for optimizers with line searches."""
-        _, weights, batch, kept = self._inputs
+        _, weights, batch, collections = self._inputs
 
         def value(params: PyTree) -> jax.Array:
-            loss, *_ = self._mean_in_turn(1, 1)(jax.tree.leaves(params), weights, batch, kept, rng)
+            loss, *_ = self._mean_in_turn(1, 1)(jax.tree.leaves(params), weights, batch, collections, rng)
             return loss
 
         return value
@@ -209,15 +209,15 @@ class OneDevice:
         shake: bool = False,
     ) -> Reference:
         """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
-        live, weights, own_batch, kept = self._inputs
+        live, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
-        live, batch = shaken((live, batch), self.eps(rng)) if shake else (live, batch)
+        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
         live = _other_parameters(live, elsewhere) if elsewhere else live
         # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
         mesh = self.mesh if make == self._mean_on_mesh else self._one
-        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, kept, rng), mesh))
+        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, collections, rng), mesh))
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
         again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
         return Reference(float(loss), grads, sizes, again)
@@ -239,18 +239,18 @@ class OneDevice:
 
     def unconnected(self, rng: PyTree) -> list[str]:
         """Returns the leaves on which the loss does not depend; their gradient is constant 0."""
-        live, weights, batch, kept = self._inputs
+        live, weights, batch, collections = self._inputs
         flat, treedef = jax.tree.flatten((live, batch))
 
         def grads(*leaves: Any) -> list[Any]:
             live, batch = jax.tree.unflatten(treedef, leaves)
-            return list(self._mean_in_turn(1, 1)(live, weights, batch, kept, rng)[1])
+            return list(self._mean_in_turn(1, 1)(live, weights, batch, collections, rng)[1])
 
         # Read the equations: a gradient may have the value 0 (dead units) although it depends on the leaf.
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
-    def asks_for_axes(self, rng: PyTree) -> bool:
+    def uses_mesh_axes(self, rng: PyTree) -> bool:
         """Returns whether the loss communicates along a mesh axis, or reads a device index."""
         return bool(self.traced(rng).axes)
 
@@ -260,8 +260,8 @@ class OneDevice:
 
     def model_axes(self, rng: PyTree) -> tuple[str, ...]:
         """Returns the axes of a split model: the loss communicates along them, and the batch is not split over them."""
-        own = self.traced(rng).axes - set(self.axes)
-        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in own)
+        model_axes = self.traced(rng).axes - set(self.axes)
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in model_axes)
 
     def overwritten(self) -> list[str]:
         """Returns the names of the collections whose gradient is their next value."""
@@ -269,25 +269,27 @@ class OneDevice:
 
     # ------------------------------------------------------------------------------------- one part after another
 
-    def _terms(self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, kept: Any) -> tuple[Any, Any]:
+    def _terms(
+        self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, collections: Any
+    ) -> tuple[Any, Any]:
         """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
-        with inside_loss(RunningLoss(is_reference=True)), said(self.layout.sequence):
-            loss = self.loss(params, self._apply_fn, batch, rng, *kept, **weights.extra_trees)
-        if kept:
-            kept = ({**kept[0], **readable(dict(loss.collections))},)
+        with inside_loss(RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
+            loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
+        if collections:
+            collections = ({**collections[0], **readable(dict(loss.collections))},)
         wide = wide_dtype(jnp.result_type(loss.total))
         weight = jnp.asarray(1 if loss.weight is None else loss.weight, wide)
-        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), kept)
+        return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), collections)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
         """Returns a function for loss and gradients, averaged over slices that run in sequence on one device."""
         parts = devices * minibatches
 
-        def mean(live: Any, weights: _Weights, batch: PyTree, kept: Any, rng: PyTree) -> Any:
-            batch = batch if parts == 1 else self.layout.laid_out(batch)
+        def mean(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> Any:
+            batch = batch if parts == 1 else self.layout.reorder(batch)
             names = self.overwritten()
 
             def rows_and_key(device: Any, minibatch: Any) -> tuple[PyTree, PyTree]:
@@ -297,7 +299,7 @@ class OneDevice:
             def weight_over_devices(minibatch: Any) -> Any:
                 if not self.loss.weighted:
                     return devices
-                each = lambda device: self._terms(live, weights, *rows_and_key(device, minibatch), kept)[1][0]  # noqa: E731
+                each = lambda device: self._terms(live, weights, *rows_and_key(device, minibatch), collections)[1][0]  # noqa: E731
                 total = lax.map(each, jnp.arange(devices)).sum()
                 return jnp.where(total == 0, 1, total)  # 0 for a minibatch of padded rows alone
 
@@ -315,8 +317,7 @@ class OneDevice:
                     total, (weight, after) = self._terms(live, weights, rows, key, with_scales(before, scales))
                     return total / count, (total, weight, after)
 
-                (_, found), grads = jax.value_and_grad(term, (0, 1), has_aux=True)(live, scales)
-                total, weight, after = found
+                (_, (total, weight, after)), grads = jax.value_and_grad(term, (0, 1), has_aux=True)(live, scales)
                 # The next scales are the maximum over devices.
                 earlier, _ = _split(states[1], names)
                 largest: list[Any] = [is_first(g, jnp.maximum(g, x)) for g, x in zip(grads[1], earlier, strict=True)]
@@ -325,9 +326,9 @@ class OneDevice:
                 values = (total, weight, list(map(jnp.abs, grads)))
                 return MinibatchResult(values, grads, 1, (before, with_scales(after, largest)))
 
-            found = mean_over(on_slice, parts, (kept, kept))
-            total, weight, sizes = found.values
-            return _means(total, weight, found.grads, sizes)
+            result = mean_over(on_slice, parts, (collections, collections))
+            total, weight, sizes = result.values
+            return _means(total, weight, result.grads, sizes)
 
         return jax.shard_map(mean, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
 
@@ -337,25 +338,25 @@ class OneDevice:
         """Returns a function, run on the mesh, for each device's loss sum and weight, averaged over minibatches."""
         devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
-        kept = self._inputs[3]
+        collections = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
         of_weights = _Weights(of_live, of_live, of_rest, self._of_others)
 
-        def local(live: Any, weights: Any, batch: PyTree, kept: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
-            def on_minibatch(j: Any, kept: Any) -> MinibatchResult:
+        def local(live: Any, weights: Any, batch: PyTree, collections: Any, rng: PyTree, index: Any) -> tuple[Any, Any]:
+            def on_minibatch(j: Any, collections: Any) -> MinibatchResult:
                 rows, key = rows_at(split_rows(batch, minibatches), j), _key_of(rng, index[0], j, minibatches)
-                total, (weight, kept) = self._terms(live, weights, rows, key, kept)
-                return MinibatchResult((total, weight), [], 1, kept)
+                total, (weight, collections) = self._terms(live, weights, rows, key, collections)
+                return MinibatchResult((total, weight), [], 1, collections)
 
-            return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, kept).values)
+            return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, collections).values)
 
         # Parameters enter unsharded, split only over the axes of the model itself.
-        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(kept, self.mesh), WHOLE, axes)
+        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(collections, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
 
         def of_all(live: Any, weights: Any, batch: PyTree, *rest: Any) -> Any:
-            return spread(live, weights, self.layout.laid_out(batch), *rest, jnp.arange(devices))
+            return spread(live, weights, self.layout.reorder(batch), *rest, jnp.arange(devices))
 
         return of_all
 
@@ -376,19 +377,19 @@ class OneDevice:
         return mean
 
 
-def _split(kept: Any, names: Collection[str]) -> tuple[list[jax.Array], Callable[[Any, list[jax.Array]], Any]]:
-    """Splits the collections ``names`` off ``kept``: (differentiable leaves, function that puts leaves into ``kept``).
+def _split(collections: Any, names: Collection[str]) -> tuple[list[jax.Array], Callable[[Any, list[jax.Array]], Any]]:
+    """Returns the differentiable leaves of the collections ``names``, and a function that puts leaves into collections.
 
-    ``kept`` is a tuple of the collections, or () without collections.
+    ``collections`` is a tuple of one mapping, or () without collections.
     """
-    live, put_back = trees.split_differentiable({name: kept[0][name] for name in names})
-    return live, lambda kept, leaves: ({**kept[0], **put_back(leaves)},) if names else kept
+    live, put_back = trees.split_differentiable({name: collections[0][name] for name in names})
+    return live, lambda collections, leaves: ({**collections[0], **put_back(leaves)},) if names else collections
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
     """Returns the key of a slice, folded as in ``make_train_step`` and ``accumulate_gradients``."""
-    own = folded(rng, device)
-    return own if minibatches == 1 else folded(own, minibatch)
+    device_key = folded(rng, device)
+    return device_key if minibatches == 1 else folded(device_key, minibatch)
 
 
 def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple[Any, Any, Any]:
@@ -396,7 +397,7 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
     return total / weight, [g / weight for g in grads], [size / jnp.abs(weight) for size in sizes]
 
 
-def shaken(tree: PyTree, eps: float) -> PyTree:
+def perturbed(tree: PyTree, eps: float) -> PyTree:
     """Multiplies floats by 1 + u eps, u random in (-1, 1): the possible effect of rounding to a dtype with this eps."""
     # Always the same perturbation, so that the same step has the same verdict.
     rng = np.random.default_rng(0)

@@ -87,8 +87,8 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(state, Recorded):  # a state initialised by the step itself
-            return own.update(updates, state, params, **extra)
-        new, inner = own.update(updates, state.inner, params, **extra)
+            return taking.update(updates, state, params, **extra)
+        new, inner = taking.update(updates, state.inner, params, **extra)
         before = state.record
         record = Record(
             before.calls + 1,
@@ -103,9 +103,9 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
         )
         return new, Recorded(inner, record)
 
-    own = taking_extra_args(state.tx)
+    taking = taking_extra_args(state.tx)
     record = _first_record(state, mesh)
-    recorder = optax.GradientTransformationExtraArgs(own.init, update)
+    recorder = optax.GradientTransformationExtraArgs(taking.init, update)
     return state.replace(tx=recorder, opt_state=Recorded(state.opt_state, record))
 
 

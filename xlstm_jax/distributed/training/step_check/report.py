@@ -171,12 +171,12 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes
 
 # Causes for a correct loss with wrong gradients, where the model communicates along an axis.
 _MODEL_CAUSES = {
-    "copies differ": "not the same on all devices along {axes}, along which the model is split: each device has the "
-    "gradient of its part of the layers, and the sum over devices is missing. Pass the input of split layers through "
-    "enter_split, as ColumnDense does, and wrap modules with parameters in between by on_split_input.",
+    "copies differ": "not the same on all devices along {axes}, along which the model is split: the sum over devices "
+    "is missing. Pass the input of split layers through enter_split, as ColumnDense does, and wrap modules with "
+    "parameters in between by on_split_input.",
     "no multiple": "no multiple of the right ones: a part of them is counted on each device along {axes}, along which "
-    "the model is split, or on one device alone. The first comes from a psum by hand (check_vma=False), the second "
-    "from an input of split layers that is not summed: use leave_split and enter_split, or RowDense and ColumnDense.",
+    "the model is split, or on one device alone. Use leave_split in place of a psum, and enter_split for the input of "
+    "split layers, or RowDense and ColumnDense.",
     "summed": "{times} the right ones: counted once on each device along {axes}, along which the model is split. The "
     "gradient of a psum (or all_gather) by hand is summed over the devices once more (check_vma=False): use "
     "leave_split (join_tokens), or RowDense.",
@@ -217,11 +217,11 @@ def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
         )
 
 
-def not_finite(found: Reference) -> str:
+def not_finite(reference: Reference) -> str:
     """Returns the finding that loss or gradients are not finite on one device."""
-    loss_is_finite = math.isfinite(found.loss)
-    what = f"the gradients of {listed(found.not_finite)}" if loss_is_finite else f"the loss ({found.loss})"
-    return f"{what} are not finite on one device either: nothing can be compared. Look at the loss function first."
+    loss_is_finite = math.isfinite(reference.loss)
+    subject = f"the gradients of {listed(reference.not_finite)}" if loss_is_finite else f"the loss ({reference.loss})"
+    return f"{subject} are not finite on one device either: nothing can be compared. Look at the loss function first."
 
 
 NOTHING_SHOWS = (
@@ -248,8 +248,8 @@ def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
     axes = format_axes(tuple(model_axes))
     return (
         f"the loss is {times.times} that of one device for the same rows: the model, which communicates along {axes}, "
-        f"computes something else where it is split. A sum or mean over {axes} is missing (leave_split after row-split "
-        "layers); or each device adds a bias before the sum; or a layer that needs all features reads the local ones."
+        f"computes something else where it is split. Look for a missing sum or mean over {axes} (leave_split), a bias "
+        "that each device adds before the sum, and a layer that needs all features."
     )
 
 

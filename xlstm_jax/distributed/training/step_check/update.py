@@ -40,7 +40,7 @@ from xlstm_jax.distributed.optimizers.state import trainable
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ
-from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, shaken
+from xlstm_jax.distributed.training.step_check.one_device import COARSEST_EPS, MATMUL_EPS, perturbed
 from xlstm_jax.distributed.training.step_check.recording import Record
 from xlstm_jax.formatting import listed
 
@@ -71,7 +71,7 @@ class UpdateCheck(NamedTuple):
 def check_update(
     before: Any,
     after: Any,
-    one: Mesh,
+    device: Mesh,
     again: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
@@ -83,21 +83,21 @@ def check_update(
       again: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
-    update = _Update(before, after, one, value_fn)
-    found = update.check()
-    if found.findings or again is None:
-        return found
+    update = _Update(before, after, device, value_fn)
+    problems = update.check()
+    if problems.findings or again is None:
+        return problems
     # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
-    later = _Update(after, again(), one, value_fn).check()
+    later = _Update(after, again(), device, value_fn).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
-    return UpdateCheck(tuple(findings), found.unknown or later.unknown, found.compared)
+    return UpdateCheck(tuple(findings), problems.unknown or later.unknown, problems.compared)
 
 
 class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
-    def __init__(self, before: Any, after: Any, one: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.one, self.value_fn = before, after, one, value_fn
+    def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
+        self.before, self.after, self.one_device, self.value_fn = before, after, device, value_fn
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
@@ -114,11 +114,13 @@ class _Update:
         if not all(np.all(np.isfinite(leaf)) for leaf in values_of(self.record.grads).values()):
             return UpdateCheck(unknown=("its gradients are not finite, and nothing can be said of its update",))
         findings = [*self.of_given(), *self.of_params(), *of_frozen(self.before, self.after), *self.of_count()]
-        found = self.of_optimizer()
-        if not (findings or found.findings):
+        of_optimizer = self.of_optimizer()
+        if not (findings or of_optimizer.findings):
             findings += self.of_copies()
         frozen = ("frozen leaves",) if frozen_leaves(self.before) else ()
-        return UpdateCheck((*findings, *found.findings), found.unknown, ("parameters", *frozen, *found.compared))
+        return UpdateCheck(
+            (*findings, *of_optimizer.findings), of_optimizer.unknown, ("parameters", *frozen, *of_optimizer.compared)
+        )
 
     # -------------------------------------------------------------------------------------------- the optimizer's input
 
@@ -190,13 +192,13 @@ class _Update:
                 f"they move by {of_update:.3g} x its update. Call apply_gradients, or optax.apply_updates, once, with "
                 "the updates that tx.update returns; a factor belongs into the optimizer, as optax.scale."
             )
-        for factor, what in (
+        for factor, cause in (
             (_multiple(new, old + update, fits), "multiplies them by {} after the update"),
             (_multiple(new - update, old, fits), "adds its update to {} x the parameters"),
         ):
             if factor is not None and f"{factor:.4g}" != "1":
                 return (
-                    f"the step {what.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
+                    f"the step {cause.format(f'{factor:.4g}')}. Decay belongs into the optimizer, as optax.chain(..., "
                     "optax.add_decayed_weights(...)), or optax.adamw."
                 )
         return ""
@@ -237,11 +239,11 @@ class _Update:
         """Yields findings about values that differ between devices although the gradients do not."""
         if any(copies_differ(leaf.value) for _, leaf in trees.sharded_leaves(self.record.grads)):
             return
-        for what, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
+        for noun, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
             differ = [path for path, leaf in trees.sharded_leaves(tree) if copies_differ(leaf.value)]
             if differ:
                 yield (
-                    f"the {what} ({listed(differ)}) are not the same on all devices that should hold the same after "
+                    f"the {noun} ({listed(differ)}) are not the same on all devices that should hold the same after "
                     "the update, although the gradients are: the update depends on the device. Call tx.update outside "
                     "of shard_map, and draw noise from a key that all devices share."
                 )
@@ -253,18 +255,18 @@ class _Update:
         try:
             right, again, eps = self.on_one_device()
         except Exception as error:  # optimizers that need arguments which only the step has may raise anything
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            message = " ".join(f"{type(error).__name__}: {error}".split())[:120]
             why = (
-                f"the state's optimizer cannot be called on one device ({said}), so that its updates are not compared. "
-                "Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
+                f"the state's optimizer cannot be called on one device ({message}), so that its updates are not "
+                "compared. Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
             )
             return UpdateCheck(unknown=(why,))
         (updates, state), got = right, by_path(bare(self.record.updates))
         findings = list(of_updates(got, by_path(updates), lambda: by_path(again()[0]), eps))
         if not findings:  # the state of wrong updates is wrong, too
             before = {path: true_value(leaf) for path, leaf in self.record.opt_state.items()}
-            kept, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
-            findings = list(of_state(kept, wanted, before, lambda: by_path(bare(again()[1])), eps))
+            got_state, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
+            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(again()[1])), eps))
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
@@ -279,7 +281,7 @@ class _Update:
             lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
         )
         inputs = jax.device_put(
-            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one, PartitionSpec())
+            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one_device, PartitionSpec())
         )
         has_value = bool(int(self.record.has_value))
 
@@ -296,16 +298,18 @@ class _Update:
                 extra |= {"value_fn": value_fn, "grad_fn": gradients}
             return taking_extra_args(self.before.tx).update(grads, state, params, **extra)
 
-        form, whole = update, PartitionSpec()
+        form, replicated = update, PartitionSpec()
         try:
             jaxpr = jax.make_jaxpr(form)(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
-            form = jax.shard_map(update, mesh=self.one, in_specs=whole, out_specs=whole, check_vma=False)
+            form = jax.shard_map(
+                update, mesh=self.one_device, in_specs=replicated, out_specs=replicated, check_vma=False
+            )
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
-        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one.devices.flat[0].platform, 0.0))
+        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one_device.devices.flat[0].platform, 0.0))
         eps = min(narrowest, COARSEST_EPS)
-        return run(*inputs), cache(lambda: run(*shaken(inputs, eps))), eps
+        return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
 
 
 # ------------------------------------------------------------------------------------------------ for any optimizer
@@ -329,13 +333,12 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
     """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
-    wrong = [leaf for leaf in compared_alone(got, right, again, eps) if not leaf.is_equal]
+    wrong = [leaf for leaf in compare_each_leaf(got, right, again, eps) if not leaf.is_equal]
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
-            f"gradients on one device, but {_times(wrong)}. An optimizer that needs entire leaves (clipping, a norm, "
-            "Adafactor, Muon) is wrong on shards: call tx.update outside of shard_map, as apply_gradients does; or use "
-            "clip_by_global_norm and muon of this library."
+            f"gradients on one device, but {_times(wrong)}. Call tx.update outside of shard_map, as apply_gradients "
+            "does: an optimizer that needs entire leaves (clipping, Adafactor, Muon) is wrong on shards."
         )
 
 
@@ -350,7 +353,9 @@ def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arr
         return
     paths = [path for path in right if not _is_set_by_hand(path)]
     numbers = [path for path in paths if is_inexact(right[path]) and np.shape(got[path]) == np.shape(right[path])]
-    leaves = compared_alone({path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps)
+    leaves = compare_each_leaf(
+        {path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps
+    )
     wrong = {leaf.path: f"{leaf.ratio:.3g} x" for leaf in leaves if not leaf.is_equal}
     for path in paths:
         if path not in numbers and not same_bits(got[path], right[path]):
@@ -364,7 +369,7 @@ def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arr
             "of this step are lost. Return the opt_state of tx.update: state.replace(params=..., opt_state=...)."
         )
         return
-    each = [f"'{path}' is {how}" for path, how in wrong.items()]
+    each = [f"'{path}' is {problem}" for path, problem in wrong.items()]
     yield (
         f"the optimizer's state after the step is not what tx.update returns on one device: {'; '.join(each[:3])}"
         f"{' ...' if len(each) > 3 else ''}. Return its second result as it is; an average of the weights is kept by "
@@ -378,8 +383,8 @@ def of_collections(
     """Yields a finding if collections after the step are not ``right``, the statistics of the full batch."""
     paths = [path for path in right if path in got and is_inexact(right[path])]
     ours, wanted = (flat({path: tree[path] for path in paths}) for tree in (got, right))
-    found = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
-    wrong = [leaf for leaf in found if not leaf.is_equal]
+    checks = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
+    wrong = [leaf for leaf in checks if not leaf.is_equal]
     if wrong and all(same_bits(got[leaf.path], before[leaf.path]) for leaf in wrong):
         yield (
             f"the collections ({listed(leaf.path for leaf in wrong)}) stay as they were. Return those that the loss "
@@ -392,9 +397,9 @@ def of_collections(
         )
 
 
-def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
+def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
     """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
-    found = []
+    checks = []
     for path, leaf in right.items():
         dtype = value_dtype(leaf)
         narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
@@ -402,18 +407,18 @@ def compared_alone(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps:
         floor = float(jnp.finfo(dtype).tiny) * np.sqrt(np.size(leaf)) + narrow * float(
             np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
         )
-        found += compare_leaves(
+        checks += compare_leaves(
             flat({path: got[path]}),
             flat({path: leaf}),
             {},
             {path: floor},
-            partial(_alone, again, path),
+            partial(_one_leaf, again, path),
             float(jnp.finfo(np.float32).eps) if jnp.finfo(dtype).bits <= 32 else max(eps, float(jnp.finfo(dtype).eps)),
         )
-    return found
+    return checks
 
 
-def _alone(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
+def _one_leaf(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
     return flat({path: again()[path]})
 
 

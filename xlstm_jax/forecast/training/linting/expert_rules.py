@@ -13,36 +13,38 @@ MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
     """Finds experts that send far more than their rows, or whose busiest device delays the others."""
-    for found in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
-        padded = found.wire_bytes - found.ideal_bytes
-        if found.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
+    for exchange in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
+        padded = exchange.wire_bytes - exchange.ideal_bytes
+        if exchange.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
             yield Defect(
-                found.experts.path,
-                f"sends {format_bytes(found.wire_bytes)} in a step, {found.padding:.3g} times the rows that "
+                exchange.experts.path,
+                f"sends {format_bytes(exchange.wire_bytes)} in a step, {exchange.padding:.3g} times the rows that "
                 "its tokens choose: the arrays have room for all tokens on a single device.",
                 padded,
                 "Pass capacity_factor= to Experts, as 1.25, if tokens may be dropped; or split over fewer devices.",
             )
-        yield from _imbalance(step, found)
+        yield from _imbalance(step, exchange)
 
 
-def _imbalance(step: Step, found: Dispatch) -> Iterator[Defect]:
+def _imbalance(step: Step, exchange: Dispatch) -> Iterator[Defect]:
+    """Finds a busiest device that delays the others, or drops tokens beyond its capacity."""
     # With a capacity rows are dropped; without a capacity every device waits. Either way the router is uneven.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
-    seconds, where = found.imbalance_s or 0.0, found.experts.path
+    seconds, where = exchange.imbalance_s or 0.0, exchange.experts.path
     if seconds > 0 and seconds >= MIN_FRACTION * step.seconds:
         yield Defect(
             where,
-            f"waits for its busiest device: at {found.imbalance:.3g} times the mean of rows a step takes "
+            f"waits for its busiest device: at {exchange.imbalance:.3g} times the mean of rows a step takes "
             f"{format_milliseconds(seconds)} longer.",
             0,
             cure,
         )
-    if found.dropped_fraction >= MIN_DROPPED:
+    if exchange.dropped_fraction >= MIN_DROPPED:
         yield Defect(
             where,
-            f"drops {format_fraction(found.dropped_fraction)} of the choices of its busiest device: at "
-            f"{found.imbalance:.3g} times the mean of rows, with capacity_factor={found.experts.capacity_factor}.",
+            f"drops {format_fraction(exchange.dropped_fraction)} of the choices of its busiest device: at "
+            f"{exchange.imbalance:.3g} times the mean of rows, "
+            f"with capacity_factor={exchange.experts.capacity_factor}.",
             0,
             cure,
         )

@@ -69,7 +69,10 @@ class LintError(ValueError):
 
 def table(findings: Sequence[Finding]) -> RenderableType:
     """Returns the findings as a table for ``rich``."""
-    rows = [[one.rule, one.where, f"{one.text} {one.cure}", format_bytes(one.bytes)] for one in findings]
+    rows = [
+        [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
+        for finding in findings
+    ]
     return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
 
 
@@ -115,10 +118,10 @@ def lint(
     merged = []
     for first, *others in causes.values():
         if others:
-            sizes = [f"{one.where} ({format_bytes(one.bytes)})" if one.bytes else one.where for one in others]
-            where = ", ".join(dict.fromkeys(one.where for one in (first, *others)))
+            sizes = [f"{other.where} ({format_bytes(other.bytes)})" if other.bytes else other.where for other in others]
+            where = ", ".join(dict.fromkeys(other.where for other in (first, *others)))
             text = f"{first.text} These are the numbers of {first.where}; likewise {', '.join(sizes)}."
-            nbytes = sum(one.bytes for one in (first, *others))
+            nbytes = sum(other.bytes for other in (first, *others))
             first = dataclasses.replace(first, where=where, text=text, bytes=nbytes)
         merged.append(first)
     return merged

@@ -123,8 +123,8 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
             continue
         layers = max(map(step.layers_at_once, gathers))
         uses = max(1, *map(step.uses_at_once, gathers))
-        whole = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
-        per_layer = round(whole / layers)
+        nbytes = uses * max(row.gathered_size for row in rows) * max(float_bytes_of(gather.dtype) for gather in gathers)
+        per_layer = round(nbytes / layers)
         if (extra := (layers - 1) * per_layer) >= MIN_KEPT_BYTES:
             yield Defect(
                 name,
@@ -146,13 +146,13 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
         # Kept weights have the requested dtype, or the gather's dtype if the compiler narrowed it.
         widths = filter(None, (float_bytes_of(gather.dtype) for gather in step.gathers[rows[0].path]))
         each = round(rows[0].gathered_size * min([rows[0].gather_itemsize, *widths]))
-        kept = layers * each
-        if layers > 1 and kept >= MIN_KEPT_BYTES:
+        kept_bytes = layers * each
+        if layers > 1 and kept_bytes >= MIN_KEPT_BYTES:
             yield Defect(
                 name,
                 f"is gathered in forward and not again in backward, so that {layers} layers of {format_bytes(each)} "
-                f"live from one to the other: {format_bytes(kept)} per device.",
-                kept,
+                f"live from one to the other: {format_bytes(kept_bytes)} per device.",
+                kept_bytes,
             )
 
 
@@ -184,12 +184,12 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
             alike[path_pattern(row.path), row.shape].append(row)
     for rows in alike.values():
-        kept, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
+        nbytes, devices = sum(row.all_bytes.per_device for row in rows), step.plan.devices
         yield Defect(
             shared_name(rows),
-            f"is replicated on each of {devices} devices ({rows[0].reason}): {format_bytes(kept)} with gradient and "
-            f"optimizer state; split evenly, a device would keep {format_bytes(kept / devices)}.",
-            kept,
+            f"is replicated on each of {devices} devices ({rows[0].reason}): {format_bytes(nbytes)} with gradient and "
+            f"optimizer state; split evenly, a device would keep {format_bytes(nbytes / devices)}.",
+            nbytes,
             _replication_cure(rows[0]),
         )
 
@@ -255,12 +255,12 @@ def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     axes = set(reduce.axes or ())
     split = [row for row in owned if any(axes & set(gather.axes or ()) for gather in step.gathers.get(row.path, ()))]
     rest = total - sum(math.prod(row.shape) / row.parts for row in owned if row not in split)
-    whole = []
+    unreduced = []
     for row in sorted(split, key=lambda row: -row.parameters.total):
         if (size := math.prod(row.shape)) <= rest:
-            whole.append(row)
+            unreduced.append(row)
             rest -= size
-    return whole
+    return unreduced
 
 
 def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:

@@ -16,12 +16,12 @@ MIN_HIDDEN = 0.9  # fraction of a ring's time
 def split_across_hosts(step: Step) -> Iterator[Defect]:
     """Finds activations of split layers sent between hosts, in each layer, far slower than within a host."""
     crossing = [
-        one
-        for one in step.forecast.collectives
-        if one.carries == ACTIVATIONS
-        and one.timing
-        and NETWORK in one.timing.networks
-        and any("tensor" in step.plan.roles.get(axis, ()) for axis in one.axes or ())
+        collective
+        for collective in step.forecast.collectives
+        if collective.carries == ACTIVATIONS
+        and collective.timing
+        and NETWORK in collective.timing.networks
+        and any("tensor" in step.plan.roles.get(axis, ()) for axis in collective.axes or ())
     ]
     for traffic in axis_traffic(crossing):
         # Only GPUs have a timing: a TPU slice is a single torus without a slower network between hosts.
@@ -38,8 +38,8 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
 def exposed_rings(step: Step) -> Iterator[Defect]:
     """Finds rings whose transfers outlast the overlapped products."""
     # Rings send to the next device in each shift, as permutes. Permutes of weights are not rings of activations.
-    permutes = [one for one in step.forecast.collectives if one.kind == "collective-permute"]
-    for traffic in axis_traffic(one for one in permutes if one.carries == ACTIVATIONS):
+    permutes = [permute for permute in step.forecast.collectives if permute.kind == "collective-permute"]
+    for traffic in axis_traffic(permute for permute in permutes if permute.carries == ACTIVATIONS):
         hidden, waited = traffic.hidden_fraction, traffic.waited_s or 0.0
         if hidden is not None and hidden < MIN_HIDDEN and waited >= MIN_FRACTION * step.seconds:
             yield Defect(
@@ -56,13 +56,13 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
 def unbalanced_sequences(step: Step) -> Iterator[Defect]:
     """Finds causal ring attention over contiguous shares: the first device has little work, the last the most."""
     modules: dict[str, Collective] = {}
-    for one in step.forecast.collectives:
-        if UNBALANCED_SCOPE in one.op_name:
-            modules.setdefault(one.module, one)
-    for module, one in modules.items():
-        n = one.group_size
+    for collective in step.forecast.collectives:
+        if UNBALANCED_SCOPE in collective.op_name:
+            modules.setdefault(collective.module, collective)
+    for module, collective in modules.items():
+        n = collective.group_size
         yield Defect(
-            module or one.name,
+            module or collective.name,
             f"has causal attention over {n} devices with contiguous tokens: the last device computes "
             f"{(2 * n - 1) / n:.3g} times the mean, and the others wait.",
             0,
