@@ -1,0 +1,113 @@
+"""Gathers of a unit's leaves that share collectives, as the option ``packing`` chooses (``wire/packing``).
+
+  gather_here         asks ``packed_gathers`` for the leaves of a unit; leaves without an answer are gathered alone
+  prefetched_scan     asks ``parcels_of`` for the leaves of a layer, and packs each layer's shards in its loop
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered, shard_to_gather
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, gather_packed
+from xlstm_jax.distributed.data_parallel.wire.packing import Parcel, ShardToSend
+
+Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
+
+
+def packed_gathers(
+    leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], how: Communication
+) -> dict[str, Callable[[], Gathered]]:
+    """Returns, for the leaves of a unit that are sent together, functions that return the gathered array.
+
+    The first call for a leaf of a parcel gathers the parcel.
+
+    Args:
+      leaves: path in the model and leaf, by name.
+      axes: the axes of the unit.
+      how: the options of the unit.
+    """
+    if how.packing is None:
+        return {}
+    names, shards = [], []
+    for name, (path, leaf) in leaves.items():
+        options = how.or_else(leaf.communication)
+        dim = _gathered_dim(leaf, axes)
+        # A leaf that the loss has gathered before is not sent again.
+        if dim is not None and not is_gathered(leaf, axes, options):
+            names.append(name)
+            shards.append(
+                shard_to_send(Primal.of(leaf.value), dim, entry_axes(leaf.names[dim]), options, leaf.trainable)
+            )
+
+    def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
+        members = [names[i] for i in parcel.members]
+        paths = {name: leaves[name][0] for name in members}
+        sizes, first = [shards[i].dim for i in parcel.members], leaves[members[0]][1]
+
+        @functools.cache
+        def gathered() -> dict[str, Any]:
+            values = [shard_to_gather(leaves[name][1], axes, paths[name]) for name in members]
+            held = collectives.spread_axes(entry_axes(first.names[sizes[0]]))
+            options = how.or_else(first.communication)
+            whole = gather_packed(parcel.pack(values), parcel.wire, held, options, ", ".join(paths.values()))
+            return dict(zip(members, parcel.unpack(whole), strict=True))
+
+        def of(name: str, dim: int) -> Gathered:
+            left = list(leaves[name][1].names)
+            left[dim] = None
+            return gathered()[name], tuple(left)
+
+        return {name: functools.partial(of, name, dim) for name, dim in zip(members, sizes, strict=True)}
+
+    found = [gathers_of(parcel) for parcel in how.packing.parcels(shards)]
+    return {name: gather for gathers in found for name, gather in gathers.items()}
+
+
+def parcels_of(shards: Sequence[ShardToSend | None], hows: Sequence[Communication | None]) -> list[Parcel]:
+    """Returns the parcels of a layer's leaves; ``None`` for a leaf that is not split. Members are positions here."""
+    found: list[Parcel] = []
+    for packing in dict.fromkeys(how.packing for how in hows if how is not None and how.packing is not None):
+        mine = [i for i, how in enumerate(hows) if how is not None and how.packing == packing and shards[i] is not None]
+        asked = [shard for i in mine if (shard := shards[i]) is not None]
+        parcels = packing.parcels(asked)
+        found += [replace(parcel, members=tuple(mine[i] for i in parcel.members)) for parcel in parcels]  # type: ignore[type-var]
+    return found
+
+
+def shard_to_send(
+    shard: Primal, dim: int, axes: tuple[str, ...], how: Communication, trains: bool
+) -> ShardToSend:
+    """Returns the description of a shard that is gathered along ``dim`` over ``axes`` with the options ``how``."""
+    spread = collectives.spread_axes(axes)
+    name = how.format_of(shard) or jnp.dtype(how.dtypes(shard)[0]).name
+    full = sent_bytes(shard.shape, dim, name) * collectives.axis_size(spread)
+    # Equal kinds have equal dtypes, sums, copies and types, and all of their leaves or none take a gradient.
+    kind = (spread, shard.dtype, how, trains, shard.varying, shard.batched)
+    return ShardToSend(shard.shape, shard.dtype, dim, how.wire(shard, dim, axes), full, kind)
+
+
+def is_packed(value: Any, how: Communication) -> bool:
+    """Returns whether the leaf with the global or abstract array ``value`` is packed where a unit gathers it."""
+    if how.packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
+        return False
+    name = how.format_of(value) or jnp.dtype(how.dtypes(value)[0]).name
+    return how.packing.takes(math.prod(value.shape) * sent_itemsize(name))
+
+
+def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
+    """Returns the dim along which a leaf is gathered over all its axes; ``None`` if the leaf cannot be packed."""
+    if not jnp.issubdtype(value_dtype(leaf.value), jnp.floating):
+        return None
+    dims = [dim for dim, entry in enumerate(leaf.names) if not set(entry_axes(entry)).isdisjoint(axes)]
+    held = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
+    return dims[0] if collectives.spread_axes(held) and set(held) <= set(axes) else None
