@@ -127,8 +127,8 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
-    leaves_alone = [_Leaf(*found, (place,)) for place, found in enumerate(zip(routes, boxes, map(Primal.of, values)))]
-    entries, values = _packed(leaves_alone, values)
+    found = zip(routes, boxes, map(Primal.of, values), strict=True)
+    entries, values = _packed([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
     # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
     scan = _Scan(layer, structure, entries)
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
@@ -179,13 +179,14 @@ class _Leaf(NamedTuple):
 
 def _packed(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
     """Returns the leaves and their values; leaves that are sent together are one leaf, behind the others."""
-    shards = [
-        shard_to_send(leaf.of_layer, leaf.route.dim, leaf.route.axes, leaf.route.how, leaf.box.trainable)
-        if leaf.route and jnp.issubdtype(leaf.stacked.dtype, jnp.floating)
-        else None
-        for leaf in leaves
-    ]
-    parcels = parcels_of(shards, [leaf.route and leaf.route.how for leaf in leaves])
+    routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route and leaf.route.how.packing}
+    parcels = parcels_of(
+        {
+            place: (shard_to_send(leaf.of_layer, route.dim, route.axes, route.how, leaf.box.trainable), route.how)
+            for place, route in routes.items()
+            if jnp.issubdtype((leaf := leaves[place]).stacked.dtype, jnp.floating)
+        }
+    )
     together = {place for parcel in parcels for place in parcel.members}
     entries = [leaf for leaf in leaves if leaf.places[0] not in together]
     kept: list[Any] = [value for place, value in enumerate(values) if place not in together]

@@ -1,13 +1,12 @@
 """Gathers of a unit's leaves that share collectives, as the option ``packing`` chooses (``wire/packing``).
 
-  gather_here         asks ``packed_gathers`` for the leaves of a unit; leaves without an answer are gathered alone
-  prefetched_scan     asks ``parcels_of`` for the leaves of a layer, and packs each layer's shards in its loop
+gather_here         asks ``packed_gathers`` for the leaves of a unit; leaves without an answer are gathered alone
+prefetched_scan     asks ``parcels_of`` for the leaves of a layer, and packs each layer's shards in its loop
 """
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,55 +37,50 @@ def packed_gathers(
     """
     if how.packing is None:
         return {}
-    names, shards = [], []
+    shards: dict[str, ShardToSend] = {}
     for name, (path, leaf) in leaves.items():
         options = how.or_else(leaf.communication)
         dim = _gathered_dim(leaf, axes)
         # A leaf that the loss has gathered before is not sent again.
         if dim is not None and not is_gathered(leaf, axes, options):
-            names.append(name)
-            shards.append(
-                shard_to_send(Primal.of(leaf.value), dim, entry_axes(leaf.names[dim]), options, leaf.trainable)
-            )
+            options.dtypes(leaf.value, path)  # raises here, with the leaf's path
+            held = entry_axes(leaf.names[dim])
+            shards[name] = shard_to_send(Primal.of(leaf.value), dim, held, options, leaf.trainable)
 
     def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
-        members = [names[i] for i in parcel.members]
-        paths = {name: leaves[name][0] for name in members}
-        sizes, first = [shards[i].dim for i in parcel.members], leaves[members[0]][1]
+        paths = {name: leaves[name][0] for name in parcel.members}
+        first = parcel.members[0]
 
         @functools.cache
         def gathered() -> dict[str, Any]:
-            values = [shard_to_gather(leaves[name][1], axes, paths[name]) for name in members]
-            held = collectives.spread_axes(entry_axes(first.names[sizes[0]]))
-            options = how.or_else(first.communication)
+            values = [shard_to_gather(leaves[name][1], axes, path) for name, path in paths.items()]
+            held = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
+            options = how.or_else(leaves[first][1].communication)
             whole = gather_packed(parcel.pack(values), parcel.wire, held, options, ", ".join(paths.values()))
-            return dict(zip(members, parcel.unpack(whole), strict=True))
+            return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
 
-        def of(name: str, dim: int) -> Gathered:
+        def of(name: str) -> Gathered:
             left = list(leaves[name][1].names)
-            left[dim] = None
+            left[shards[name].dim] = None
             return gathered()[name], tuple(left)
 
-        return {name: functools.partial(of, name, dim) for name, dim in zip(members, sizes, strict=True)}
+        return {name: functools.partial(of, name) for name in parcel.members}
 
     found = [gathers_of(parcel) for parcel in how.packing.parcels(shards)]
     return {name: gather for gathers in found for name, gather in gathers.items()}
 
 
-def parcels_of(shards: Sequence[ShardToSend | None], hows: Sequence[Communication | None]) -> list[Parcel]:
-    """Returns the parcels of a layer's leaves; ``None`` for a leaf that is not split. Members are positions here."""
-    found: list[Parcel] = []
-    for packing in dict.fromkeys(how.packing for how in hows if how is not None and how.packing is not None):
-        mine = [i for i, how in enumerate(hows) if how is not None and how.packing == packing and shards[i] is not None]
-        asked = [shard for i in mine if (shard := shards[i]) is not None]
-        parcels = packing.parcels(asked)
-        found += [replace(parcel, members=tuple(mine[i] for i in parcel.members)) for parcel in parcels]  # type: ignore[type-var]
-    return found
+def parcels_of(leaves: Mapping[int, tuple[ShardToSend, Communication]]) -> list[Parcel]:
+    """Returns the parcels of split leaves, given by position with their options; leaves of no parcel are sent alone."""
+    packings = dict.fromkeys(how.packing for _, how in leaves.values() if how.packing is not None)
+    return [
+        parcel
+        for packing in packings
+        for parcel in packing.parcels({i: shard for i, (shard, how) in leaves.items() if how.packing == packing})
+    ]
 
 
-def shard_to_send(
-    shard: Primal, dim: int, axes: tuple[str, ...], how: Communication, trains: bool
-) -> ShardToSend:
+def shard_to_send(shard: Primal, dim: int, axes: tuple[str, ...], how: Communication, trains: bool) -> ShardToSend:
     """Returns the description of a shard that is gathered along ``dim`` over ``axes`` with the options ``how``."""
     spread = collectives.spread_axes(axes)
     name = how.format_of(shard) or jnp.dtype(how.dtypes(shard)[0]).name

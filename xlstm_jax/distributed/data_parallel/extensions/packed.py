@@ -17,9 +17,9 @@ leaf, read and written. ``xlstm_jax.forecast.hardware.packing_limit`` compares b
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,16 +59,12 @@ class PackSmall(Packing):
     def takes(self, full_bytes: float) -> bool:
         return full_bytes < self.below
 
-    def parcels(self, shards: Sequence[ShardToSend]) -> Sequence[Parcel]:
-        groups: dict[Hashable, list[int]] = defaultdict(list)
-        for index, shard in enumerate(shards):
+    def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
+        groups: dict[Hashable, dict[Any, ShardToSend]] = defaultdict(dict)
+        for key, shard in shards.items():
             if self.takes(shard.full_bytes):
-                groups[shard.kind].append(index)
-        return [
-            SmallLeaves(tuple(group), Columns.of([(shards[i].shape, shards[i].dim) for i in group]), _wire(shards, group))
-            for group in groups.values()
-            if len(group) > 1
-        ]
+                groups[shard.kind][key] = shard
+        return [_parcel(group) for group in groups.values() if len(group) > 1]
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class Columns:
 class SmallLeaves:
     """Parcel of shards of one kind: see ``Parcel``."""
 
-    members: tuple[int, ...]
+    members: tuple[Any, ...]
     columns: Columns
     wire: Wire
 
@@ -138,15 +134,14 @@ class PackedWire:
         return self.shards.join([wire.receive(part) for wire, part in zip(self.wires, parts, strict=True)])
 
 
-def _wire(shards: Sequence[ShardToSend], group: Sequence[int]) -> Wire:
-    """Returns the format of the packed array of a group: unchanged values, or values in the formats of the leaves."""
-    members = [shards[i] for i in group]
-    if all(isinstance(shard.wire, AsItIs) for shard in members):
-        return AsItIs()
-    sent = [jax.eval_shape(shard.wire.send, jax.ShapeDtypeStruct(shard.shape, shard.dtype)) for shard in members]
-    places = [(array.shape, shard.wire.along(shard.dim)) for array, shard in zip(sent, members, strict=True)]
-    return PackedWire(
-        Columns.of([(shard.shape, shard.dim) for shard in members]),
-        Columns.of(places),
-        tuple(shard.wire for shard in members),
-    )
+def _parcel(group: Mapping[Any, ShardToSend]) -> SmallLeaves:
+    """Returns the parcel of shards of one kind, by key."""
+    shards = list(group.values())
+    columns, wire = Columns.of([(shard.shape, shard.dim) for shard in shards]), AsItIs()
+    if all(isinstance(shard.wire, AsItIs) for shard in shards):
+        return SmallLeaves(tuple(group), columns, wire)
+    # Formats such as blocks of 8 bits send arrays of other shapes, which have other columns.
+    sent = [jax.eval_shape(shard.wire.send, jax.ShapeDtypeStruct(shard.shape, shard.dtype)) for shard in shards]
+    places = [(array.shape, shard.wire.along(shard.dim)) for array, shard in zip(sent, shards, strict=True)]
+    packed = PackedWire(columns, Columns.of(places), tuple(shard.wire for shard in shards))
+    return SmallLeaves(tuple(group), columns, packed)

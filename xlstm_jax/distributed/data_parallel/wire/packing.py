@@ -11,7 +11,7 @@ Without a packing each leaf has its own collectives. A packing puts shards into 
 ``Packing`` in a separate file, as ``extensions/packed`` is; users pass an instance as ``packing=``.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -44,11 +44,11 @@ class ShardToSend(NamedTuple):
 
 
 class Parcel(Protocol):
-    """Shards that are sent together. ``members`` are their positions among the shards that ``parcels`` was given."""
+    """Shards that are sent together."""
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """Positions of the shards."""
+    def members(self) -> tuple[Any, ...]:
+        """Keys of the shards, in the order of the arguments of ``pack``."""
         ...
 
     @property
@@ -73,7 +73,7 @@ class Packing:
         """Returns whether a leaf is packed whose shards have ``full_bytes`` bytes in all, in the sent format."""
         raise NotImplementedError
 
-    def parcels(self, shards: Sequence[ShardToSend]) -> Sequence[Parcel]:
+    def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
         """Returns the parcels, of two or more shards each; the shards of no parcel are sent alone."""
         raise NotImplementedError
 
