@@ -2,8 +2,8 @@
 
   devices          create_fsdp_mesh, DeviceMeshManager, initialize_distributed, simulate_cpu_devices,
                    assert_same_everywhere, shard_batch, abstract_batch
-  wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, freeze_params, remat_policy,
-                   BLOCK_INPUT, typed_kernel, compiler_options
+  wrapped modules  shard_module_params, shard_modules, scan_layers, nnx_model, Replicas, PackSmall, freeze_params,
+                   remat_policy, BLOCK_INPUT, typed_kernel, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
   training         TrainState, init_sharded, create_train_state, abstract_train_state, make_train_step, make_eval_step,
                    check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
@@ -24,6 +24,7 @@ from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
+    PackSmall,
     Replicas,
     bytes_per_device,
     freeze_params,
@@ -91,6 +92,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "shard_modules",
     "scan_layers",
     "nnx_model",
+    "PackSmall",
     "Replicas",
     "freeze_params",
     "remat_policy",

@@ -40,6 +40,7 @@ The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
 from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # registers them
+from xlstm_jax.distributed.data_parallel.extensions.packed import PackSmall
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
@@ -59,6 +60,7 @@ from xlstm_jax.program_names import BLOCK_INPUT
 __all__ = [
     "BLOCK_INPUT",
     "NnxModel",
+    "PackSmall",
     "Replicas",
     "box_like",
     "bytes_per_device",

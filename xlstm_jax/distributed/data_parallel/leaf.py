@@ -17,7 +17,7 @@ boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -413,12 +413,18 @@ def as_read(leaf: Sharded, value: Any) -> Any:
 
 
 def gather_leaf(
-    leaf: Sharded, axes: tuple[str, ...], communication: Communication, path: str = "", wire: Wire | None = None
+    leaf: Sharded,
+    axes: tuple[str, ...],
+    communication: Communication,
+    path: str = "",
+    wire: Wire | None = None,
+    packed: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
 ) -> Any:
     """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
 
     Options that are ``None`` in ``communication`` are read from the leaf's box. ``wire``, if given, is the format in
-    which shards are sent, in place of the format that the options select.
+    which shards are sent, in place of the format that the options select. ``packed``, if given, returns the gathered
+    array and the axes that still split its dims, from a gather together with other leaves.
     """
     communication = communication.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -426,12 +432,23 @@ def gather_leaf(
         communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
 
     def gather() -> Any:
-        value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
+        if packed is not None:
+            value, names = packed()
+        else:
+            value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
         return as_gathered(leaf, value, names, axes, communication)
 
-    # These determine the result: how the shard is gathered, and the box around the gathered value.
-    key = leaf.replace(value=None), axes, communication, type(wire)
-    return running_loss().gathered_once(leaf.value, key, gather, path)
+    return running_loss().gathered_once(leaf.value, _of_gather(leaf, axes, communication, wire), gather, path)
+
+
+def is_gathered(leaf: Sharded, axes: tuple[str, ...], communication: Communication) -> bool:
+    """Returns whether the running loss has gathered the leaf already, with complete options ``communication``."""
+    return running_loss().has_gathered(leaf.value, _of_gather(leaf, axes, communication, None))
+
+
+def _of_gather(leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None) -> Any:
+    """Returns what determines the result of a gather: how the shard is gathered, and the box around the result."""
+    return leaf.replace(value=None), axes, communication, type(wire)
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.packing import packed_unit
 
 # Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the
 # most bytes.
@@ -102,14 +103,15 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
       params: boxed arrays, or abstract arrays, of global shapes.
       axis_sizes: the axes of the mesh, in its order, with their sizes.
     """
-    reorderable, slow_axes = {}, set()
+    reorderable, group_of, slow_axes = {}, {}, set()
     for path, leaf in leaves_with_path(params):
         box = leaf_of(leaf)
         dim, axes = _reorderable(box, axis_sizes) if is_ours(leaf) else (0, ())
         if axes:
             reorderable[path] = _sent_bytes(box), dim, axes
             slow_axes |= set(box.communication.inter_host_axes)
-    order_of = _shared_orders(reorderable, axis_sizes, slow_axes)
+            group_of[path] = packed_unit(path, box) or path
+    order_of = _shared_orders(reorderable, group_of, axis_sizes, slow_axes)
 
     # Values are global arrays: another order moves shards between devices, without effect on the global values.
     def reorder(path: str, leaf: Any) -> Any:
@@ -144,11 +146,15 @@ def _sent_bytes(box: Sharded) -> float:
 
 
 def _shared_orders(
-    reorderable: dict[str, tuple[float, int, AxisOrder]], axis_sizes: Mapping[str, int], slow_axes: Collection[str]
+    reorderable: dict[str, tuple[float, int, AxisOrder]],
+    group_of: dict[str, str],
+    axis_sizes: Mapping[str, int],
+    slow_axes: Collection[str],
 ) -> dict[str, AxisOrder]:
     """Returns orders by path: layers of a Python loop share an order, if the links stay balanced.
 
-    Layers with different orders are different programs, each traced by JAX and compiled by XLA.
+    Layers with different orders are different programs, each traced by JAX and compiled by XLA. Leaves of an equal
+    ``group_of``, which share collectives, have one order in either case.
     """
 
     def orders_of(key: Callable[[str], Any]) -> dict[str, AxisOrder]:
@@ -168,9 +174,13 @@ def _shared_orders(
         loads = [sent for axis, sent in load.items() if sent and axis not in slow_axes]
         return not loads or max(loads) <= SHARED_ORDER_LIMIT * sum(loads) / len(loads)
 
-    # Paths that differ only in numbers belong to layers: block_0/kernel, block_1/kernel.
-    shared = orders_of(lambda path: (re.sub(r"\d+", "*", path), *reorderable[path][1:]))
-    return shared if in_balance(shared) else orders_of(lambda path: path)
+    def layer_of(path: str) -> Any:
+        # Paths that differ only in numbers belong to layers: block_0/kernel, block_1/kernel.
+        dim = reorderable[path][1] if group_of[path] == path else None
+        return re.sub(r"\d+", "*", group_of[path]), dim, reorderable[path][2]
+
+    shared = orders_of(layer_of)
+    return shared if in_balance(shared) else orders_of(lambda path: (group_of[path], reorderable[path][2]))
 
 
 class LinkBalance(Extension):

@@ -85,7 +85,7 @@ class PlannedLeaf(Sharded, repr=False):
             store=box.store,
             unit_depth=was.unit_depth,
             trainable=box.trainable,
-            marks=was.marks,
+            marks=was.marks | box.marks,
             decisions=_Decisions((*(before.decisions if before else ()), decision)),
             box_type=Sharded if is_boxed else box_type,
         )

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.program_names import FSDP_AXIS, INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
@@ -52,6 +53,7 @@ class ShardPolicy:
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
+    packing: Packing | None = None
     communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,11 @@ class ShardPolicy:
                 f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name the "
                 "axes of axis_name that cross hosts."
             )
-        travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes)
+        if not isinstance(self.packing, Packing | None):
+            raise TypeError(f"packing={self.packing!r}: pass PackSmall(below=2**20), with a number of bytes, or None.")
+        travels = Communication.of(
+            self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, self.packing
+        )
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."

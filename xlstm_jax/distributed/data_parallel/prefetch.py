@@ -14,6 +14,7 @@ The forward pass keeps each layer's input and no weights. A plain scan with gath
 weights of every layer; hence the entire loop has a custom derivative (``jax.custom_vjp``).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +27,7 @@ from jax import lax
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
+from xlstm_jax.distributed.data_parallel.together import parcels_of, shard_to_send
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -36,6 +38,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
     terms_to_scatter,
 )
+from xlstm_jax.distributed.data_parallel.wire.packing import Parcel
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -124,23 +127,91 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
+    found = zip(routes, boxes, map(Primal.of, values), strict=True)
+    entries, values = _packed([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
     # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
-    scan = _Scan(layer, structure, list(map(_Leaf, routes, boxes, map(Primal.of, values))))
+    scan = _Scan(layer, structure, entries)
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
 
 
 class _Leaf(NamedTuple):
-    """Stacked leaf: the gather if it is split (else ``None``), the box of a layer, the types of the stacked shards."""
+    """Stacked leaf: the gather if it is split (else ``None``), the box of a layer, the types of the stacked shards.
+
+    ``places`` has the position among the leaves of a layer. Leaves that are sent together are one ``_Leaf`` with a
+    ``parcel``, and the leaves as ``members``; its value is the list of their stacked shards.
+    """
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
     stacked: Primal
+    places: tuple[int, ...]
+    parcel: Parcel | None = None
+    members: tuple[Any, ...] = ()  # of ``_Leaf``
 
     @property
     def wire(self) -> Wire:
         """Format in which a layer's shard is sent; only for split leaves."""
-        shard = replace(self.stacked, shape=self.stacked.shape[1:])
-        return self.route.communication.wire(shard, self.route.dim, self.route.axes)
+        if self.parcel:
+            return self.parcel.wire
+        return self.route.communication.wire(self.of_layer, self.route.dim, self.route.axes)
+
+    @property
+    def of_layer(self) -> Primal:
+        """Types of a layer's shard."""
+        return replace(self.stacked, shape=self.stacked.shape[1:])
+
+    def shard(self, value: Any) -> jax.Array:
+        """Returns a layer's shard; ``value`` is the shard, or the list of the shards that are sent together."""
+        return self.parcel.pack(value) if self.parcel else value
+
+    def gradients(self, gradient: jax.Array) -> Any:
+        """Returns the gradient of ``value`` of ``shard`` from the gradient of its result."""
+        return self.parcel.unpack(gradient) if self.parcel else gradient
+
+    def weights(self, value: jax.Array) -> list[Any]:
+        """Returns the gathered leaves of a layer, in the order of ``places``, from the gathered array."""
+        arrays = self.parcel.unpack(value) if self.parcel else [value]
+        return [
+            as_gathered(
+                leaf.box.replace(value=array), array, leaf.route.names_left, leaf.route.axes, leaf.route.communication
+            )
+            for leaf, array in zip(self.members or (self,), arrays, strict=True)
+        ]
+
+
+def _packed(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
+    """Returns the leaves and their values; leaves that are sent together are one leaf, behind the others."""
+    routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route and leaf.route.communication.packing}
+    parcels = parcels_of(
+        {
+            place: (
+                shard_to_send(leaf.of_layer, route.dim, route.axes, route.communication, leaf.box.trainable),
+                route.communication,
+            )
+            for place, route in routes.items()
+            if jnp.issubdtype((leaf := leaves[place]).stacked.dtype, jnp.floating)
+        }
+    )
+    together = {place for parcel in parcels for place in parcel.members}
+    entries = [leaf for leaf in leaves if leaf.places[0] not in together]
+    kept: list[Any] = [value for place, value in enumerate(values) if place not in together]
+    for parcel in parcels:
+        members = tuple(leaves[place] for place in parcel.members)
+        route, stacked = members[0].route, members[0].stacked
+        size = sum(math.prod(leaf.of_layer.shape) for leaf in members)
+        paths = ", ".join(leaf.route.path for leaf in members)
+        entries.append(
+            _Leaf(
+                Route(0, collectives.spread_axes(route.axes), (None, None), route.communication, paths),
+                Sharded(None, (None, None), trainable=members[0].box.trainable),
+                replace(stacked, shape=(stacked.shape[0], 1, size)),
+                parcel.members,
+                parcel,
+                members,
+            )
+        )
+        kept.append([values[place] for place in parcel.members])
+    return entries, kept
 
 
 @dataclass(frozen=True)
@@ -175,19 +246,21 @@ class _Scan:
     def compute(self, split: Arrays, replicated: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
         split, replicated = trees.stored_values(split), trees.stored_values(replicated)
-        weights = [
-            as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.communication)
-            if route
-            else kept
-            for (route, box, _), value, kept in zip(self.leaves, split, replicated, strict=True)
-        ]
+        found = {
+            place: weight
+            for leaf, value, kept in zip(self.leaves, split, replicated, strict=True)
+            for place, weight in zip(leaf.places, leaf.weights(value) if leaf.route else [kept], strict=True)
+        }
+        weights = [found[place] for place in sorted(found)]
         # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
         with inside_loss(self.loss):
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
         """Returns the shards of layer ``index`` in the format to send, for split leaves."""
-        sent = self._of_split(lambda leaf, value: shard_as_sent(_at(value, index), leaf.route.communication), values)
+        sent = self._of_split(
+            lambda leaf, value: shard_as_sent(leaf.shard(_at(value, index)), leaf.route.communication), values
+        )
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
@@ -200,8 +273,12 @@ class _Scan:
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
         """Returns the arrays; arrays of frozen leaves are in boxes, which take no gradient."""
+
+        def boxed(box: Sharded, arrays: Any) -> Any:
+            return jax.tree.map(lambda array: box.replace(value=array), arrays)
+
         return [
-            array if array is None or leaf.box.trainable else leaf.box.replace(value=array)
+            array if array is None or leaf.box.trainable else boxed(leaf.box, array)
             for leaf, array in zip(self.leaves, arrays, strict=True)
         ]
 
@@ -263,9 +340,9 @@ class _Scan:
         values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.
         d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)
-        for route, _, primal in self.leaves:
-            for cotangent in jax.tree.leaves((d_carry, d_outputs)) if route else ():
-                check_one_gradient_of_one_batch(route.path, primal, cotangent, route.axes)
+        for leaf in self.leaves:
+            for cotangent in jax.tree.leaves((d_carry, d_outputs)) if leaf.route else ():
+                check_one_gradient_of_one_batch(leaf.route.path, leaf.stacked, cotangent, leaf.route.axes)
 
         def step(index: Scalar, state: Any, *, is_first: bool = False, goes_on: bool = True) -> Any:
             d_carry, ahead, pending, (d_values, d_per_layer, d_shared) = state
@@ -308,9 +385,9 @@ class _Scan:
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
         """Reduce-scatters ``terms`` of layer ``index``; returns the stacked gradients ``d_values`` with the results."""
 
-        def scattered(leaf: _Leaf, term: jax.Array) -> jax.Array:
+        def scattered(leaf: _Leaf, term: jax.Array) -> Any:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
-            return gradient_of_shard(shard, leaf.route.communication, leaf.stacked)
+            return leaf.gradients(gradient_of_shard(shard, leaf.route.communication, leaf.stacked))
 
         done = self._of_split(scattered, terms)
         pairs = zip(d_values, done, strict=True)

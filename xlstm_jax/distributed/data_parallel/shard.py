@@ -24,8 +24,10 @@ from xlstm_jax.distributed.data_parallel.policy import (
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.store import UNEVEN, LeafToSplit
+from xlstm_jax.distributed.data_parallel.together import is_packed
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.packing import packed_mark
 
 
 def shard_params(
@@ -84,20 +86,27 @@ def box_params(
     leaves, communication = dict(trees.sharded_leaves(params)), policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
-    sizes = [leaves[path].stored_bytes for path in dims]
-    orders = axis_orders(sizes, [tuple(axis_sizes)] * len(sizes), axis_sizes, communication.inter_host_axes)
-    order_of = dict(zip(dims, orders, strict=True))
+    # Packed leaves share collectives, and so the order of axes: ``order_as`` has the leaf whose order a leaf takes.
+    packed = [path for path in dims if is_packed(leaves[path].value, communication)]
+    order_as = {path: packed[0] if path in packed else path for path in dims}
+    sizes = dict.fromkeys(order_as.values(), 0)
+    for path, of in order_as.items():
+        sizes[of] += leaves[path].stored_bytes
+    given = [tuple(axis_sizes)] * len(sizes)
+    orders = axis_orders(list(sizes.values()), given, axis_sizes, communication.inter_host_axes)
+    order_of = dict(zip(sizes, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:
         leaf = split_by_model(leaf, axis_sizes)
         leaf = leaf if policy.trainable else frozen(leaf)
         if path not in dims:
             return leaf
-        box, axes = leaf_of(leaf), order_of[path]
+        box, axes = leaf_of(leaf), order_of[order_as[path]]
         to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
             to_split = mode.stored(to_split, math.prod(axis_sizes.values()))
-        return split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
+        split = split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
+        return split.replace(marks=frozenset({packed_mark(path)})) if path in packed else split
 
     return trees.map_leaves_with_path(box, params)
 

@@ -34,6 +34,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSyste
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.introspection import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
@@ -57,6 +58,7 @@ def shard_module_params(
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
+    packing: Packing | None = None,
 ) -> Target:
     """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 
@@ -94,6 +96,8 @@ def shard_module_params(
       inter_host_axes: axes of ``axis_name`` across hosts or slices (slow links); by default the axes that
         ``create_fsdp_mesh`` makes. These axes are gathered first, when the fewest bytes are sent; the order of the
         other axes rotates.
+      packing: leaves of the module that share collectives: ``PackSmall(below=...)`` sends the leaves with fewer bytes
+        together, with one collective for each axis (docs/howto/small_leaves.md). None: each leaf is sent alone.
     Raises:
       ValueError: (when the module runs) some mesh axes are bound, but not ``axis_name``; lists the bound axes. A
         parameter is not a shard, or the module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
@@ -118,6 +122,7 @@ def shard_module_params(
         uneven=uneven,
         trainable=trainable,
         inter_host_axes=inter_host_axes,
+        packing=packing,
     )
     if isinstance(target, nn.Module):
         cls, fields = class_and_fields(target, "shard_module_params({}, axis_name)")

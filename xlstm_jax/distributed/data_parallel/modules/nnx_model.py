@@ -424,5 +424,5 @@ def _sharded(
     boxed = trees.map_leaves(with_layer_names, shard(leaves))
     for name in unit_params:
         if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
-            boxed[below[name]] = boxed[below[name]].replace(marks=frozenset({LOOKED_UP}))
+            boxed[below[name]] = boxed[below[name]].replace(marks=boxed[below[name]].marks | {LOOKED_UP})
     return {f"params/{name}": boxed[below[name]] for name in unit_params}

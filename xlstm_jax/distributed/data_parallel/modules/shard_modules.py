@@ -18,6 +18,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import Line
 from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, UnitRule, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import INTER_HOST_AXES
 
@@ -37,6 +38,7 @@ def shard_modules(
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
+    packing: Packing | None = None,
 ) -> Model:
     """Shards submodules of a model from outside, like ``shard_module_params`` around the submodules in the source.
 
@@ -82,6 +84,7 @@ def shard_modules(
         uneven=uneven,
         trainable=trainable,
         inter_host_axes=inter_host_axes,
+        packing=packing,
     )
     if isinstance(model, ShardsItself) and not isinstance(model, type):
         return model.with_units(where, policy)

@@ -44,6 +44,7 @@ from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.together import packed_gathers
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
@@ -244,7 +245,7 @@ def gather_here(
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
             raise closed_over_error(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
-        full = gather_leaf(box, policy.axes, communication, path, wire)
+        full = gather_leaf(box, policy.axes, communication, path, wire, together.get(stored))
         if extension is not None:
             extension.arrived(stored, full)
         return full
@@ -266,6 +267,12 @@ def gather_here(
         for path, wire in extension.wires(policy, variables, module or ()).items()
     }
     replaced = {path: read for extension in extensions for path, read in extension.replaced().items()}
+    to_gather = {
+        stored: (path_in_model(module, stored), box)
+        for stored, box in (sharded_leaves(variables) if communication.packing else ())
+        if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
+    }
+    together = packed_gathers(to_gather, policy.axes, communication)
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
 

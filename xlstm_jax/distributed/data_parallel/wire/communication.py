@@ -20,6 +20,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
+from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -33,13 +34,15 @@ SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "
 class Communication:
     """Communication options of a split leaf: the requested dtypes, by name or ``None``, and the copies of its shards.
 
-    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes.
+    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``packing`` chooses the shards
+    of a unit that are sent together; ``None``: each is sent alone.
     """
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Copies | None = None
     inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
+    packing: Packing | None = field(default=None, repr=False)
 
     @classmethod
     def of(
@@ -48,10 +51,12 @@ class Communication:
         grad_scatter_dtype: DTypeLike | None,
         replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
+        packing: Packing | None = None,
     ) -> "Communication":
         """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
-        return cls(gather, dtype_name(grad_scatter_dtype, "grad_scatter_dtype"), replicas, inter_host_axes)
+        summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
+        return cls(gather, summed, replicas, inter_host_axes, packing)
 
     def or_else(self, other: "Communication") -> "Communication":
         """Returns the options; options of ``other`` replace ``None`` and the default ``inter_host_axes``."""

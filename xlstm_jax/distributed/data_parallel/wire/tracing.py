@@ -65,6 +65,11 @@ class RunningLoss:
         self.gathers.append((shard, key, full))
         return full
 
+    def has_gathered(self, shard: Any, how: Any) -> bool:
+        """Returns whether ``gathered_once`` would return an earlier result."""
+        key = (current_trace(), how)
+        return any(known is shard and of == key for known, of, _ in self.gathers)
+
 
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
 

@@ -1,0 +1,243 @@
+"""Tests of ``packing=PackSmall(...)``: small leaves of a unit share collectives; results are those of leaves alone.
+
+``tests/exactness`` compares a packed training, and pairs with other features, with one device.
+"""
+
+from collections import Counter
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from tests.support import (
+    AXES,
+    Model,
+    assert_same_bits,
+    assert_same_params,
+    data,
+    equations,
+    fsdp,
+    mean_loss,
+    mesh_of,
+    train_on_one_device,
+)
+from xlstm_jax.distributed import (
+    PackSmall,
+    Replicas,
+    create_train_state,
+    make_train_step,
+    nnx_model,
+    plan_sharding,
+    scan_layers,
+    shard_modules,
+    unbox,
+)
+from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.forecast.hardware import CHIPS, packing_limit
+
+BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
+SENT = ("all_gather", "reduce_scatter")
+
+
+class Layer(nn.Module):
+    """Residual MLP of a prefetched scan, with two kernels and biases that are split, too."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x))), None
+
+
+class Prefetched(nn.Module):
+    wrap: object
+
+    @nn.compact
+    def __call__(self, x):
+        x, _ = scan_layers(self.wrap(Layer), 4)(name="layers")(nn.Dense(16)(x))
+        return nn.Dense(4)(x)
+
+
+class Twin(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.mlp = nnx.Sequential(nnx.Linear(16, 32, rngs=rngs), nnx.gelu, nnx.Linear(32, 4, rngs=rngs))
+
+    def __call__(self, x):
+        return self.mlp(self.first(x))
+
+
+def of_nnx(wrap):
+    return shard_modules(nnx_model(Twin), nnx.Sequential, **wrap.keywords)
+
+
+LOOP = partial(Model, scan=False)
+CASES = {  # model, options of the wrapper, of the state, of the step
+    "loop": (LOOP, {}, {}, {}),
+    "scan": (partial(Model, remat=True), {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}, {}, {}),
+    "prefetched": (Prefetched, {}, {}, {"num_minibatches": 2}),
+    "prefetched in blocks": (Prefetched, {"gather_dtype": "int8"}, {"trainable": lambda path: "bias" not in path}, {}),
+    "blocks": (LOOP, {"gather_dtype": "int8", "reshard_after_forward": True}, {}, {}),
+    "copies": (LOOP, {"replicas": Replicas("dp"), "uneven": "pad"}, {}, {"num_minibatches": 2}),
+    "frozen": (LOOP, {}, {"trainable": lambda path: "Dense_0" not in path, "frozen_dtype": "bfloat16"}, {}),
+    "reduced once": (LOOP, {}, {}, {"num_minibatches": 2, "accumulation": "reduce_once"}),
+    "nnx": (of_nnx, {}, {}, {"num_minibatches": 2}),
+}
+
+
+def stepped(case, packing, check_vma, mesh=(2, 4)):
+    """Returns the parameters before and after two steps, and the counts of collectives in the step."""
+    make_model, wrapping, making, stepping = CASES[case]
+    options = {"axis_name": "fsdp", "min_weight_size": 8} | wrapping
+    model = make_model(fsdp(packing=packing, **options))
+    state = create_train_state(model, TX, mesh_of(*mesh), KEY, BATCH["x"], batch_axes=AXES, **making)
+    step = make_train_step(mean_loss, mesh_of(*mesh), AXES, check_vma=check_vma, donate=False, **stepping)
+    counts = Counter(e.primitive.name for _, e in equations(jax.make_jaxpr(step)(state, BATCH, KEY)))
+    before = jax.device_get(unbox(state.params))
+    for _ in range(2):
+        state, _ = step(state, BATCH, KEY)
+    return before, jax.device_get(unbox(state.params)), {name: counts[name] for name in SENT}
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+@pytest.mark.parametrize("case", CASES)
+def test_packed_step_equals_step_of_leaves_alone_to_the_bit(case, check_vma):
+    before, alone, most = stepped(case, None, check_vma)
+    _, packed, fewer = stepped(case, PackSmall(), check_vma)
+    assert_same_bits(packed, alone)
+    # Guards: something was packed, and the steps did train.
+    assert all(fewer[name] < most[name] for name in SENT), f"packed {fewer}, alone {most}"
+    assert not np.allclose(jax.tree.leaves(before)[-1], jax.tree.leaves(packed)[-1])
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_packed_step_is_the_step_of_one_device(check_vma):
+    before, packed, _ = stepped("loop", PackSmall(), check_vma)
+    want = train_on_one_device(LOOP(), TX, before, mean_loss, BATCH, 2)
+    assert_same_params(packed, want)
+
+
+# ---------------------------------------------------------------------------------------------------- what is packed
+
+
+@cache
+def state_over(axes, packing, reshard=False):
+    wrap = fsdp(axis_name=axes, min_weight_size=8, packing=packing, reshard_after_forward=reshard)
+    return create_train_state(LOOP(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
+
+
+@pytest.mark.parametrize("axes", [("fsdp",), ("dp", "fsdp")], ids=len)
+def test_packed_unit_has_one_collective_for_each_axis_and_pass(axes):
+    def counts(packing):
+        step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+        found = equations(jax.make_jaxpr(step)(state_over(axes, packing), BATCH, KEY))
+        return Counter(e.primitive.name for _, e in found)
+
+    units, packed, alone = 5, counts(PackSmall()), counts(None)
+    assert [packed[name] for name in SENT] == [units * len(axes)] * 2
+    assert alone["all_gather"] == len(
+        [leaf for _, leaf in leaves_with_path(state_over(axes, None).params) if leaf_of(leaf).axes]
+    ) * len(axes)
+
+
+def test_leaf_of_below_bytes_or_more_is_sent_alone():
+    # Kernels [16, 32] and [32, 16] of float32 have 2,048 bytes, scales and biases at most 128.
+    step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
+
+    def sizes(below):
+        found = equations(jax.make_jaxpr(step)(state_over(("fsdp",), PackSmall(below)), BATCH, KEY))
+        return Counter(e.invars[0].aval.size for _, e in found if e.primitive.name == "all_gather")
+
+    assert sizes(2048)[512 // 4] == 2 * 3, "two kernels in each of three blocks are sent alone"
+    assert not sizes(2049)[512 // 4], "kernels below the bytes are packed"
+
+
+def test_packed_leaves_of_a_unit_have_one_order_of_axes_in_state_and_plan():
+    def orders(params):
+        found = {}
+        for path, leaf in leaves_with_path(params):
+            if leaf_of(leaf).axes:
+                found.setdefault(path.split("/")[0], set()).add(leaf_of(leaf).axes)
+        return found
+
+    packed = orders(state_over(AXES, PackSmall()).params)
+    assert all(len(found) == 1 for found in packed.values()), packed
+    # Guards: leaves that are sent alone have two orders, and so have the layers of packed leaves: links are balanced.
+    assert any(len(found) > 1 for found in orders(state_over(AXES, None).params).values())
+    assert len(set.union(*packed.values())) == 2
+    wrap = fsdp(axis_name=AXES, min_weight_size=8, packing=PackSmall())
+    plan = plan_sharding(LOOP(wrap), {"dp": 2, "fsdp": 4}, BATCH["x"])
+    state = {path: leaf_of(leaf).names for path, leaf in leaves_with_path(state_over(AXES, PackSmall()).params)}
+    assert {row.path: row.names for row in plan.rows if row.parts > 1} == {
+        path: names for path, names in state.items() if any(names)
+    }
+
+
+def test_frozen_leaves_are_packed_apart_and_have_no_scatter():
+    make_model, _, making, _ = CASES["frozen"]
+    wrap = fsdp(min_weight_size=8, packing=PackSmall())
+    state = create_train_state(make_model(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, **making)
+    found = equations(jax.make_jaxpr(make_train_step(mean_loss, mesh_of(2, 4), AXES))(state, BATCH, KEY))
+    sent = {name: sum(e.invars[0].aval.size for _, e in found if e.primitive.name == name) for name in SENT}
+    trained = [leaf_of(leaf) for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes]
+    assert sent["reduce_scatter"] == sum(leaf.value.size for leaf in trained if leaf.trainable)
+    assert 4 * sent["all_gather"] == sum(leaf.value.size for leaf in trained)
+
+
+def test_leaf_that_the_loss_has_gathered_is_not_packed_again():
+    class Tied(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            unit = fsdp(Both, min_weight_size=8, packing=PackSmall())()
+            return unit.out(unit(tokens))
+
+    class Both(nn.Module):
+        def setup(self):
+            self.table = nn.Embed(16, 8)
+            self.dense = nn.Dense(8)
+
+        def __call__(self, tokens):
+            return self.dense(self.table(tokens))
+
+        def out(self, x):
+            return self.table.attend(x)
+
+    tokens = jnp.arange(16)[:, None] % 16
+
+    def loss(params, apply_fn, batch, rng):
+        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+    state = create_train_state(Tied(), TX, mesh_of(2, 4), KEY, tokens, batch_axes=AXES)
+    found = equations(jax.make_jaxpr(make_train_step(loss, mesh_of(2, 4), AXES))(state, tokens, KEY))
+    assert [sum(e.primitive.name == name for _, e in found) for name in SENT] == [1, 1]
+
+
+def test_columns_join_and_split_are_inverse_along_every_dim():
+    whole = [jnp.arange(24.0).reshape(4, 6), jnp.arange(48.0).reshape(2, 8, 3), jnp.arange(4.0)]
+    dims = (0, 1, 0)
+    parts = [jnp.split(array, 2, dim) for array, dim in zip(whole, dims, strict=True)]
+    shards = list(zip(*parts, strict=True))
+    columns = Columns.of([(shard.shape, dim) for shard, dim in zip(shards[0], dims, strict=True)])
+    arrived = jnp.concatenate([columns.join(of_device) for of_device in shards])
+    assert_same_bits(columns.split(arrived), whole)
+    assert_same_bits(columns.join(whole), arrived)
+
+
+# ------------------------------------------------------------------------------------------------------- when it pays
+
+
+def test_packing_limit_is_the_bytes_whose_copy_takes_as_long_as_the_latency():
+    chip, sizes = CHIPS["v5e"], {"fsdp_x": 4, "fsdp_y": 8}
+    latency = (5e-6 + 2 * 1e-6) + (5e-6 + 4 * 1e-6)
+    assert packing_limit(chip, sizes) == int(latency * chip.hbm_bandwidth / 2)
+    assert packing_limit(chip, sizes, launch_s=0, hop_s=0) == 0
+    assert packing_limit(chip, {"dp": 1}) == 0
+
+
+def test_packing_limit_is_zero_on_gpus_whose_compiler_combines_collectives():
+    assert packing_limit(CHIPS["h100"], {"fsdp": 8}) == 0

@@ -1,0 +1,113 @@
+"""Gathers of a unit's leaves that share collectives, as the option ``packing`` chooses (``wire/packing``).
+
+gather_here         asks ``packed_gathers`` for the leaves of a unit; leaves without an answer are gathered alone
+prefetched_scan     asks ``parcels_of`` for the leaves of a layer, and packs each layer's shards in its loop
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered, shard_to_gather
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, gather_packed
+from xlstm_jax.distributed.data_parallel.wire.packing import Parcel, ShardToSend
+
+Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
+
+
+def packed_gathers(
+    leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
+) -> dict[str, Callable[[], Gathered]]:
+    """Returns, for the leaves of a unit that are sent together, functions that return the gathered array.
+
+    The first call for a leaf of a parcel gathers the parcel.
+
+    Args:
+      leaves: path in the model and leaf, by name.
+      axes: the axes of the unit.
+      how: the options of the unit.
+    """
+    if communication.packing is None:
+        return {}
+    shards: dict[str, ShardToSend] = {}
+    for name, (path, leaf) in leaves.items():
+        options = communication.or_else(leaf.communication)
+        dim = _gathered_dim(leaf, axes)
+        # A leaf that the loss has gathered before is not sent again.
+        if dim is not None and not is_gathered(leaf, axes, options):
+            options.dtypes(leaf.value, path)  # raises here, with the leaf's path
+            held = entry_axes(leaf.names[dim])
+            shards[name] = shard_to_send(Primal.of(leaf.value), dim, held, options, leaf.trainable)
+
+    def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
+        paths = {name: leaves[name][0] for name in parcel.members}
+        first = parcel.members[0]
+
+        @functools.cache
+        def gathered() -> dict[str, Any]:
+            values = [shard_to_gather(leaves[name][1], axes, path) for name, path in paths.items()]
+            held = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
+            options = communication.or_else(leaves[first][1].communication)
+            whole = gather_packed(parcel.pack(values), parcel.wire, held, options, ", ".join(paths.values()))
+            return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
+
+        def of(name: str) -> Gathered:
+            left = list(leaves[name][1].names)
+            left[shards[name].dim] = None
+            return gathered()[name], tuple(left)
+
+        return {name: functools.partial(of, name) for name in parcel.members}
+
+    found = [gathers_of(parcel) for parcel in communication.packing.parcels(shards)]
+    return {name: gather for gathers in found for name, gather in gathers.items()}
+
+
+def parcels_of(leaves: Mapping[int, tuple[ShardToSend, Communication]]) -> list[Parcel]:
+    """Returns the parcels of split leaves, given by position with their options; leaves of no parcel are sent alone."""
+    packings = dict.fromkeys(
+        communication.packing for _, communication in leaves.values() if communication.packing is not None
+    )
+    return [
+        parcel
+        for packing in packings
+        for parcel in packing.parcels(
+            {i: shard for i, (shard, communication) in leaves.items() if communication.packing == packing}
+        )
+    ]
+
+
+def shard_to_send(
+    shard: Primal, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
+) -> ShardToSend:
+    """Returns the description of a shard that is gathered along ``dim`` over ``axes`` with the options ``communication``."""
+    spread = collectives.spread_axes(axes)
+    name = communication.format_of(shard) or jnp.dtype(communication.dtypes(shard)[0]).name
+    full = sent_bytes(shard.shape, dim, name) * collectives.axis_size(spread)
+    # Equal kinds have equal dtypes, sums, copies and types, and all of their leaves or none take a gradient.
+    kind = (spread, shard.dtype, communication, trains, shard.varying, shard.batched)
+    return ShardToSend(shard.shape, shard.dtype, dim, communication.wire(shard, dim, axes), full, kind)
+
+
+def is_packed(value: Any, communication: Communication) -> bool:
+    """Returns whether the leaf with the global or abstract array ``value`` is packed where a unit gathers it."""
+    if communication.packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
+        return False
+    name = communication.format_of(value) or jnp.dtype(communication.dtypes(value)[0]).name
+    return communication.packing.takes(math.prod(value.shape) * sent_itemsize(name))
+
+
+def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
+    """Returns the dim along which a leaf is gathered over all its axes; ``None`` if the leaf cannot be packed."""
+    if not jnp.issubdtype(value_dtype(leaf.value), jnp.floating):
+        return None
+    dims = [dim for dim, entry in enumerate(leaf.names) if not set(entry_axes(entry)).isdisjoint(axes)]
+    held = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
+    return dims[0] if collectives.spread_axes(held) and set(held) <= set(axes) else None

@@ -1,0 +1,40 @@
+"""Size of the leaves that are worth packing: the latency that packing saves, and the copy that packing costs.
+
+A leaf of B bytes that shares the collectives of other leaves saves, in each pass, a collective on each axis:
+
+    saved    sum over axes of (launch + hops x hop)
+    cost     2 B / HBM bandwidth        the unsharded leaf is read and written once more
+
+A closed ring of n devices sends both ways, so that the last shard takes n // 2 hops. The latency of TPU collectives is
+not published. ``LAUNCH_S`` and ``HOP_S`` are assumptions, not measurements: pass measured times where you have them.
+Latency and copy may both be hidden behind matrix products; the limit compares times that are not hidden.
+"""
+
+from collections.abc import Mapping
+
+from xlstm_jax.forecast.hardware.chips import Chip
+
+LAUNCH_S, HOP_S = 5e-6, 1e-6  # assumptions, of a collective on a TPU
+
+
+def packing_limit(
+    chip: Chip, axis_sizes: Mapping[str, int], *, launch_s: float = LAUNCH_S, hop_s: float = HOP_S
+) -> int:
+    """Returns the bytes of an unsharded leaf, as sent, below which packing takes less time than the collectives.
+
+    >>> from xlstm_jax.forecast.hardware import CHIPS
+    >>> packing_limit(CHIPS["v5e"], {"fsdp_x": 4, "fsdp_y": 4}), packing_limit(CHIPS["h100"], {"fsdp": 8})
+    (5740000, 0)
+
+    Args:
+      chip: the device.
+      axis_sizes: the axes over which leaves are gathered, with their sizes, each a closed ring of links.
+      launch_s: seconds that a collective takes beside bytes and hops.
+      hop_s: seconds from a device to its neighbour.
+    Returns:
+      Bytes. 0 for GPUs, whose compiler (XLA) combines small collectives by itself; 0 on a single device.
+    """
+    if not chip.torus_axes:
+        return 0
+    saved = sum(launch_s + size // 2 * hop_s for size in axis_sizes.values() if size > 1)
+    return int(saved * chip.hbm_bandwidth / 2)
