@@ -362,6 +362,7 @@ class Checkpointer:
         return dict(zip(likes, leaves, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
+        """Reads the record of a step, after a check of its files."""
         if not steps.is_url(self.directory):
             folder = self.directory / str(step)
             steps.check_file(folder / self._backend.record_file)

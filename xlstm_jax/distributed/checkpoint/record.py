@@ -108,6 +108,7 @@ def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
 
 
 def _checked(path: str, leaf: Any) -> Any:
+    """Returns the leaf; raises if a checkpoint cannot store its type or value."""
     if type(leaf).__name__ in PYTHON_DTYPES:
         if type(leaf) is int and not -(2**63) <= leaf < 2**63:
             raise ValueError(f"'{path}' is the integer {leaf}, which has more than the 64 bits that are stored.")

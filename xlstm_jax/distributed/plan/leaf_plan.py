@@ -168,6 +168,7 @@ class LeafPlan:
         return f"is split along {split} into {self.parts} shard{'s' * (self.parts > 1)} ({self.reason}{seen})"
 
     def _kept(self) -> str:
+        """Returns the sentence on the bytes of the leaf that each device keeps."""
         counts = {
             "of it": self.parameters.per_device + self.other.per_device,
             "of its gradient": self.gradients.per_device,

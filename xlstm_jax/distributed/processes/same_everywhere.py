@@ -170,6 +170,7 @@ def _short(text: str) -> str:
 
 
 def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
+    """Returns a text that lists the differing entries, each with its processes."""
     lines = []
     for path in dict.fromkeys(path for _, entries in reports for path in entries):
         processes_by_text = defaultdict(list)
