@@ -472,7 +472,7 @@ def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -
     ``what`` names the leaf, ``shape`` is the array's, ``axes`` are the box's.
     """
     return ValueError(
-        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train (LoRA) "
-        "belong into state.params, where they are frozen: docs/frozen.md."
+        f"{what} is split over {axes} by its box, and its value of shape {shape} is unsharded on each device: a "
+        "function inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train "
+        "(LoRA) belong into state.params, where they are frozen: docs/frozen.md."
     )

@@ -38,7 +38,7 @@ class StepCheck:
       findings: sentences that name errors; for "cannot tell" the reason, and the change that makes a verdict possible.
       compared: the compared values: "gradients"; or "first moments" or "updates", if the step uses a custom optimizer
         instead of the state's.
-      how: how one device computed the reference, and with which random numbers.
+      method: how one device computed the reference, and with which random numbers.
       mesh: axes and sizes.
       leaves: a ``LeafCheck`` for each trainable parameter.
       loss_ratio: the loss of the step over the loss of one device; None if the step returns no metric "loss".
@@ -49,7 +49,7 @@ class StepCheck:
     verdict: str
     findings: tuple[str, ...]
     compared: str
-    how: str
+    method: str
     mesh: dict[str, int]
     leaves: tuple[LeafCheck, ...]
     loss_ratio: float | None
@@ -83,7 +83,7 @@ class StepCheck:
             worst = max(self.leaves, key=_distance)
             lines.append(
                 _LINES.fill(
-                    f"{self.how}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where rounding "
+                    f"{self.method}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where rounding "
                     f"explains {worst.tolerance:.1g}"
                 )
             )
