@@ -178,8 +178,8 @@ class _Scan:
         weights = [
             as_gathered(box.replace(value=value), value, route.names_left, route.axes, route.communication)
             if route
-            else kept
-            for (route, box, _), value, kept in zip(self.leaves, split, replicated, strict=True)
+            else full
+            for (route, box, _), value, full in zip(self.leaves, split, replicated, strict=True)
         ]
         # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
         with inside_loss(self.loss):
@@ -248,13 +248,13 @@ class _Scan:
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
         stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
-        kept, outputs = jax.tree.map(stacked, (carry, zeros))
+        all_carries, outputs = jax.tree.map(stacked, (carry, zeros))
         in_loop = max(0, self.length - self.depth)
-        state = _loop(in_loop, lambda i: i, step, (carry, ahead, kept, outputs))
+        state = _loop(in_loop, lambda i: i, step, (carry, ahead, all_carries, outputs))
         for index in range(in_loop, self.length):
             state = step(index, state, goes_on=False)
-        carry, _, kept, outputs = state
-        return (carry, outputs), (values, kept, per_layer, shared)
+        carry, _, all_carries, outputs = state
+        return (carry, outputs), (values, all_carries, per_layer, shared)
 
     # -------------------------------------------------------------------------------------------------------- backward
 
