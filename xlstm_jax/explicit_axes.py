@@ -147,6 +147,7 @@ def on_set_mesh(tree: PyTree) -> PyTree:
 
 
 def _on_set_mesh(leaf: Any) -> Any:
+    """Returns the array with a sharding that fits the mesh of ``jax.set_mesh``, if the array is on a mesh."""
     if not _is_on_mesh(leaf):
         return leaf
     sharding = placed(leaf.sharding)

@@ -206,7 +206,7 @@ def test_loss_closing_over_sharded_parameters_raises_with_the_leaf_path(check_vm
 
     step = make_train_step(loss_fn, MESH, AXES, check_vma=check_vma)
     state = state_of({"head": params["head"]}, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"'base/kernel' is split over \('fsdp',\) by its box.* \(8, 16\) is whole on"):
+    with pytest.raises(ValueError, match=r"'base/kernel' is split over \('fsdp',\) by its box.* is unsharded"):
         step.lower(state, BATCH, jax.random.key(0))
     # Leaves that an outer jit has traced are recognised by the shape that Linen finds.
     in_jit = jax.jit(lambda params: on_mesh(lambda x: Adapted(fsdp).apply(params, x), MESH, check_vma, P(), P())(X))
@@ -220,7 +220,7 @@ def test_loss_closing_over_sharded_parameters_raises_with_the_leaf_path(check_vm
     with pytest.raises(ValueError, match=r"'base/kernel' is split over .*closes over it"):
         jax.eval_shape(on_mesh(lambda x: outside.apply({"params": params}, x), MESH, check_vma, P(), P()), X)
     kernel = params["base"]["kernel"]
-    with pytest.raises(ValueError, match=r"a parameter that is read is split over \('fsdp',\) .* \(8, 16\) is whole"):
+    with pytest.raises(ValueError, match=r"a parameter that is read is split over \('fsdp',\) .* is unsharded"):
         jax.eval_shape(on_mesh(lambda x: jnp.sum(kernel.T) + x, MESH, check_vma, P(), P()), X)
 
 

@@ -436,8 +436,8 @@ ROWS = [
         "split-and-gathered",
         two_roles(ColumnDense(8)),
         ValueError,
-        "'…' of shape … is whole on each of the … devices",
-        "'layers_0/kernel' of shape (8, 8) is whole on each of the 4 devices along 'tp'",
+        "'…' of shape … is unsharded on each of the … devices",
+        "'layers_0/kernel' of shape (8, 8) is unsharded on each of the 4 devices along 'tp'",
     ),
     contexts(
         "experts-and-gathered",
@@ -553,8 +553,8 @@ ROWS = [
         "modules-between",
         split(Between(), {"up": "column", "down": "row"}, check_vma=False),
         ValueError,
-        "split_modules: '…' (…) has whole parameters",
-        "'norm' (LayerNorm) has whole parameters, and runs after 'up' is split by",
+        "split_modules: '…' (…) has replicated parameters",
+        "'norm' (LayerNorm) has replicated parameters, and runs after 'up' is split by",
     ),
     tensor(
         "modules-class",
@@ -568,7 +568,7 @@ ROWS = [
         lambda: split_modules(Layers(), {"up": "columns"}),
         ValueError,
         "split_modules: … is none of 'column', 'row'",
-        "'columns' is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'",
+        "'columns' is none of 'column', 'row', 'vocabulary', 'inside' and 'replicated'",
     ),
     tensor(
         "split-modules-function",

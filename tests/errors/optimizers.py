@@ -671,7 +671,7 @@ ROWS = [
         lambda: plan_sharding(Model(), {"fsdp": 8}, BATCH["x"]).check(),
         ValueError,
         "… of the parameters' bytes",
-        "stay whole on each of 8 devices; max_replicated_fraction=0.02 allows 2%",
+        "are replicated on each of 8 devices; max_replicated_fraction=0.02 allows 2%",
     ),
     plans(
         "plan-large",

@@ -671,7 +671,7 @@ ROWS = [
         ValueError,
         "… is split over … by its box, and its value",
         "'kernel' is split over ('fsdp',)",
-        "is whole on",
+        "is unsharded on",
     ),
     wrapping(
         "closed-over-without-types",
@@ -695,7 +695,7 @@ ROWS = [
         ValueError,
         "… is split over … by its box, and its value",
         "a parameter that is read is split over ('fsdp',)",
-        "(8, 4) is whole",
+        "(8, 4) is unsharded",
     ),
     wrapping(
         "read-stacked",

@@ -82,7 +82,7 @@ def test_plan_repr_html_has_a_bar_for_the_bytes_per_device_of_each_leaf():
     for path, text, colour, width in rows:
         assert width == pytest.approx(100 * kept[path] / max(kept.values()), rel=1e-2)
         whole = leaves[path].parts == 1
-        assert colour == (ORANGE if whole else BLUE) and text == format_bytes(kept[path]) + ", whole" * whole
+        assert colour == (ORANGE if whole else BLUE) and text == format_bytes(kept[path]) + ", replicated" * whole
     assert {row[2] for row in rows} == {BLUE, ORANGE}  # guard: there are both
 
 

@@ -73,7 +73,7 @@ SPLIT = {
     "query|key|value|heads|up": "column",
     "attention/out|join|down": "row",
     "query_ln|key_ln|head_norm": "inside",
-    "side": "whole",
+    "side": "replicated",
 }
 
 
@@ -190,7 +190,7 @@ def test_gradients_of_an_inside_module_are_summed_and_without_it_refused():
         state, losses = split_pair(PAIR | {"between": "inside"}, Scale, check_vma=check_vma)
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
         assert_same_params(state.params, want)
-    with pytest.raises(ValueError, match=r"'between' \(Scale\) has whole parameters, and runs after 'up' .*'inside'"):
+    with pytest.raises(ValueError, match=r"'between' \(Scale\) has replicated parameters, .* after 'up' .*'inside'"):
         split_pair(PAIR, Scale, check_vma=False)
 
 

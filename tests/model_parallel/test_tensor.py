@@ -591,9 +591,9 @@ def test_split_modules_of_several_methods_raises_without_check_vma_for_an_unlist
     model = split_modules(TwoMethods(), split)
     for each in (model, Around(model)):
         assert shapes_on_mesh(each, x, check_vma=True) == x.shape
-    with pytest.raises(ValueError, match=r"'norm' \(LayerNorm\) has whole parameters, and runs after 'up' is split by"):
+    with pytest.raises(ValueError, match=r"'norm' \(LayerNorm\) has replicated parameters, and runs after 'up' is"):
         shapes_on_mesh(model, x, check_vma=False)
-    assert shapes_on_mesh(split_modules(TwoMethods(), split | {"norm": "whole"}), x, check_vma=False) == x.shape
+    assert shapes_on_mesh(split_modules(TwoMethods(), split | {"norm": "replicated"}), x, check_vma=False) == x.shape
 
 
 class Layers(nn.Module):

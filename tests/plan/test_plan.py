@@ -461,13 +461,13 @@ def test_explain_describes_a_leaf_with_numbers_and_raises_for_an_unknown_path():
         "with all of the module 'blocks'."
     )
     assert plan.explain("blocks/LayerNorm_0/bias") == (
-        "'blocks/LayerNorm_0/bias' float32[3, 16] (192 B) stays whole on each of 8 devices: 16 values are fewer than "
+        "'blocks/LayerNorm_0/bias' float32[3, 16] (192 B) is replicated on each of 8 devices: 16 values are fewer than "
         "min_weight_size=32; its module sees [16]; a device keeps 192 B of it, 192 B of its gradient and 384 B of "
         "optimizer state."
     )
     assert plan.explain("(optimizer) 0/count") == (
-        "'(optimizer) 0/count' int32[] (4 B) stays whole on each of 8 devices: belongs to no parameter; a device keeps "
-        "4 B of optimizer state."
+        "'(optimizer) 0/count' int32[] (4 B) is replicated on each of 8 devices: belongs to no parameter; a device "
+        "keeps 4 B of optimizer state."
     )
     with pytest.raises(ValueError, match=r"'blocks/Dense_0/kernal' is none of .* 11 leaves; .*'blocks/Dense_0/kernel'"):
         plan.explain("blocks/Dense_0/kernal")
@@ -555,7 +555,7 @@ def test_plan_check_raises_for_exceeded_limits_with_the_worst_leaves():
     with pytest.raises(
         ValueError,
         match=re.escape(f"({format_bytes(sum(whole))} of {format_bytes(plan.parameters.total)})")
-        + r" stay whole on each of 8 devices; max_replicated_fraction=0.02 allows 2%. The largest: 'bare/kernel' .*"
+        + r" are replicated on each of 8 devices; max_replicated_fraction=0.02 allows 2%. The largest: 'bare/kernel' .*"
         r"no wrapped module owns it; .*; and 2 more. Wrap the modules",
     ):
         plan.check()
@@ -576,7 +576,7 @@ def test_plan_on_a_single_device_has_replicated_fraction_zero():
     one = plan_sharding(Model(), {"fsdp": 1}, X, min_weight_size=32)
     assert one.replicated_fraction == 0 and one.replicated == ()
     assert plan_sharding(Model(fsdp()), {"dp": 8, "fsdp": 1}, X).replicated_fraction == 1
-    assert "stays whole on the one device" in plan_sharding(Model(), {"fsdp": 1}, X).explain("Dense_0/bias")
+    assert "is replicated on the only device" in plan_sharding(Model(), {"fsdp": 1}, X).explain("Dense_0/bias")
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -612,7 +612,7 @@ def test_plan_table_fits_the_width_and_lists_modules_by_size_totals_and_reasons(
     assert modules == ["blocks", "embed", "head"]
     total = next(line for line in lines if line.startswith("total"))
     assert format_bytes(plan.parameters.total) in total and format_bytes(plan.optimizer.per_device) in total
-    assert f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole" in text
+    assert f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes are replicated" in text
     assert re.search(r"final_norm/scale +\S+ \S+ +no wrapped module owns it", text)
 
 

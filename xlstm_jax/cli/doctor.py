@@ -175,13 +175,13 @@ def _libtpu_check(installed: str | None) -> Iterator[Check]:
         yield Check("libtpu is the one that JAX asks for", installed, wanted, same)
 
 
-def run_child(what: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
+def run_child(test: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
     """Runs a child process of ``self_test`` and returns the result, or {"error": reason}."""
     # The result comes in a file, because JAX and its plugins may write to stdout and stderr.
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
         # -P prevents imports from the working directory, such as a user's `jax.py`.
-        command = [sys.executable, "-P", "-m", self_test.__name__, what, str(path)]
+        command = [sys.executable, "-P", "-m", self_test.__name__, test, str(path)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:

@@ -190,6 +190,7 @@ def _as_module(name: str) -> str:
 
 
 def _imported(name: str) -> ModuleType:
+    """Imports the factory's module; raises a ``FactoryError`` with the cause if the import fails."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -390,7 +390,7 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
         forecast,
         collectives=collectives,
         roofline=step_bounds(flops.by_dtype(), moved.total, sent, links, tokens_per_device=tokens),
-        exposed_seconds=total_seconds((one.count, one.exposed_s) for one in collectives),
+        exposed_seconds=total_seconds((each.count, each.exposed_s) for each in collectives),
         host=host_traffic(program, chip),
     )
 

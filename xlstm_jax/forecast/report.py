@@ -155,7 +155,7 @@ def _collectives_table(forecast: Any) -> RenderableType:
     numbers = ["per step", "sent per device", "async"]
     if forecast.on_gpus:
         columns, numbers = [*columns, "over"], ["per step", "sent", "by NIC", "hidden"]
-    return rich_table("What travels in a step", columns + numbers, rows, left=len(columns))
+    return rich_table("Collectives of a step", columns + numbers, rows, left=len(columns))
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:

@@ -300,9 +300,9 @@ class Checkpointer:
 
         ``part_of`` returns the path prefix of the part of the state to read; ``part`` names the part in errors.
         """
-        what = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
-        self._together(self.wait, CheckpointError, what)
-        likes = self._together(lambda: record.target_leaves(target), _MISTAKES, what)
+        action = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
+        self._together(self.wait, CheckpointError, action)
+        likes = self._together(lambda: record.target_leaves(target), _MISTAKES, action)
         problems: dict[int, str] = {}
         # Every process uses the listing of process 0; with local listings processes could read different steps.
         folders = self._steps_of_process_0()
@@ -362,6 +362,7 @@ class Checkpointer:
         return dict(zip(likes, leaves, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
+        """Reads the record of a step, after a check of its files."""
         if not steps.is_url(self.directory):
             folder = self.directory / str(step)
             steps.check_file(folder / self._backend.record_file)
@@ -389,19 +390,19 @@ class Checkpointer:
                 return "[]"
             return json.dumps([*steps.steps_in(self.directory, self._backend, read_records=True).items()])
 
-        what = "list the steps of a checkpoint"
+        action = "list the steps of a checkpoint"
         text = allgather_text(
-            self._read_on_all_processes(listing, str(self.directory), what), what, self.peer_timeout_s
+            self._read_on_all_processes(listing, str(self.directory), action), action, self.peer_timeout_s
         )[0]
         return {number: steps.StepFolder(*fields) for number, fields in json.loads(text)}
 
     def _together(
-        self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], what: str
+        self, work: Callable[[], Result], failure: type[Exception] | tuple[type[Exception], ...], action: str
     ) -> Result:
-        return raise_on_all(work, failure, what, self.peer_timeout_s)
+        return raise_on_all(work, failure, action, self.peer_timeout_s)
 
-    def _read_on_all_processes(self, work: Callable[[], Result], where: str, what: str) -> Result:
-        return read_on_all_processes(work, where, what, self.peer_timeout_s)
+    def _read_on_all_processes(self, work: Callable[[], Result], where: str, action: str) -> Result:
+        return read_on_all_processes(work, where, action, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
         """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""

@@ -216,7 +216,7 @@ class SavedSums:
 
 
 def _add(sums: Sums, path: str, addends: list[int]) -> None:
-    sums[path] = [(one + other) % 2**32 for one, other in zip(sums[path], addends, strict=True)]
+    sums[path] = [(ours + other) % 2**32 for ours, other in zip(sums[path], addends, strict=True)]
 
 
 _sums_of_part = jax.jit(checksum_of_part)

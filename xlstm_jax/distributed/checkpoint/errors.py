@@ -55,7 +55,7 @@ def is_of_the_system(error: BaseException) -> bool:
     return bool(_STATUS_OF_SYSTEM.match(text))
 
 
-def read_on_all_processes(work: Callable[[], Result], where: str, what: str, timeout_s: float) -> Result:
+def read_on_all_processes(work: Callable[[], Result], where: str, action: str, timeout_s: float) -> Result:
     """Returns the result of ``work``, which reads files; raises in every process if ``work`` fails in any process.
 
     Every process must call this function.
@@ -76,7 +76,7 @@ def read_on_all_processes(work: Callable[[], Result], where: str, what: str, tim
     try:
         # The last kind in the tuple takes precedence. Failing storage may look like damage in one process and like a
         # system error in another; with damage first, an older step would be restored although the newest is sound.
-        return raise_on_all(read, (CheckpointError, _SystemError), what, timeout_s)
+        return raise_on_all(read, (CheckpointError, _SystemError), action, timeout_s)
     except _SystemError as error:
         raise OSError(
             f"{where} could not be read: {error}. That is an error of the system and no damage, so no older step was "

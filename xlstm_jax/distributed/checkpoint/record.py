@@ -108,6 +108,7 @@ def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
 
 
 def _checked(path: str, leaf: Any) -> Any:
+    """Returns the leaf; raises if a checkpoint cannot store its type or value."""
     if type(leaf).__name__ in PYTHON_DTYPES:
         if type(leaf) is int and not -(2**63) <= leaf < 2**63:
             raise ValueError(f"'{path}' is the integer {leaf}, which has more than the 64 bits that are stored.")
@@ -270,9 +271,9 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
     """Warns if an ``opt_state`` was saved with a different optimizer than the optimizer of the target ``state``."""
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
-        one, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
+        saved_name, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
         # The states of this library's `muon` and of optax's `muon` are interchangeable.
-        if one != other and not ("muon" in one and "muon" in other):
+        if saved_name != other and not ("muon" in saved_name and "muon" in other):
             warn_user(
                 f"{where}: '{_first(entries, begin)}' was saved with the optimizer {saved}, and is read into the state "
                 f"of {wanted}, whose moments may mean something else. To start with a new optimizer state, read only "

@@ -234,6 +234,7 @@ def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: in
 
 
 def _whole(leaf: Any) -> np.ndarray:
+    """Returns a leaf as an unsharded NumPy array; gathers it if other processes hold shards."""
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
@@ -417,6 +418,7 @@ def _tensors(target: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
+    """Reads which file holds each tensor, by name; raises a ``ValueError`` for an invalid index."""
     wrong = f"{index} is not the index of a model in several safetensors files."
     with open_regular(index) as file:
         try:

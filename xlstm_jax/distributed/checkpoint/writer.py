@@ -275,6 +275,7 @@ def _finish_at_exit() -> None:
 
 
 def _close_all() -> None:
+    """Closes all writers at the exit of the process, and collects the errors of lost saves."""
     for _, writer in list(_writers.values()):
         try:
             writer.close()

@@ -483,13 +483,13 @@ def as_gathered(
     )
 
 
-def full_value_error(what: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
+def full_value_error(subject: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
     """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected.
 
-    ``what`` names the leaf, ``shape`` is the array's, ``axes`` are the box's.
+    ``subject`` names the leaf, ``shape`` is the array's, ``axes`` are the box's.
     """
     return ValueError(
-        f"{what} is split over {axes} by its box, and its value of shape {shape} is whole on each device: a function "
-        "inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train (LoRA) "
-        "belong into state.params, where they are frozen: docs/frozen.md."
+        f"{subject} is split over {axes} by its box, and its value of shape {shape} is unsharded on each device: a "
+        "function inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train "
+        "(LoRA) belong into state.params, where they are frozen: docs/frozen.md."
     )

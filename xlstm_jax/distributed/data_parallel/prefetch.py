@@ -246,12 +246,12 @@ class _Scan:
     def compute(self, split: Arrays, replicated: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
         """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
         split, replicated = trees.stored_values(split), trees.stored_values(replicated)
-        found = {
+        by_place = {
             place: weight
-            for leaf, value, kept in zip(self.leaves, split, replicated, strict=True)
-            for place, weight in zip(leaf.places, leaf.weights(value) if leaf.route else [kept], strict=True)
+            for leaf, value, full in zip(self.leaves, split, replicated, strict=True)
+            for place, weight in zip(leaf.places, leaf.weights(value) if leaf.route else [full], strict=True)
         }
-        weights = [found[place] for place in sorted(found)]
+        weights = [by_place[place] for place in sorted(by_place)]
         # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
         with inside_loss(self.loss):
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
@@ -325,13 +325,13 @@ class _Scan:
         zeros = jax.tree.map(lambda x: collectives.zeros_of_type(x, x.dtype), jax.eval_shape(self.compute, *args)[1])
         # Made from the carry itself, so that the types vary over the same axes.
         stacked = lambda x: jnp.broadcast_to(x, (self.length, *jnp.shape(x)))  # noqa: E731
-        kept, outputs = jax.tree.map(stacked, (carry, zeros))
+        all_carries, outputs = jax.tree.map(stacked, (carry, zeros))
         in_loop = max(0, self.length - self.depth)
-        state = _loop(in_loop, lambda i: i, step, (carry, ahead, kept, outputs))
+        state = _loop(in_loop, lambda i: i, step, (carry, ahead, all_carries, outputs))
         for index in range(in_loop, self.length):
             state = step(index, state, goes_on=False)
-        carry, _, kept, outputs = state
-        return (carry, outputs), (values, kept, per_layer, shared)
+        carry, _, all_carries, outputs = state
+        return (carry, outputs), (values, all_carries, per_layer, shared)
 
     # -------------------------------------------------------------------------------------------------------- backward
 

@@ -87,7 +87,7 @@ def parcels_of(leaves: Mapping[int, tuple[ShardToSend, Communication]]) -> list[
 def shard_to_send(
     shard: Primal, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
 ) -> ShardToSend:
-    """Returns the description of a shard that is gathered along ``dim`` over ``axes`` with the options ``communication``."""
+    """Returns the description of a shard that is gathered along ``dim`` over ``axes``."""
     spread = collectives.spread_axes(axes)
     name = communication.format_of(shard) or jnp.dtype(communication.dtypes(shard)[0]).name
     full = sent_bytes(shard.shape, dim, name) * collectives.axis_size(spread)

@@ -200,6 +200,7 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
+        """Returns integers as their upper and lower 32 bits."""
         # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))

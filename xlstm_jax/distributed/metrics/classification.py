@@ -145,6 +145,7 @@ class Multiclass:
             raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
+        """Returns the decisions of a batch; raises a ``ValueError`` if scores and labels do not fit."""
         classes = jnp.arange(self.num_classes)
         labels, unknown = self._class_numbers(scores, labels)
         check_labels(labels)

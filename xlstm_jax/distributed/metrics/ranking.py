@@ -92,6 +92,7 @@ class BinnedRanking(PureMetric):
         return {name: Total.identity((self.bins,)) for name in ("positive", "negative")}
 
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
+        """Counts the weights of positive and negative labels in the bins of their scores."""
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels.shape), labels == 1
@@ -110,6 +111,7 @@ class BinnedRanking(PureMetric):
         }
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
+        """Returns AUROC, average precision and an error bound for each, from the histograms."""
         # Entry b is the weight in bin b and above; entry 0 is the total weight. Summed in pairs (high, low), because
         # the error of plain cumulative sums of a thousand float32 reaches 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}

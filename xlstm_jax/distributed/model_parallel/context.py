@@ -400,6 +400,7 @@ def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, ar
 
 
 def _attend(options: _Options, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
+    """Adds a block of keys and values to the running softmax: largest logit, sum, and weighted values."""
     largest, total, out = state
     logits, mask = _logits(options, query, key, places)
     # Scale old and new terms to the larger of the two exponents, so that neither overflows.

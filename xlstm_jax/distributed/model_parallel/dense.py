@@ -122,9 +122,9 @@ def split_param(
 def _check_local_part(path: str, value: Array, shape: tuple[int, ...], dim: int, axis_name: str) -> None:
     if value.shape == shape:
         raise ValueError(
-            f"'{path}' of shape {shape} is whole on each of the {collectives.axis_size((axis_name,))} devices along "
-            f"{axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of its "
-            "wrapper, and pass it into shard_map with in_specs=partition_specs(params, mesh)."
+            f"'{path}' of shape {shape} is unsharded on each of the {collectives.axis_size((axis_name,))} devices "
+            f"along {axis_name!r}, over which its layer splits dim {dim}. Leave {axis_name!r} out of the axis_name of "
+            "its wrapper, and pass it into shard_map with in_specs=partition_specs(params, mesh)."
         )
 
 

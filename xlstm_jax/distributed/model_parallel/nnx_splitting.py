@@ -446,7 +446,7 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
     # With check_vma=True JAX sums the gradients.
     if not collectives.is_tracked(axis):
         raise ValueError(
-            f"split_modules: '{split.path}' ({type(module).__name__}) has whole parameters, and runs after '{column}' "
-            f"is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its input is "
-            f"split over {axis!r}, or as 'whole' if its input and output are replicated."
+            f"split_modules: '{split.path}' ({type(module).__name__}) has replicated parameters, and runs after "
+            f"'{column}' is split by columns, before a layer is split by rows. Add it to split= as 'inside' if its "
+            f"input is split over {axis!r}, or as 'replicated' if its input and output are replicated."
         )

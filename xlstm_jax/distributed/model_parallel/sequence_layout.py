@@ -179,12 +179,12 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
     # On a single device the sequence is in natural order.
     if not axes:
         return CONTIGUOUS
-    here: SequenceLayout | None = _layout_of_step.value
+    current: SequenceLayout | None = _layout_of_step.value
     # No errors in the reference of `check_step`, which need only be right: the trace of the step itself raises.
     if running_loss().is_reference:
-        return here.layout if here is not None and here.axes == axes else CONTIGUOUS
+        return current.layout if current is not None and current.axes == axes else CONTIGUOUS
     over = format_axes(axes)
-    if here is None:
+    if current is None:
         if given == ZIGZAG:
             raise ValueError(
                 f"{caller}: layout='zigzag', and nothing says that the tokens over {over} are laid out so. Make the "
@@ -192,23 +192,23 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
                 f"'zigzag', {over}) as batch."
             )
         return CONTIGUOUS
-    if of_rows := [axis for axis in axes if axis in here.row_axes]:
-        rest = tuple(axis for axis in here.row_axes if axis not in axes)
+    if of_rows := [axis for axis in axes if axis in current.row_axes]:
+        rest = tuple(axis for axis in current.row_axes if axis not in axes)
         raise ValueError(
-            f"{caller} over {over}: the step splits rows of its batch over {format_axes(here.row_axes)}, so devices "
+            f"{caller} over {over}: the step splits rows of its batch over {format_axes(current.row_axes)}, so devices "
             f"along {of_rows[0]!r} have different examples, not parts of a sequence. Split the sequence there, by "
             f"batch_spec=P({format_axes(rest) if rest else None}, {over}) in place of batch_axes, for tokens [b, t]."
         )
-    layout = here.layout if set(axes) & set(here.axes) else CONTIGUOUS
+    layout = current.layout if set(axes) & set(current.axes) else CONTIGUOUS
     if given is not None and given != layout:
         raise ValueError(
             f"{caller} is {_named(given, caller)}, and the tokens of this step lie {layout} over {over}. "
             + _cure(given, caller)
         )
-    if layout == ZIGZAG and axes != here.axes:
+    if layout == ZIGZAG and axes != current.axes:
         raise ValueError(
-            f"{caller} over {over}: the tokens of this step are laid out in zigzag over {format_axes(here.axes)}. Pass "
-            f"axis={format_axes(here.axes)}, or make the step with layout='contiguous'."
+            f"{caller} over {over}: the tokens of this step are laid out in zigzag over {format_axes(current.axes)}. "
+            f"Pass axis={format_axes(current.axes)}, or make the step with layout='contiguous'."
         )
     return layout
 

@@ -58,7 +58,7 @@ def joined_logits(logits: Array, axis_name: str) -> Array:
     return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
 
 
-BETWEEN = ("inside", "whole")  # kinds for any module
+BETWEEN = ("inside", "replicated")  # kinds for any module
 # The split class for each class of Flax, by kind.
 KINDS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
     "column": {nn.Dense: ColumnDense, nn.DenseGeneral: ColumnDense},
@@ -93,18 +93,20 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
       split: maps a pattern (``re``) for the last names of a layer's path, such as "attention/(query|key|value)", to a
         kind. The first pattern that matches counts. Kinds: "column" or "row"; "vocabulary" for an ``nn.Embed``, or for
         the ``nn.Dense`` of the head, whose logits are gathered because the model expects replicated logits (the logits
-        of ``LMHead`` stay split); "inside" for another module between the two; "whole" for a module between the two
-        with replicated input and output.
+        of ``LMHead`` stay split); "inside" for another module between the two; "replicated" for a module between the
+        two with replicated input and output.
       axis_name: the mesh axis.
     Raises:
       ValueError: an unknown kind; in ``init``, a pattern that matches no dense layer (or no module), with a list of
         layers, or a layer with a product other than Flax's; under ``check_vma=False``, a module with parameters that
-        runs between a column-split and a row-split layer, and is neither "inside" nor "whole".
+        runs between a column-split and a row-split layer, and is neither "inside" nor "replicated".
       TypeError: the model is neither a Linen module nor made by ``nnx_model``.
     """
     kinds = {re.compile(f"(^|/)({pattern})$"): kind for pattern, kind in split.items()}
     if wrong := [kind for kind in split.values() if kind not in (*KINDS, *BETWEEN)]:
-        raise ValueError(f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'vocabulary', 'inside' and 'whole'.")
+        raise ValueError(
+            f"split_modules: {wrong[0]!r} is none of 'column', 'row', 'vocabulary', 'inside' and 'replicated'."
+        )
     for of_models, splitter in SPLITTERS.items():
         if isinstance(model, of_models):
             return splitter(model, kinds, axis_name)
@@ -178,7 +180,7 @@ class _Run:
                 self._column = path if isinstance(module, ColumnDense) else None
             return method(*args, **kwargs)
         kind = None if is_on_split_input(cls) else self.splitting.kind_of(path, cls in PLAIN)
-        if is_on_split_input(cls) or kind == "whole":
+        if is_on_split_input(cls) or kind == "replicated":
             # No check until the method returns: the gradients of these modules' parameters are handled.
             before, self._column = self._column, None
             try:
@@ -258,9 +260,10 @@ class _Run:
         # With check_vma=True JAX sums the gradients.
         if is_split and not collectives.is_tracked(axis) and has_params:
             raise ValueError(
-                f"split_modules: '{path}' ({type(module).__name__}) has whole parameters, and runs after "
+                f"split_modules: '{path}' ({type(module).__name__}) has replicated parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
-                f"'inside' if its input is split over {axis!r}, or as 'whole' if its input and output are replicated."
+                f"'inside' if its input is split over {axis!r}, or as 'replicated' if its input and output are "
+                "replicated."
             )
 
 

@@ -67,6 +67,7 @@ _differentiable_sum = jax.custom_vjp(collectives.psum, nondiff_argnums=(1,))
 
 
 def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
+    """Returns the gradients of the sums: the mean of the cotangents over the axes of each sum."""
     # Over tracked axes (check_vma) JAX has already summed the cotangents, and pmean has no effect: divide below.
     means = collectives.pmean(cotangents, axes)
 

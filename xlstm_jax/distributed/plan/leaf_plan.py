@@ -162,12 +162,13 @@ class LeafPlan:
     def _where(self, devices: int) -> str:
         seen = f"; its module sees {list(self.use_shape)}" if self.use_shape != self.shape else ""
         if not self.dims:
-            where = "the one device" if devices == 1 else f"each of {devices} devices"
-            return f"stays whole on {where}: {self.reason}{seen}"
+            where = "the only device" if devices == 1 else f"each of {devices} devices"
+            return f"is replicated on {where}: {self.reason}{seen}"
         split = " and ".join(f"dim {dim} over {format_axes(entry_axes(self.names[dim]))}" for dim in self.dims)
         return f"is split along {split} into {self.parts} shard{'s' * (self.parts > 1)} ({self.reason}{seen})"
 
     def _kept(self) -> str:
+        """Returns the sentence on the bytes of the leaf that each device keeps."""
         counts = {
             "of it": self.parameters.per_device + self.other.per_device,
             "of its gradient": self.gradients.per_device,

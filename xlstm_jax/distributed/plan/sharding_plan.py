@@ -156,7 +156,7 @@ class ShardingPlan:
         )
 
     def _repr_html_(self) -> str:
-        title = "What each device keeps, by leaf: value, gradient, optimizer state; what stays whole in orange"
+        title = "What each device keeps, by leaf: value, gradient, optimizer state; replicated leaves in orange"
         return notebook_html(self.table(), title, plan_bars(self))
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ class ShardingPlan:
             replicated = sum(row.parameters.total for row in self.replicated)
             raise ValueError(
                 f"{format_fraction(self.replicated_fraction)} of the parameters' bytes ({format_bytes(replicated)} of "
-                f"{format_bytes(self.parameters.total)}) stay whole on each of {self.devices} devices; "
+                f"{format_bytes(self.parameters.total)}) are replicated on each of {self.devices} devices; "
                 f"max_replicated_fraction={max_replicated_fraction} allows {format_fraction(max_replicated_fraction)}. "
                 f"The largest: {_worst(self.replicated)}. Wrap their modules with shard_module_params, lower "
                 "min_weight_size, or choose sizes that the axis divides."

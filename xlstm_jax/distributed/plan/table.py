@@ -57,14 +57,14 @@ def plan_table(plan: Any) -> Any:
         f"Each device keeps {format_bytes(plan.bytes_per_device)}: parameters "
         f"{format_bytes(plan.parameters.per_device)}, gradients {format_bytes(plan.gradients.per_device)}, optimizer "
         f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
-        f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes stay whole on every device.\n"
+        f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes are replicated on every device.\n"
     )
     shown: list[RenderableType] = [_leaves_table(plan, lines), Text(summary)]
     replicated = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     if replicated and plan.devices > 1:
         replicated.sort(key=lambda line: -line.all_bytes.per_device)
         rows = [[line.name, format_bytes(line.all_bytes.per_device), str(line.row.reason)] for line in replicated]
-        title = "What stays whole, and why; bytes with gradient and optimizer state"
+        title = "Replicated leaves, and why; bytes with gradient and optimizer state"
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
     # Sections in reverse order: the model's before the optimizer's.
     shown += [kind.table(entries) for kind in reversed(SECTIONS) if (entries := getattr(plan, kind.name))]
@@ -77,7 +77,7 @@ def plan_bars(plan: Any) -> list[Bar]:
     ordered = sorted(is_replicated, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]
     return [
-        Bar(line.name, size, format_bytes(size) + ", whole" * is_replicated[line], is_replicated[line])
+        Bar(line.name, size, format_bytes(size) + ", replicated" * is_replicated[line], is_replicated[line])
         for line, size in sizes
     ]
 
@@ -187,7 +187,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
     cells = [total, per_device, gradient if row.trainable else "frozen", *state]
-    return [name, f"{_short(row.dtype)} {shape}", split or "whole", *cells, gathered]
+    return [name, f"{_short(row.dtype)} {shape}", split or "replicated", *cells, gathered]
 
 
 def _times(count: int) -> str:

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 def raise_on_all(
     work: Callable[[], Result],
     failure: type[Exception] | tuple[type[Exception], ...],
-    what: str = "what all processes do together",
+    action: str = "what all processes do together",
     timeout_s: float = PEER_TIMEOUT_S,
 ) -> Result:
     """Calls ``work`` and returns the result; raises ``failure`` in every process if ``work`` raises in any process.
@@ -44,10 +44,10 @@ def raise_on_all(
       work: a function that may fail in some processes only, such as reading a file.
       failure: the type of the error. Of a tuple of types, an error of a listed type keeps its type, and any further
         error becomes the first type.
-      what: name of the work for errors, the same in every process.
+      action: name of the work for errors, the same in every process.
       timeout_s: how long to wait for the other processes.
     Raises:
-      TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``what``.
+      TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``action``.
     """
     kinds = failure if isinstance(failure, tuple) else (failure,)
     results: list[Result] = []
@@ -60,7 +60,7 @@ def raise_on_all(
         caught, problem = error, [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), str(error)]
     except Exception as error:  # file systems and storage libraries raise errors of many types
         caught, problem = error, [0, cause_of(error)]
-    problems = allgather_text(json.dumps(problem), what, timeout_s)
+    problems = allgather_text(json.dumps(problem), action, timeout_s)
     groups = by_text(problems, range(len(problems)))
     failed = [(json.loads(text), same) for text, same in groups.items() if text != json.dumps(None)]
     if not failed:
@@ -105,21 +105,21 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
     return None
 
 
-def allgather_text(text: str, what: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
+def allgather_text(text: str, action: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
     """Returns the texts that the processes pass, in order; every process must call the function.
 
-    ``what`` names the purpose for errors.
+    ``action`` names the purpose for errors.
 
     Raises:
-      TimeoutError: a process is missing after ``timeout_s``; names the process, and ``what``.
-      ValueError: processes pass different ``what``.
+      TimeoutError: a process is missing after ``timeout_s``; names the process, and ``action``.
+      ValueError: processes pass different ``action``.
     """
     if not jax.distributed.is_initialized():
         if jax.process_count() > 1:
             raise RuntimeError("these processes have not joined; call initialize_distributed at the start.")
         return [text]
     me, count = job.process_id, job.num_processes
-    return exchange_in(KeyValueStore("exchange", me, range(count)), text, what, timeout_s) if count > 1 else [text]
+    return exchange_in(KeyValueStore("exchange", me, range(count)), text, action, timeout_s) if count > 1 else [text]
 
 
 def cause_of(error: BaseException) -> str:

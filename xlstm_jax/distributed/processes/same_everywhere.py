@@ -70,19 +70,23 @@ def assert_same_everywhere(
         compare(entries, what, job.process_id, range(job.num_processes), timeout_s)
 
 
-def compare(entries: Mapping[str, str], what: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
+def compare(entries: Mapping[str, str], subject: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
     """Implements ``assert_same_everywhere`` for entries (text by path); ``me`` is the index of this process."""
     # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
-    digests = exchange_in(KeyValueStore("agreement", me, processes), entries_digest, f"compare the {what}", timeout_s)
+    digests = exchange_in(
+        KeyValueStore("agreement", me, processes), entries_digest, f"compare the {subject}", timeout_s
+    )
     groups = sorted(by_text(digests, processes).values(), key=len, reverse=True)
     if len(groups) == 1:
         return
     # Every process exchanges again, so that their counts in the store stay equal; one per group sends its entries.
     shown = json.dumps(dict(entries) if me in [group[0] for group in groups[:GROUPS_SHOWN]] else {})
-    texts = exchange_in(KeyValueStore("agreement", me, processes), shown, f"see what differs in the {what}", timeout_s)
+    texts = exchange_in(
+        KeyValueStore("agreement", me, processes), shown, f"see what differs in the {subject}", timeout_s
+    )
     of_process = dict(zip(processes, map(json.loads, texts), strict=True))
-    raise ValueError(_difference(what, [(group, of_process[group[0]]) for group in groups[:GROUPS_SHOWN]]))
+    raise ValueError(_difference(subject, [(group, of_process[group[0]]) for group in groups[:GROUPS_SHOWN]]))
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
@@ -169,7 +173,8 @@ def _short(text: str) -> str:
     return f"{text[:TEXT_SHOWN]}... ({len(text)} characters, sha256 {digest(text)})"
 
 
-def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
+def _difference(subject: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
+    """Returns a text that lists the differing entries, each with its processes."""
     lines = []
     for path in dict.fromkeys(path for _, entries in reports for path in entries):
         processes_by_text = defaultdict(list)
@@ -179,7 +184,7 @@ def _difference(what: str, reports: Sequence[tuple[list[int], Mapping[str, str]]
             texts = [f"{text} on {named(processes)}" for text, processes in processes_by_text.items()]
             lines.append(f"'{path}' is {', but '.join(texts)}")
     hidden = f"\n  and {len(lines) - LINES_SHOWN} more" if len(lines) > LINES_SHOWN else ""
-    return f"the {what} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
+    return f"the {subject} differs between processes:\n  " + "\n  ".join(lines[:LINES_SHOWN]) + hidden
 
 
 # ----------------------------------------------------------------------------------------------------- settings of JAX

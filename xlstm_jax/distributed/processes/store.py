@@ -60,17 +60,17 @@ class KeyValueStore:
         self._client.key_value_delete(f"{self._folder}/{self._number - 1}/")
 
 
-def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) -> list[str]:
+def exchange_in(store: KeyValueStore, text: str, action: str, timeout_s: float) -> list[str]:
     """Posts this process's text, and returns the texts of all ``store.processes``, in order; every process calls.
 
-    ``what`` names the purpose for errors, as "restore step 3", and must be the same in every process.
+    ``action`` names the purpose for errors, as "restore step 3", and must be the same in every process.
 
     Raises:
       TimeoutError: processes are missing at the deadline; names the processes.
-      ValueError: processes call it with different ``what``; names the processes of each.
+      ValueError: processes call it with different ``action``; names the processes of each.
     """
     deadline = time.monotonic() + timeout_s
-    store.post(f"texts/{store.me}", json.dumps([what, text]))
+    store.post(f"texts/{store.me}", json.dumps([action, text]))
     # Process 0 decides for every process: if each waited by itself, a text that arrives at the deadline could be found
     # by some and missed by others, which would then disagree.
     if store.me == store.processes[0]:
@@ -80,14 +80,14 @@ def exchange_in(store: KeyValueStore, text: str, what: str, timeout_s: float) ->
     if "posted" not in answer:
         missing = answer.get("missing") or store.missing()
         raise TimeoutError(
-            f"{named(missing)} did not come to {what} within {timeout_s:g} s, for which {named([store.me])} waits. See "
-            f"the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Restart the job, or "
-            "wait longer if the process is only slow."
+            f"{named(missing)} did not come to {action} within {timeout_s:g} s, for which {named([store.me])} waits. "
+            f"See the log of process {missing[0]}: it may have died, hang, be slow, or run other code. Restart the "
+            "job, or wait longer if the process is only slow."
         )
-    whats, texts = zip(*answer["posted"], strict=True)
-    if len(set(whats)) > 1:
-        groups = by_text(whats, store.processes)
-        different = ", but ".join(f"{what} on {named(group)}" for what, group in groups.items())
+    actions, texts = zip(*answer["posted"], strict=True)
+    if len(set(actions)) > 1:
+        groups = by_text(actions, store.processes)
+        different = ", but ".join(f"{action} on {named(group)}" for action, group in groups.items())
         raise ValueError(f"processes do different things at once: {different}. Let all do the same in order.")
     return list(texts)
 

@@ -184,9 +184,9 @@ class LoopGuard:
         finally:
             self._watch(*before)
 
-    def _watch(self, what: str, timeout_s: float | None) -> None:
-        self._watching = (what, timeout_s)
-        self._entered("watch").watch(what, timeout_s)
+    def _watch(self, activity: str, timeout_s: float | None) -> None:
+        self._watching = (activity, timeout_s)
+        self._entered("watch").watch(activity, timeout_s)
 
     def _entered(self, method: str) -> Watchdog:
         """Returns the watchdog; raises a ``ValueError`` that names ``method`` if the ``with`` block was not entered."""

@@ -36,7 +36,7 @@ _STDERR = 2
 
 
 class _Watched(NamedTuple):
-    what: str
+    activity: str
     since: float
     timeout_s: float | None
 
@@ -65,16 +65,16 @@ class Watchdog:
         self._timer_stderr = _stderr_that_does_not_block()
         self._thread.start()
 
-    def watch(self, what: str, timeout_s: float | None) -> None:
-        """Restarts the clock for an operation named ``what``, limited to ``timeout_s`` seconds; None: without limit."""
-        before, self._watched = self._watched, _Watched(what, time.monotonic(), timeout_s)
+    def watch(self, activity: str, timeout_s: float | None) -> None:
+        """Restarts the clock for ``activity``, limited to ``timeout_s`` seconds; None: without limit."""
+        before, self._watched = self._watched, _Watched(activity, time.monotonic(), timeout_s)
         # With an unchanged limit the thread restarts the timer at its next poll, and a step needs no call into C.
         if timeout_s != before.timeout_s:
             self._restart_timer()
 
-    def rename(self, what: str) -> None:
+    def rename(self, activity: str) -> None:
         """Renames the watched operation without restarting the clock."""
-        self._watched = self._watched._replace(what=what)
+        self._watched = self._watched._replace(activity=activity)
 
     def stop(self) -> None:
         """Ends the thread and the timer."""
@@ -93,12 +93,12 @@ class Watchdog:
             left = float("inf") if watched.timeout_s is None else watched.since + watched.timeout_s - time.monotonic()
             if left <= 0:
                 took = f"has taken {time.monotonic() - watched.since:.1f} s, more than its {watched.timeout_s:g} s"
-                self._end(f"{watched.what} {took}", EXIT_HUNG)
+                self._end(f"{watched.activity} {took}", EXIT_HUNG)
             # A failure ends the process only at the second poll: a main thread that is not stuck has raised the error
             # by then.
             failed, failure = failure, self._find_failure()
             if failed and failure and not self._stopped.is_set():
-                self._end(f"{failure}, and {self._watched.what} did not end", EXIT_FAILED)
+                self._end(f"{failure}, and {self._watched.activity} did not end", EXIT_FAILED)
             self._restart_timer()
             self._stopped.wait(min(left, LOOK_EVERY_S))
 

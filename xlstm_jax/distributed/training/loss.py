@@ -131,9 +131,9 @@ class LossFunction:
         return Loss(total, weight, aux, collections)
 
 
-def _pair(returned: Any, option: str, what: str) -> tuple[Any, Any]:
+def _pair(returned: Any, option: str, meaning: str) -> tuple[Any, Any]:
     if not (isinstance(returned, tuple | list) and len(returned) == 2):
-        raise TypeError(f"{option}: loss_fn must return {what}, not {kind_of(returned)}.")
+        raise TypeError(f"{option}: loss_fn must return {meaning}, not {kind_of(returned)}.")
     return returned[0], returned[1]
 
 

@@ -152,11 +152,11 @@ class Results:
 
 
 class LossOfDevice(NamedTuple):
-    """Argument of checks of a device's loss, or weight, before reduction; ``what`` is its name for errors."""
+    """Argument of checks of a device's loss, or weight, before reduction; ``quantity`` is its name for errors."""
 
     value: jax.Array
     axes: tuple[str, ...]
-    what: str
+    quantity: str
 
 
 class Differentiated(NamedTuple):

@@ -211,6 +211,7 @@ class _Reader:
                 return [*carry, *results[len(carry) :]]
 
     def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        """Returns the axes along which results of a ``while_loop`` differ; repeats the body until they are stable."""
         of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[of_body:]
         # Devices that stop after different numbers of rounds end with different carries.

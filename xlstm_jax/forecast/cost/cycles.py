@@ -131,6 +131,7 @@ def _is_result(computation: Computation, instruction: Instruction) -> bool:
 def _written_by(
     program: Program, callee: Computation, caller: Instruction, results: tuple[Shape, ...], space: int
 ) -> int:
+    """Returns the bytes written to results in memory ``space``; an update in place counts the updated part."""
     root = callee.root
     parts = root.operands if root.opcode == "tuple" else (root.name,)
     if caller.opcode.endswith("-start"):

@@ -104,6 +104,7 @@ def sources(program: Program, value: Value) -> list[Value]:
 
 
 def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
+    """Returns the values that callers pass for a parameter of a computation; for a loop also the previous iteration."""
     number, before = value.instruction.tuple_index, []
     for caller, call in program.callers[value.computation.name]:
         if call.opcode == "while":

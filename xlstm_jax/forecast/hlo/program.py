@@ -188,6 +188,7 @@ class Program:
 
 
 def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
+    """Returns the computations that an instruction runs, without the reductions and fusions that it applies."""
     # Most instructions call nothing, and the regular expressions of `called` are slow.
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
         return ()

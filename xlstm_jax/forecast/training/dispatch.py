@@ -112,6 +112,7 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
+    """Returns bytes and times of the collectives that exchange tokens for one mixture of experts."""
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)
     waited_s = total_seconds((collective.count, collective.exposed_s) for collective in serving)

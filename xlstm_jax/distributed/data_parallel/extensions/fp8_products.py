@@ -220,8 +220,8 @@ class Fp8Products(Extension):
                     "make_train_step, or pass it to accumulate_gradients(..., collections=...); freeze a teacher by "
                     "freeze_params: docs/fp8.md."
                 )
-            here = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
-            if not here or not quantises_products(communication):
+            is_gathered = is_gathered_here(product.kernel, kernel) and bool(split_over(kernel, policy.axes))
+            if not is_gathered or not quantises_products(communication):
                 continue
             if axes := split_over(scale, policy.axes):
                 raise ValueError(

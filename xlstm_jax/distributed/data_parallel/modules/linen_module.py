@@ -106,11 +106,11 @@ def shard_module_params(
     """
     cls: Any = target if isinstance(target, type) else type(target)
     if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
-        what, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
+        noun, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
         if is_nnx(cls):
-            what, cure = f"{what} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
+            noun, cure = f"{noun} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
         raise TypeError(
-            f"shard_module_params takes a Linen module, its class or a function of one, not {what}. {cure}."
+            f"shard_module_params takes a Linen module, its class or a function of one, not {noun}. {cure}."
         )
     policy = ShardPolicy(
         axis_name,

@@ -151,6 +151,7 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 
 
 def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
+    """Looks up the rows of all devices in the local shard, and sends each device its rows."""
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
     # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.

@@ -130,7 +130,7 @@ def _eval_function(of: EvaluationTrace) -> None:
 
 
 def _axes_of_loss(of: LossOfDevice) -> None:
-    check_axes(of.value, of.axes, of.what)
+    check_axes(of.value, of.axes, of.quantity)
 
 
 def _branches(of: Differentiated) -> None:

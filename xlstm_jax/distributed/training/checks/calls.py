@@ -65,7 +65,7 @@ def check_donated(call: JittedCall) -> None:
 
 
 def compare_first_batch(call: JittedCall) -> None:
-    """Compares the batch between processes, once per step; processes wait for each other here."""
+    """Compares the batch of a step's first call between processes, which wait for each other here."""
     if "compared" not in call.step.seen and "batch" in call.named:
         # Leaves that are not arrays are named after the call has failed.
         if not any(map(why_no_array, jax.tree.leaves(call.named["batch"]))):
@@ -170,6 +170,7 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 
 
 def _deleted(name: str, where: str) -> ValueError:
+    """Returns the error for an argument whose memory an earlier step has reused."""
     if name in DONATED:
         return ValueError(
             f"{where} was handed to a step before, which donates its {name}. Go on with the {name} that it returned; "

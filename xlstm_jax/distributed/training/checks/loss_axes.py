@@ -5,15 +5,15 @@ import jax
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
-def check_axes(value: jax.Array, axes: tuple[str, ...], what: str) -> None:
+def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
     """Raises if the type of a loss or weight varies over other axes than the axes to average over."""
     varying = collectives.varying_axes(value)
     for axis in collectives.spread_axes(axes):
         if collectives.is_tracked(axis) and axis not in varying:
             raise ValueError(
-                f"{what} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it was "
-                "reduced over that axis already, or depends on neither parameters nor batch. Return the local value of "
-                "this device, which is averaged here, and a constant weight as a Python number."
+                f"{subject} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it "
+                "was reduced over that axis already, or depends on neither parameters nor batch. Return the local "
+                "value of this device, which is averaged here, and a constant weight as a Python number."
             )
     # JAX would sum the gradients of leaves that do not vary over such an axis, and no later mean would divide them.
     for axis in collectives.spread_axes(sorted(varying - set(axes))):

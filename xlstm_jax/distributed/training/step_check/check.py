@@ -372,7 +372,7 @@ class Comparison:
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
         """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
         model_axes = self.one_device.model_axes(self.given[1])
-        return list(report.of_leaves(leaves, seen.what, self.parts, of_loss, model_axes))
+        return list(report.of_leaves(leaves, seen.compared, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
         """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
@@ -525,12 +525,12 @@ class Comparison:
             findings, verdict = [*update.unknown], CANNOT_TELL
         verdict = verdict or (WRONG if findings else RIGHT)
         return StepCheck(
-            verdict, tuple(findings), seen.what, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
+            verdict, tuple(findings), seen.compared, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
         """Checks the update that the optimizer makes from the gradients; with ``is_right`` also a second step's."""
-        if seen.what != "gradients":
+        if seen.compared != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
             return UpdateCheck(tuple(frozen), unknown, ("the optimizer's state",) if self.compared_state else ())
@@ -558,7 +558,7 @@ class Comparison:
     def shows_gradients(self, seen: SeenStep) -> bool:
         """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
         of_state = seen.state_of_gradients
-        if seen.what != "updates" or of_state is None:
+        if seen.compared != "updates" or of_state is None:
             return True
         pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one_device.two_gradients()]
         return any(not same_bits(*leaves) for leaves in zip(*map(jax.tree.leaves, pairs), strict=True))

@@ -41,7 +41,7 @@ class SeenStep(NamedTuple):
     """Observation of one run of a step: a value per leaf to compare, and the states before and after.
 
     Attributes:
-      what: the kind of values in ``got``: "gradients", "first moments" or "updates".
+      compared: the kind of values in ``got``: "gradients", "first moments" or "updates".
       got: the observed value of each leaf, by path.
       of_gradients: computes the same kind of values from gradients.
       loss, collections: as returned by the step.
@@ -53,7 +53,7 @@ class SeenStep(NamedTuple):
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
 
-    what: str
+    compared: str
     got: dict[str, jax.Array]
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
     loss: ReportedLoss | None
@@ -124,7 +124,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     if any(np.any(np.asarray(leaf)) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
         return updates._replace(
-            what="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates
+            compared="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates
         )
     return updates
 

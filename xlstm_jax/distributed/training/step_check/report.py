@@ -38,7 +38,7 @@ class StepCheck:
       findings: sentences that name errors; for "cannot tell" the reason, and the change that makes a verdict possible.
       compared: the compared values: "gradients"; or "first moments" or "updates", if the step uses a custom optimizer
         instead of the state's.
-      how: how one device computed the reference, and with which random numbers.
+      method: how one device computed the reference, and with which random numbers.
       mesh: axes and sizes.
       leaves: a ``LeafCheck`` for each trainable parameter.
       loss_ratio: the loss of the step over the loss of one device; None if the step returns no metric "loss".
@@ -49,7 +49,7 @@ class StepCheck:
     verdict: str
     findings: tuple[str, ...]
     compared: str
-    how: str
+    method: str
     mesh: dict[str, int]
     leaves: tuple[LeafCheck, ...]
     loss_ratio: float | None
@@ -83,20 +83,20 @@ class StepCheck:
             worst = max(self.leaves, key=_distance)
             lines.append(
                 _LINES.fill(
-                    f"{self.how}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where rounding "
-                    f"explains {worst.tolerance:.1g}"
+                    f"{self.method}; the largest difference is {_distance(worst):.1g} of '{worst.path}', where "
+                    f"rounding explains {worst.tolerance:.1g}"
                 )
             )
             lines.append(_LINES.fill(_compared(self.compared, self.update)))
         return "\n".join(lines)
 
 
-def _compared(what: str, update: Sequence[str]) -> str:
+def _compared(subject: str, update: Sequence[str]) -> str:
     """Returns a text on the parts of a step that were compared, besides gradients, and on parts that were not."""
-    if what != "gradients":
+    if subject != "gradients":
         state = " and state" if update else ""
         return (
-            f"the step has an optimizer of its own, whose {what}{state} were compared with those of the state's "
+            f"the step has an optimizer of its own, whose {subject}{state} were compared with those of the state's "
             "optimizer on one device; metrics but the loss, and the values of collections, were not"
         )
     collections = "" if "collections" in update else ", and the values of collections,"
@@ -119,7 +119,7 @@ def _distance(leaf: LeafCheck) -> float:
 
 def of_leaves(
     leaves: Sequence[LeafCheck],
-    what: str,
+    subject: str,
     sizes: dict[str, int],
     of_loss: Multiple,
     model_axes: tuple[str, ...] = (),
@@ -143,7 +143,7 @@ def of_leaves(
         if leaf.copies_differ or not leaf.is_equal:
             faults[_cause(leaf, sizes, of_loss, model_axes)].append(leaf)
     for cause, some in faults.items():
-        yield f"{what} of {_counted(some)} ({listed(leaf.path for leaf in some)}) are {cause}"
+        yield f"{subject} of {_counted(some)} ({listed(leaf.path for leaf in some)}) are {cause}"
 
 
 def _counted(leaves: Sequence[object]) -> str:

@@ -155,6 +155,7 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 
 def _check(step: Step) -> None:
+    """Raises a ``ValueError`` if forecast and plan do not belong to the same step."""
     # The caller makes forecast and plan separately, so they may belong to different steps.
     mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
     if mesh != planned:

@@ -264,6 +264,7 @@ def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
 
 def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
+    """Returns the finding about an all-reduce of gradients where a reduce-scatter would do."""
     fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
     return Defect(
