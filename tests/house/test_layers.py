@@ -14,7 +14,7 @@ from tests.measures import FOREIGN, module_of, names_imported
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
 ORDER = """common_types, private_names, quiet_import, program_names
-    < formatting, equations, accelerators, introspection, explicit_axes
+    < formatting, equations, accelerators, introspection, explicit_axes < origins
     < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
