@@ -119,7 +119,6 @@ def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[st
         if axis not in known and (axis in box.model_axes or (axis not in varying and collectives.is_tracked(axis)))
     ]
     count = collectives.axis_size(summed)
-    if count == 1:
-        return grad
-    averages.check_no_average(path, grad, summed)
-    return grad / count
+    if count > 1:
+        averages.check_no_average(path, grad, summed)
+    return grad / count if count > 1 else grad
