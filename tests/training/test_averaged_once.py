@@ -216,10 +216,16 @@ def test_apply_gradients_raises_without_types_for_gradients_that_differ_between_
         trace(step_with(averages[average], state, check_vma=False), state)
 
 
+def mean_of_shards(grads):
+    return jax.tree.map(lambda leaf: jax.lax.pmean(leaf, "fsdp") if "fsdp" in varying(leaf) else leaf, sync(grads))
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_apply_gradients_raises_for_a_mean_of_shards_with_each_other(inside):
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
+def test_apply_gradients_raises_for_a_mean_of_shards_with_each_other(check_vma, inside):
     state = state_of("linen")
-    step = step_with(partial(jax.lax.pmean, axis_name=AXES), state, check_vma=False, inside=inside)
+    average = mean_of_shards if check_vma else partial(jax.lax.pmean, axis_name=AXES)
+    step = step_with(average, state, check_vma=check_vma, inside=inside)
     with pytest.raises(ValueError, match=r"the gradient of '.*kernel' was averaged over \('fsdp',\), axes that split"):
         trace(step, state)
 
@@ -244,8 +250,8 @@ def test_right_step_raises_nothing_and_equals_one_device(average, of, check_vma)
     state = state_of("linen with remat")
     after, _ = step_with(RIGHT[average], state, of=of, check_vma=check_vma)(state, BATCH)
     assert_same_params(unbox(after.params), on_one_device(), FLOAT32_ROUNDING)
-    with wrong_averages_pass():  # guard: without an average, parameters are others
-        wrong, _ = step_with(lambda grads: scaled(grads, 2), state, of=of, check_vma=check_vma)(state, BATCH)
+    with wrong_averages_pass():  # guard: twice the gradient makes other parameters
+        wrong, _ = step_with(lambda grads: scaled(sync(grads), 2), state, of=of, check_vma=check_vma)(state, BATCH)
     with pytest.raises(AssertionError):
         assert_same_params(unbox(wrong.params), on_one_device(), FLOAT32_ROUNDING)
 
