@@ -151,7 +151,7 @@ DOUBLED = {
     "scaled": lambda grads: sync(scaled(sync(grads))),
     "cast": lambda grads: sync(cast(sync(grads))),
     "clipped": lambda grads: sync(clipped(sync(grads))),
-    "added": lambda grads: sync(jax.tree.map(jnp.add, sync(grads), sync(grads))),
+    "added to a sum": lambda grads: sync(jax.tree.map(jnp.add, sync(grads), grads)),
 }
 RIGHT = {
     "once": sync,

@@ -68,17 +68,13 @@ def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
       value: a gradient that does not vary over ``axes`` by type.
       axes: axes over which the gradient counts as a sum.
     Raises:
-      ValueError: the gradient was computed from averages over an axis in ``axes``, and from no gradient of a later
-        ``jax.grad``; names the leaf.
+      ValueError: the gradient was computed from averages over an axis in ``axes``, and not by a later ``jax.grad``;
+        names the leaf.
     """
     if not _averages.known or not wrong_averages_raise():
         return
-    found: frozenset[str] = frozenset()
-    for origin in origins(Value(value), ends=lambda origin: bool(averaged_axes(origin.held)) or is_gradient(origin)):
-        of_average = averaged_axes(origin.held)
-        if not of_average and is_gradient(origin):
-            return  # the sum of a gradient that was not averaged
-        found |= of_average
+    ends = lambda origin: bool(averaged_axes(origin.held)) or is_gradient(origin)  # noqa: E731
+    found = frozenset[str]().union(*[averaged_axes(origin.held) for origin in origins(Value(value), ends)])
     if twice := tuple(axis for axis in axes if axis in found):
         raise ValueError(
             f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "
