@@ -6,7 +6,8 @@ says whether to divide. So averages are remembered:
   the average itself        is found by its identity: ``averaged_axes``; ``sync_gradients`` returns it unchanged
   a value computed from it  (scaled, cast, clipped) is found by its equations, and refused: ``check_no_average``
 
-Equations show a changed average only within one trace. A ``scan`` or ``jax.jit`` around the second call hides them.
+Equations show a changed average only within one trace: inside a ``scan`` or ``jax.jit`` that receives an average, the
+average is an argument without equations, and a second ``sync_gradients`` there divides it.
 """
 
 import threading

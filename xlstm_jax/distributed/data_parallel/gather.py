@@ -59,9 +59,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
     Call ``sync_gradients`` once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over
     this device's batch. Arrays returned by ``sync_gradients`` or ``training.value_and_grad`` are recognised, and not
-    averaged again. If you scale, cast or clip an average and pass it in again in the same trace, an error is raised;
-    after a ``scan`` or ``jax.jit`` it is not recognised, and may be divided a second time: ``training.check_step``
-    finds this.
+    averaged again. If you scale, cast or clip an average and pass it in again, an error is raised; inside a ``scan`` or
+    ``jax.jit`` that receives the average it is not recognised, and may be divided a second time:
+    ``training.check_step`` finds this.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices

@@ -43,11 +43,12 @@ _SUMS = {"psum", "psum_invariant"}
 class Multiple(NamedTuple):
     """Relation of a gradient to the result of the backward pass: ``by`` times it, summed over the axes ``summed``.
 
-    A mean over 4 devices is a sum times 1/4. ``varying``: axes over which the result of the backward pass varies by
-    type. ``of_shard_map``: whether the backward pass ran inside ``shard_map``.
+    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``by`` that is of ``sync_gradients``.
+    ``varying``: axes over which the result of the backward pass varies by type.
     """
 
     by: Fraction
+    by_sync: Fraction
     summed: frozenset[str]
     varying: frozenset[str]
 
@@ -73,14 +74,18 @@ def _relation(value: Value) -> Relation:
         return None
     if is_gradient(value):
         is_local = bool(value.aval.sharding.mesh.manual_axes)
-        return Multiple(Fraction(1), frozenset(), collectives.varying_axes_of_type(value.aval)) if is_local else None
+        return (
+            Multiple(Fraction(1), Fraction(1), frozenset(), collectives.varying_axes_of_type(value.aval))
+            if is_local
+            else None
+        )
     name, operands = made.eqn.primitive.name, made.operands
     if name in _UNCHANGED:
         return _relation(operands[made.number])
     if name in ("add", "add_any", "sub"):
         return _of_both(*map(_relation, operands))
     if name in ("mul", "div"):
-        return _scaled(name, *operands)
+        return _scaled(made)
     if name in _SUMS:
         return _summed(made)
     within = inside(made)
@@ -93,13 +98,19 @@ def _of_both(one: Relation, other: Relation) -> Relation:
     return one if other == ZERO else None
 
 
-def _scaled(name: str, one: Value, other: Value) -> Relation:
+def _scaled(made: Made) -> Relation:
+    name, (one, other) = made.eqn.primitive.name, made.operands
     if (number := _number(other)) is None and name == "mul":
         one, number = other, _number(one)
     of = _relation(one) if number else None
     if not isinstance(of, Multiple) or number is None:
         return of
-    return of._replace(by=of.by * Fraction(number) if name == "mul" else of.by / Fraction(number))
+    return _times(of, Fraction(number) if name == "mul" else 1 / Fraction(number), made)
+
+
+def _times(of: Multiple, factor: Fraction, made: Made) -> Multiple:
+    is_of_sync = "sync_gradients" in str(made.eqn.source_info.name_stack)
+    return of._replace(by=of.by * factor, by_sync=of.by_sync * (factor if is_of_sync else 1))
 
 
 def _number(value: Value) -> float | None:
@@ -119,8 +130,8 @@ def _summed(made: Made) -> Relation:
         return of if of == ZERO else None
     shape = operand.aval.sharding.mesh.shape
     # Also a sum over devices that hold equal values multiplies a mean by their number.
-    count = np.prod([shape[axis] for axis in axes], dtype=int)
-    return of._replace(by=of.by * int(count), summed=of.summed.union(axes))
+    count = int(np.prod([shape[axis] for axis in axes], dtype=int))
+    return _times(of, Fraction(count), made)._replace(summed=of.summed.union(axes))
 
 
 def _shard_map_of(value: Value) -> Made | None:
@@ -184,7 +195,9 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
         mean = other.relation
         assert isinstance(mean, Multiple)
         axes = [axis for axis in other.leaf.gathered_axes if axis in mean.varying]
-        if of.by == mean.by and (over := tuple(axis for axis in axes if axis not in of.varying)):
+        # If only the parts of sync_gradients differ, the program scales some leaves on purpose.
+        is_alike = (of.by, of.by_sync) == (mean.by, mean.by_sync)
+        if is_alike and (over := tuple(axis for axis in axes if axis not in of.varying)):
             raise ValueError(
                 f"apply_gradients: JAX has summed the gradient of '{grad.path}' over {over}, and the gather has "
                 f"averaged that of '{other.path}': one of both is wrong by the number of devices. sync_gradients is "
