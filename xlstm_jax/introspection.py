@@ -137,3 +137,14 @@ def is_batched(value: Any) -> bool:
     """Returns whether ``value`` is a single example of a batch that ``jax.vmap`` maps over."""
     # JAX exports no name for this tracer.
     return type(value).__name__ == "BatchTracer"
+
+
+def equation_of(tracer: Any) -> tuple[Any, list[Any], int] | None:
+    """Returns the equation under trace that made a tracer, its operands (tracers), and the number of the result.
+
+    None for an argument of the traced function, and for a tracer of a transformation such as ``jax.grad``.
+    """
+    eqn = getattr(tracer, "parent", None)
+    operands, results = getattr(eqn, "in_tracers", None), getattr(eqn, "outvars", ())
+    numbers = [number for number, var in enumerate(results) if var is getattr(tracer, "val", None)]
+    return (eqn, list(operands), numbers[0]) if operands is not None and numbers else None

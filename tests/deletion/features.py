@@ -137,6 +137,18 @@ FEATURES = [
         ("optimizers/offload.py", "../forecast/training", "../cli"),
         r"\bOffload\b|\bNO_OFFLOAD\b|optimizers\.offload\b",
     ),
+    Feature(
+        "errors of custom steps that average wrongly",
+        ("training/checks/averaging.py", "training/varying_params.py"),
+        r"\bAVERAGED_ONCE\b|\bvarying_params\b|checks\.averaging\b",
+        own=(
+            "tests/training/test_averaged_once.py",
+            *(
+                f"tests/errors/test_errors.py::test_row_raises_the_documented_error[own-step-{name}]"
+                for name in ("without-average", "without-average-or-types", "averages-shards")
+            ),
+        ),
+    ),
     Feature("norms of each leaf", ("optimizers/leaf_norms.py",), r"\bwith_leaf_norms\b|\bleaf_norms\b"),
     Feature("averages of weights", ("optimizers/ema.py",), r"\bwith_ema\b|\bema_params\b"),
     Feature("skipped steps", ("optimizers/nonfinite.py",), r"\bskip_nonfinite\b|\bskip_counts\b"),

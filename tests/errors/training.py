@@ -40,14 +40,21 @@ from xlstm_jax.distributed import (
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
+    partition_specs,
     shard_batch,
+    sync_gradients,
     unbox,
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.optimizers import skip_nonfinite, with_ema
-from xlstm_jax.distributed.training import accumulate_gradients, chunked_cross_entropy, default_batch_axes
+from xlstm_jax.distributed.training import (
+    accumulate_gradients,
+    chunked_cross_entropy,
+    default_batch_axes,
+    varying_params,
+)
 
 calls, losses, models, evaluation, collections, checking, names, frozen, optimizers = map(
     Section,
@@ -263,6 +270,20 @@ def deleted():
     old = jax.tree.map(jnp.copy, dense().params)
     jax.tree.map(lambda x: x.delete(), old)
     given({"teacher": old})()
+
+
+def own_step(average, check_vma=True):
+    """Traces a custom step on a wrapped Dense, with an average of the gradients of ``jax.grad``."""
+
+    def step(state, batch):
+        specs = partition_specs(state.params, MESH)
+        grads_of = lambda params, batch: average(jax.grad(mean_loss)(params, state.apply_fn, batch, None))  # noqa: E731
+        grads = jax.shard_map(grads_of, mesh=MESH, in_specs=(specs, P(AXES)), out_specs=specs, check_vma=check_vma)(
+            state.params, batch
+        )
+        return state.apply_gradients(grads=grads)
+
+    return lambda: jax.eval_shape(step, dense(), BATCH)
 
 
 # ----- warnings
@@ -913,6 +934,46 @@ ROWS = [
         losses(f"loss-returns-{name}", returned(out, **options), TypeError, words, *says)
         for name, out, options, words, *says in RETURNED
     ],
+    # ----- averages of a custom step
+    losses(
+        "own-step-without-average",
+        own_step(lambda grads: grads),
+        ValueError,
+        "apply_gradients: JAX has summed the gradient of",
+        "the gradient of 'bias' over ('fsdp',), and the gather has averaged that of 'kernel'",
+        "call sync_gradients once",
+    ),
+    losses(
+        "own-step-averaged-twice",
+        own_step(lambda grads: sync_gradients(jax.tree.map(lambda x: x / 2, sync_gradients(grads, AXES)), AXES)),
+        ValueError,
+        "sync_gradients: '…' of shape … was averaged over",
+        "sync_gradients: 'bias' of shape (4,) was averaged over ('dp', 'fsdp')",
+        "Call sync_gradients once",
+    ),
+    losses(
+        "own-step-without-average-or-types",
+        own_step(lambda grads: grads, check_vma=False),
+        ValueError,
+        "apply_gradients: the gradient of '…' differs between devices",
+        "the gradient of 'bias' differs between devices along ('dp', 'fsdp')",
+        "sync_gradients is missing",
+    ),
+    losses(
+        "own-step-averages-shards",
+        own_step(lambda grads: lax.pmean(grads, AXES), check_vma=False),
+        ValueError,
+        "apply_gradients: the gradient of '…' was averaged over",
+        "the gradient of 'kernel' was averaged over ('fsdp',), axes that split the leaf",
+        "in place of pmean",
+    ),
+    losses(
+        "varying-params-outside",
+        lambda: varying_params(dense().params, AXES),
+        ValueError,
+        "…: … is not a bound mesh axis",
+        "varying_params: 'dp' is not a bound mesh axis",
+    ),
     losses(
         "aux-named-loss",
         returned(lambda loss: (loss, {"loss": 7.0}), has_aux=True),

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
 ORDER = """common_types, private_names, quiet_import, program_names
     < formatting, equations, accelerators, introspection, explicit_axes
-    < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
+    < origins < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
     < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
 EXAMPLE = PACKAGE / "cli" / "example.py"  # written as a user's program, with the names that users import

@@ -8,15 +8,11 @@ A box holds the leaf's communication options (``Communication``), so that a gath
 ``gather_array`` gathers one array.
 """
 
-import threading
-import weakref
-
 import jax
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel import averages, trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -63,8 +59,9 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
     Call ``sync_gradients`` once, inside ``shard_map``, on the result of ``jax.grad`` of a loss that is the mean over
     this device's batch. Arrays returned by ``sync_gradients`` or ``training.value_and_grad`` are recognised, and not
-    averaged again. If you scale, cast or clip an average and pass it in again, it is not recognised, and may be divided
-    a second time; ``training.check_step`` finds this.
+    averaged again. If you scale, cast or clip an average and pass it in again, an error is raised; inside a ``scan`` or
+    ``jax.jit`` that receives the average it is not recognised, and may be divided a second time:
+    ``training.check_step`` finds this.
 
     >>> sync = lambda grad: sync_gradients(grad, "fsdp")
     >>> grads = jnp.array([0.0, 1.0, 2.0, 3.0])  # one value on each of 4 devices
@@ -87,31 +84,29 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     Returns:
       The tree with the same boxes and dtypes; sums run in float32 if the leaves are narrower.
     Raises:
-      ValueError: an axis is not bound; lists the bound axes.
+      ValueError: an axis is not bound; lists the bound axes. Or a gradient was averaged before and then changed; names
+        the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="sync_gradients")
     live, put_back = trees.split_differentiable(grads)
+    paths = [path for path, leaf in trees.sharded_leaves(grads) if leaf.is_differentiable]
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
-        for box in map(leaf_of, live):
-            # By identity: an average that was scaled is another array, and is not found.
-            known = next((over for average, over in _averages.known if average() is box.value), frozenset())
+        for path, box in zip(paths, map(leaf_of, live), strict=True):
+            known = averages.averaged_axes(box.value)
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
-            values.append(_divide_summed(box, left, known))
+            values.append(_divide_summed(path, box, left, known))
             # Over the model's own axes the gradient is already a sum, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
-    # Weak references: a tracer must not outlive its trace. References to tracers of ended traces are dropped here.
-    alive = [(average, over) for average, over in _averages.known if average() is not None]
-    traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
-    _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
+    averages.remember(synced, averaged)
     return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
 
 
-def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
+def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
     """Returns the gradient divided by the number of devices over which the gradient is already a sum.
 
     The gradient is a sum over the model's own axes, and over tracked axes (of copies, too) missing in its type.
@@ -124,18 +119,6 @@ def _divide_summed(box: Sharded, axes: list[str], known: frozenset[str]) -> jax.
         if axis not in known and (axis in box.model_axes or (axis not in varying and collectives.is_tracked(axis)))
     ]
     count = collectives.axis_size(summed)
+    if count > 1:
+        averages.check_no_average(path, grad, summed)
     return grad / count if count > 1 else grad
-
-
-class _Averages(threading.local):
-    """Traced arrays returned by ``sync_gradients`` and still alive, with the axes of the average.
-
-    An average has the type of a sum, and JAX arrays cannot be annotated with their origin. A trace runs in one thread,
-    and several threads may trace at a time.
-    """
-
-    def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
-
-
-_averages = _Averages()

@@ -36,6 +36,7 @@ from xlstm_jax.distributed.training.state import (
 from xlstm_jax.distributed.training.step import make_train_step
 from xlstm_jax.distributed.training.step_check.check import check_step
 from xlstm_jax.distributed.training.step_check.report import StepCheck
+from xlstm_jax.distributed.training.varying_params import varying_params
 
 __all__ = [
     "LMHead",
@@ -57,4 +58,5 @@ __all__ = [
     "optimizer_state_shardings",
     "replayed",
     "value_and_grad",
+    "varying_params",
 ]

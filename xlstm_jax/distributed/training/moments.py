@@ -42,6 +42,7 @@ Moment = Literal[
     "placed",  # before the arguments are passed to JAX
     "refused",  # after JAX has raised an error
     "returned",  # after the call has returned
+    "update",  # when ``apply_gradients`` of a state is called: AppliedGradients
     "failure",  # after JAX has raised an error inside a loss function: the exception
 ]
 
@@ -178,6 +179,13 @@ class Averaged(NamedTuple):
     over: int
     weighted: bool
     jaxpr: Callable[[], Any]
+
+
+class AppliedGradients(NamedTuple):
+    """Argument of checks of the gradients that ``apply_gradients`` was called with, for these parameters."""
+
+    params: PyTree
+    grads: PyTree
 
 
 class JittedStep(NamedTuple):

@@ -35,7 +35,7 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Place
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
-from xlstm_jax.distributed.training.moments import CreatedState, NewModel, NewVariables, run_checks
+from xlstm_jax.distributed.training.moments import AppliedGradients, CreatedState, NewModel, NewVariables, run_checks
 from xlstm_jax.explicit_axes import on_auto_axes, outside_set_mesh, placed, sharding_of_input, with_auto_axes
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
@@ -97,7 +97,12 @@ class TrainState(FlaxTrainState):
         Outside ``shard_map`` the optimizer receives global arrays without boxes and padding, as in ``make_train_step``,
         so every optax transform is exact. Inside ``shard_map``, and for a state created from boxed parameters, the
         optimizer receives the gradients as passed: see ``elementwise_only``.
+
+        Raises:
+          ValueError: while the step is traced, if types and equations prove that gradients were not averaged over
+            devices, or that shards were averaged with each other; names a leaf (see docs/howto/own_step.md).
         """
+        run_checks("update", AppliedGradients(self.params, grads))
         mesh = _mesh_of(self.params)
         if mesh is None or self.sees_boxes or collectives.manual_axes():
             return super().apply_gradients(grads=grads, **kwargs)

@@ -116,8 +116,12 @@ def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
 
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes over which ``value`` varies by type; empty under ``check_vma=False``."""
+    return varying_axes_of_type(jax.typeof(value))
+
+
+def varying_axes_of_type(aval: Any) -> frozenset[str]:
+    """Returns ``varying_axes`` of a value of the type ``aval``."""
     # JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
-    aval = jax.typeof(value)
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 

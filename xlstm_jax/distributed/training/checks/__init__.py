@@ -27,6 +27,7 @@ from xlstm_jax.distributed.training.arguments import (
     takes_key,
 )
 from xlstm_jax.distributed.training.checks import calls
+from xlstm_jax.distributed.training.checks.averaging import AVERAGED_ONCE
 from xlstm_jax.distributed.training.checks.collections import COLLECTIONS_OF_STATE, EQUAL_COLLECTIONS
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
 from xlstm_jax.distributed.training.checks.loss_axes import check_axes
@@ -207,5 +208,6 @@ CHECKS[:] = [
     TrainingCheck("placed", calls.check_placed, ERRORS),
     TrainingCheck("refused", calls.raise_for_leaf, ERRORS),
     TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
+    AVERAGED_ONCE,
     TrainingCheck("failure", raise_with_cure, ERRORS),
 ]

@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
@@ -148,7 +149,8 @@ def check_step(
     comparison = Comparison(
         partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one_device
     )
-    return comparison.of_ready_step() if options else comparison.of_own_step()
+    with wrong_averages_pass():  # the numbers show the mistake, and its factor
+        return comparison.of_ready_step() if options else comparison.of_own_step()
 
 
 def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,229 @@
+"""Check of the gradients of a step of one's own: were they averaged over devices, each leaf once?
+
+The gather of a split leaf averages its gradient over the axes of the gather. For a replicated leaf JAX sums (under
+``check_vma=True``) or does nothing. So until ``sync_gradients`` has run, the gradients of a tree are of two kinds, and
+the check compares kinds, by types and by the equations between the backward pass and the optimizer:
+
+  type          after the backward pass: equal along an axis, so JAX has summed; or varying along it
+  multiple      what the equations then multiply the gradient by: 1/8 by ``sync_gradients``, 1/4 by 4 minibatches
+  a mistake     a sum and a mean with the same multiple: whatever the loss is, one of both is wrong
+
+A scale of the loss is no mistake: it changes both kinds alike. If all gradients of a tree are sums over an axis, no
+type shows whether the loss contains the mean, and the check passes. An equation that multiplies by no known number (a
+clipping) hides its leaf. ``check_step`` compares numbers, and finds what this check passes.
+
+Under ``check_vma=False`` there are no types. The check then follows the axes along which devices differ through the
+equations of the ``shard_map``, as ``equal_results`` does for steps of ``make_train_step``.
+"""
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import NamedTuple
+
+import numpy as np
+from jax.core import Tracer
+
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import wrong_averages_raise
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.training.moments import AppliedGradients, TrainingCheck
+from xlstm_jax.distributed.training.varying import followed_equation
+from xlstm_jax.equations import named_axes
+from xlstm_jax.origins import Made, Value, inside, is_gradient
+
+# Equations whose results are their operands, in another shape, layout, dtype or type.
+_UNCHANGED = {
+    *("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "copy_p", "name"),
+    *("pvary", "pcast", "reduced_vary_cast", "preduced", "optimization_barrier", "sharding_constraint", "reshard"),
+}
+_SUMS = {"psum", "psum_invariant"}
+
+
+class Multiple(NamedTuple):
+    """Relation of a gradient to the result of the backward pass: ``by`` times it, summed over the axes ``summed``.
+
+    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``by`` that is of ``sync_gradients``.
+    ``varying``: axes over which the result of the backward pass varies by type.
+    """
+
+    by: Fraction
+    by_sync: Fraction
+    summed: frozenset[str]
+    varying: frozenset[str]
+
+
+class _Gradient(NamedTuple):
+    """Gradient of the leaf at ``path``, traced, with the leaf and the relation to the backward pass."""
+
+    path: str
+    leaf: Sharded
+    value: Value
+    relation: "Relation"
+
+
+ZERO = "zero"  # the relation of zeros, such as the first carry of a loop over minibatches, to any gradient
+Relation = Multiple | str | None  # None: not known
+
+
+def _relation(value: Value) -> Relation:
+    """Returns the relation of a traced gradient to the result of the backward pass."""
+    if value.number is not None:
+        return ZERO if value.number == 0 else None
+    if (made := value.made()) is None:
+        return None
+    if is_gradient(value):
+        is_local = bool(value.aval.sharding.mesh.manual_axes)
+        return (
+            Multiple(Fraction(1), Fraction(1), frozenset(), collectives.varying_axes_of_type(value.aval))
+            if is_local
+            else None
+        )
+    name, operands = made.eqn.primitive.name, made.operands
+    if name in _UNCHANGED:
+        return _relation(operands[made.number])
+    if name in ("add", "add_any", "sub"):
+        return _of_both(*map(_relation, operands))
+    if name in ("mul", "div"):
+        return _scaled(made)
+    if name in _SUMS:
+        return _summed(made)
+    within = inside(made)
+    return None if within is None else _relation(within)
+
+
+def _of_both(one: Relation, other: Relation) -> Relation:
+    if one in (ZERO, other):
+        return other
+    return one if other == ZERO else None
+
+
+def _scaled(made: Made) -> Relation:
+    name, (one, other) = made.eqn.primitive.name, made.operands
+    if (number := _number(other)) is None and name == "mul":
+        one, number = other, _number(one)
+    of = _relation(one) if number else None
+    if not isinstance(of, Multiple) or number is None:
+        return of
+    return _times(of, Fraction(number) if name == "mul" else 1 / Fraction(number), made)
+
+
+def _times(of: Multiple, factor: Fraction, made: Made) -> Multiple:
+    is_of_sync = "sync_gradients" in str(made.eqn.source_info.name_stack)
+    return of._replace(by=of.by * factor, by_sync=of.by_sync * (factor if is_of_sync else 1))
+
+
+def _number(value: Value) -> float | None:
+    """Returns the number that a value, cast or broadcast, consists of; None if it is not known, or not finite."""
+    while value.number is None:
+        made = value.made()
+        if made is None or made.eqn.primitive.name not in _UNCHANGED or is_gradient(value):
+            return None
+        value = made.operands[made.number]
+    return value.number if np.isfinite(value.number) else None
+
+
+def _summed(made: Made) -> Relation:
+    operand, axes = made.operands[made.number], named_axes(made.eqn)
+    of = _relation(operand)
+    if not isinstance(of, Multiple) or made.eqn.params.get("axis_index_groups") is not None:
+        return of if of == ZERO else None
+    shape = operand.aval.sharding.mesh.shape
+    # Also a sum over devices that hold equal values multiplies a mean by their number.
+    count = int(np.prod([shape[axis] for axis in axes], dtype=int))
+    return _times(of, Fraction(count), made)._replace(summed=of.summed.union(axes))
+
+
+def _shard_map_of(value: Value) -> Made | None:
+    """Returns the ``shard_map``, as an equation with the number of the result, that a traced gradient comes from."""
+    while made := value.made():
+        if made.eqn.primitive.name == "shard_map":
+            return made
+        alike = [operand for operand in made.operands if np.shape(operand.aval) == np.shape(value.aval)]
+        if len(alike) != 1:
+            return None
+        (value,) = alike
+    return None
+
+
+def check_averaged_once(of: AppliedGradients) -> None:
+    """Raises if the equations of a step prove that its gradients were not averaged over devices, or wrongly.
+
+    Raises:
+      ValueError: the gradient of a replicated leaf is a sum over an axis over which that of a split leaf is a mean; or
+        shards were averaged with each other; or a gradient differs between devices although its spec says that it is
+        equal. Names the leaf, the axes and the cure.
+    """
+    if not wrong_averages_raise():
+        return
+    grads = list(_traced_gradients(of))
+    known = [grad for grad in grads if isinstance(grad.relation, Multiple)]
+    for grad in known:
+        _check_shards(grad)
+    split = [grad for grad in known if grad.leaf.gathered_axes]
+    for grad in known:
+        _check_sums(grad, split)
+    for grad in grads:
+        _check_equal(grad)
+
+
+def _traced_gradients(of: AppliedGradients) -> Iterator[_Gradient]:
+    grads = dict(trees.sharded_leaves(of.grads))
+    for path, leaf in trees.sharded_leaves(of.params):
+        held = grads[path].value if path in grads else None
+        if leaf.is_differentiable and isinstance(held, Tracer):
+            value = Value(held)
+            yield _Gradient(path, leaf, value, _relation(value))
+
+
+def _check_shards(grad: _Gradient) -> None:
+    """Raises if the shards of a leaf were summed over the axes that split the leaf."""
+    assert isinstance(grad.relation, Multiple)
+    if over := tuple(axis for axis in grad.leaf.gathered_axes if axis in grad.relation.summed):
+        raise ValueError(
+            f"apply_gradients: the gradient of '{grad.path}' was averaged over {over}, axes that split the leaf: its "
+            "shards were added to each other, and the gather had averaged already. Call sync_gradients on all "
+            "gradients in place of pmean, or use value_and_grad."
+        )
+
+
+def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
+    """Raises if ``grad`` is a sum over axes over which the gradient of a leaf in ``split`` is a mean."""
+    of = grad.relation
+    assert isinstance(of, Multiple)
+    for other in split:
+        mean = other.relation
+        assert isinstance(mean, Multiple)
+        axes = [axis for axis in other.leaf.gathered_axes if axis in mean.varying]
+        # If only the parts of sync_gradients differ, the program scales some leaves on purpose.
+        is_alike = (of.by, of.by_sync) == (mean.by, mean.by_sync)
+        if is_alike and (over := tuple(axis for axis in axes if axis not in of.varying)):
+            raise ValueError(
+                f"apply_gradients: JAX has summed the gradient of '{grad.path}' over {over}, and the gather has "
+                f"averaged that of '{other.path}': one of both is wrong by the number of devices. sync_gradients is "
+                "missing, or ran over too few axes, or pmean ran in its place: call sync_gradients once over all axes "
+                "of the batch and of the gathers, or use value_and_grad."
+            )
+
+
+def _check_equal(grad: _Gradient) -> None:
+    """Raises if a gradient from a ``shard_map`` without types differs along an axis that its spec does not name."""
+    made = _shard_map_of(grad.value)
+    if made is None or made.eqn.params.get("check_vma", True):
+        return
+    eqn, mesh = made.eqn, made.eqn.params["mesh"].shape
+    differs = followed_equation(eqn, [frozenset()] * len(eqn.invars), lambda eqn, inputs: None)[made.number]
+    # Axes of values that were communicated by hand have a second mark: nothing proves that they differ.
+    over = tuple(
+        axis for axis, size in mesh.items() if size > 1 and axis in differs and f"{axis} by hand" not in differs
+    )
+    if over:
+        raise ValueError(
+            f"apply_gradients: the gradient of '{grad.path}' differs between devices along {over}, and the out_specs "
+            "of the shard_map declare it equal. sync_gradients is missing, or ran over too few axes: call it once over "
+            "all axes of the batch and of the gathers, or use value_and_grad. Or a norm of shards scales the gradient: "
+            "clip by clip_by_global_norm of this library, or outside of shard_map."
+        )
+
+
+AVERAGED_ONCE = TrainingCheck("update", check_averaged_once, "howto/own_step.md")

@@ -1,0 +1,110 @@
+"""``Value``: a traced value with the equation that made it, to walk back from results to their origins.
+
+  Value(tracer)          a tracer of ``jax.jit`` or ``shard_map``
+  value.made()           the equation, its operands as values, and the number of the result
+  inside(made)           the same result within the equation's jaxpr: a call, a ``scan``, a ``shard_map``
+  is_gradient(value)     whether a backward pass made the value
+  origins(value, ends)   the values from which it was computed
+
+Only equations are read: nothing is computed. Tracers of other transformations, and arguments of the traced function,
+have no equation, and end a walk.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from xlstm_jax.equations import FUNCTIONS, name_and_params
+from xlstm_jax.introspection import equation_of
+from xlstm_jax.private_names import core
+
+_ENTERED = FUNCTIONS | {"remat2", "checkpoint", "scan", "shard_map"}  # operands and results are those of the jaxpr
+MOST_VALUES = 10_000  # a longer walk is given up
+
+
+class _Scope:
+    """Jaxpr of an equation, with the values of its inputs."""
+
+    def __init__(self, jaxpr: Any, inputs: list["Value"]) -> None:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        self.results = jaxpr.outvars
+        self.inputs = dict(zip(jaxpr.invars, inputs, strict=True))
+        self.equations = {var: (eqn, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
+
+    def value(self, var: Any) -> "Value":
+        return Value(var, self) if isinstance(var, core.Literal) else self.inputs.get(var) or Value(var, self)
+
+
+class Made(NamedTuple):
+    """Origin of a value: result ``number`` of the equation ``eqn``."""
+
+    eqn: Any
+    operands: list["Value"]
+    number: int
+
+
+class Value(NamedTuple):
+    """Traced value: a tracer, or a variable or literal of the jaxpr ``scope`` of an equation.
+
+    The value of an argument of a jaxpr is the value that the equation passes to it; a carry of a ``scan`` thus is its
+    first value.
+    """
+
+    held: Any
+    scope: _Scope | None = None
+
+    @property
+    def aval(self) -> Any:
+        return jax.typeof(self.held) if self.scope is None else self.held.aval
+
+    @property
+    def number(self) -> float | None:
+        """Value of a scalar literal; None for anything else."""
+        literal = getattr(self.held, "val", None)
+        literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
+        is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
+        return float(literal) if is_scalar and np.isrealobj(literal) else None
+
+    def made(self) -> Made | None:
+        """Returns the equation that made the value, with its operands; None if no equation is known."""
+        if self.scope is None:
+            if found := equation_of(self.held):
+                eqn, tracers, number = found
+                return Made(eqn, [Value(tracer) for tracer in tracers], number)
+        elif not isinstance(self.held, core.Literal) and self.held in self.scope.equations:
+            eqn, number = self.scope.equations[self.held]
+            return Made(eqn, [self.scope.value(var) for var in eqn.invars], number)
+        return None
+
+
+def inside(made: Made) -> Value | None:
+    """Returns the value within the jaxpr of a call, a ``scan`` or a ``shard_map``; None for other equations."""
+    name, params = name_and_params(made.eqn)
+    jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
+    if name not in _ENTERED or jaxpr is None:
+        return None
+    scope = _Scope(jaxpr, made.operands)
+    return scope.value(scope.results[made.number])
+
+
+def origins(value: Value, ends: Callable[[Value], bool]) -> Iterator[Value]:
+    """Yields the value and all values from which it was computed; the operands of a value that ``ends`` are left out.
+
+    Equations within calls are not entered. After ``MOST_VALUES`` values the walk stops.
+    """
+    known, waiting = set[int](), [value]
+    while waiting and len(known) < MOST_VALUES:
+        here = waiting.pop()
+        if id(here.held) not in known:
+            known.add(id(here.held))
+            yield here
+            if not ends(here) and (made := here.made()):
+                waiting.extend(made.operands)
+
+
+def is_gradient(value: Value) -> bool:
+    """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value."""
+    made = value.made()
+    return made is not None and "transpose(" in str(made.eqn.source_info.name_stack)
