@@ -35,7 +35,7 @@ class StandardDeviation(PureMetric):
     0. Observe a value for each example for the deviation of the examples; observe one value for each step, such as the
     gradient norm that the step returns, for the deviation over the steps.
 
-    The relative error is about 1e-6 as long as the mean is less than 10,000 deviations, and grows with the square of
+    The relative error is below 3e-6 as long as the mean is less than 10,000 deviations, and grows with the square of
     their ratio: 1e-4 for 100,000. For equal values the result is 0, or at most 1e-6 of the mean. Squares of values
     beyond 1e18 overflow.
 
