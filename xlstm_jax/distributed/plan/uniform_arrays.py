@@ -134,8 +134,10 @@ def _evaluated(eqn: Any, values: list[Uniform]) -> list[Uniform]:
     if name == "select_n":
         which, *cases = values
         return [_same(cases) if isinstance(which, _Unknown) else cases[int(which)]]
-    if name == "concatenate":
-        return [_same(values)]
+    if name == "pad" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
+        return values[:1]
+    if name in ("concatenate", "pad", "dynamic_update_slice"):
+        return [_same(values[:2] if name != "concatenate" else values)]
     if name == "optimization_barrier":
         return values
     if name in REARRANGING:
