@@ -111,7 +111,10 @@ def typed_like(results: PyTree, like: PyTree) -> PyTree:
         typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
     else:
         # By order and not by structure: a step may change static fields of a state.
-        typed = list(map(_with_type_of, leaves, jax.tree.leaves(like)))
+        arguments = jax.tree.leaves(like)
+        # JAX 0.12 pairs donated arguments with typed results by their bytes alone, and refuses to run where one of a
+        # pair is in host memory. Without types XLA pairs them, and `on_set_mesh` places the results after the call.
+        typed = leaves if any(map(_is_on_host, arguments)) else list(map(_with_type_of, leaves, arguments))
     return jax.tree.unflatten(structure, typed)
 
 
@@ -255,6 +258,10 @@ def _with_auto_type(leaf: Any) -> Any:
     if not has_explicit_axes(_mesh_of(leaf)):
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * np.ndim(leaf)))
+
+
+def _is_on_host(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
 def _with_type_of(leaf: Any, argument: Any) -> Any:

@@ -8,7 +8,7 @@ average of the weights after either.
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
 from tests.exactness.model import PLAIN, Net, Parts, Twin, batch, is_unit, is_unit_of_twin
 from tests.support import FLOAT32_ROUNDING, KEPT, equations, fsdp
@@ -209,9 +210,20 @@ def of_one_device(case: Case, rows: tuple[int, ...] | None = None) -> list[Momen
 
 
 @cache
-def mesh_of(shape: tuple[tuple[str, int], ...]) -> jax.sharding.Mesh:
+def mesh_of(shape: tuple[tuple[str, int], ...], kind: str = "") -> jax.sharding.Mesh:
+    """The mesh of these sizes; ``kind`` gives the types of its axes: "explicit", "mixed" or, as without it, "auto"."""
     sizes = dict(shape)
-    return DeviceMeshManager.create_device_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    mesh = DeviceMeshManager.create_device_mesh(sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    types = {
+        "explicit": [AxisType.Explicit] * len(sizes),
+        "mixed": [AxisType.Auto, AxisType.Explicit, *[AxisType.Auto] * 9],
+    }
+    return mesh.update(axis_types=tuple(types[kind][: len(sizes)])) if kind in types else mesh
+
+
+def set_mesh(sizes: Mapping[str, int], kind: str) -> AbstractContextManager[Any]:
+    """The context of ``jax.set_mesh`` for a mesh of this kind; without a kind no mesh is set."""
+    return jax.set_mesh(mesh_of(tuple(sizes.items()), kind)) if kind else nullcontext()
 
 
 def mesh_sizes(column: str, axes: Mapping[str, int]) -> dict[str, int]:
@@ -272,9 +284,9 @@ def model_on_mesh(case: Case, batch_axes: tuple[str, ...]) -> Any:
     return Net(case.parts, wrap, stats)
 
 
-def program(case: Case, sizes: Mapping[str, int], check_vma: bool) -> tuple[Callable[..., Any], Any]:
+def program(case: Case, sizes: Mapping[str, int], check_vma: bool, kind: str = "") -> tuple[Callable[..., Any], Any]:
     """A function that makes the first state, by ``create_train_state`` or its like, and the step."""
-    mesh = mesh_of(tuple(sizes.items()))
+    mesh = mesh_of(tuple(sizes.items()), kind)
     rows = tuple(axis for axis in ("dp", "fsdp", "ep") if axis in sizes)
     axes = (*rows, "cp") if "cp" in sizes else rows
     model = model_on_mesh(case, axes)
@@ -298,47 +310,52 @@ def program(case: Case, sizes: Mapping[str, int], check_vma: bool) -> tuple[Call
     return create, make_train_step(loss_with_collections if kept else loss_fn, mesh, **how)
 
 
-def trained(case: Case, column: str, check_vma: bool) -> Trained:
-    """Two steps on the mesh of a column."""
+def trained(case: Case, column: str, check_vma: bool, kind: str = "") -> Trained:
+    """Two steps on the mesh of a column; with a kind the mesh is set, and its axes are of this kind."""
     sizes = mesh_sizes(column, case.axes)
-    create, step = program(case, sizes, check_vma)
-    state: TrainState = create()
-    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    result = Trained(first, step.trace(state, batch(), KEY), [])
-    for index in range(STEPS):
-        if index and case.spoiled:
-            spoiled = {**batch(), "factor": batch()["factor"].at[0, 0].set(jnp.nan)}
-            state, _ = step(state, spoiled, KEY)
-        if index and case.saved:
-            create, step = program(case, halved(sizes), check_vma)
-            state = moved(state, create())
-        state, metrics = step(state, batch(), KEY)
-        result.meshes.append(dict(state.step.sharding.mesh.shape))
-        gradients, moments = state.opt_state
-        averaged = "average" in case.around
-        average = ema_params(moments, state.params) if averaged else None
-        for _ in case.around:
-            moments = moments.inner_state
-        result.moments.append(
-            Moment(
-                float(metrics["loss"]),
-                float(metrics["grad_norm"]),
-                *map(on_host, (gradients, state.params, moments, state.collections)),
-                average=on_host(average) if averaged else None,
-            )
-        )
+    batch(), start(case.parts, case.framework)  # kept for all columns, and so made without a mesh
+    with ExitStack() as around:
+        around.enter_context(set_mesh(sizes, kind))
+        create, step = program(case, sizes, check_vma, kind)
+        state: TrainState = create()
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        result = Trained(first, step.trace(state, batch(), KEY), [])
+        for index in range(STEPS):
+            if index and case.spoiled:
+                factor = np.array(batch()["factor"])
+                factor[0, 0] = np.nan
+                state, _ = step(state, {**batch(), "factor": factor}, KEY)
+            if index and case.saved:
+                with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
+                    checkpointer.save(1, state)
+                    checkpointer.wait()
+                    around.close()
+                    around.enter_context(set_mesh(halved(sizes), kind))
+                    create, step = program(case, halved(sizes), check_vma, kind)
+                    state = checkpointer.restore(create())
+            state, metrics = step(state, batch(), KEY)
+            result.meshes.append(dict(state.step.sharding.mesh.shape))
+            result.moments.append(moment(case, state, metrics))
     return result
+
+
+def moment(case: Case, state: Any, metrics: Mapping[str, Any]) -> Moment:
+    gradients, moments = state.opt_state
+    averaged = "average" in case.around
+    average = ema_params(moments, state.params) if averaged else None
+    for _ in case.around:
+        moments = moments.inner_state
+    return Moment(
+        float(metrics["loss"]),
+        float(metrics["grad_norm"]),
+        *map(on_host, (gradients, state.params, moments, state.collections)),
+        average=on_host(average) if averaged else None,
+    )
 
 
 def halved(sizes: Mapping[str, int]) -> dict[str, int]:
     axis = max(("dp", "fsdp"), key=lambda axis: sizes[axis])
     return {**sizes, axis: sizes[axis] // 2}
-
-
-def moved(state: Any, target: Any) -> Any:
-    with tempfile.TemporaryDirectory() as folder, Checkpointer(folder) as checkpointer:
-        checkpointer.save(1, state)
-        return checkpointer.restore(target)
 
 
 # ---------------------------------------------------------------------------------------------------------- comparison

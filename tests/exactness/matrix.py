@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.commit import commit_hash
 from tests.exactness.case import Case, Moment, compare, compare_trees, of_one_device, trained
 from tests.exactness.model import ROWS as BATCH_ROWS
-from tests.exactness.rows import BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, VMA, Row, why_apart
+from tests.exactness.rows import BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, SET_COLUMNS, VMA, Row, why_apart
 from tests.support import FLOAT32_ROUNDING
 
 # A share of the batch, as often as it takes to have as many rows.
@@ -70,7 +70,7 @@ def cell(text: str) -> Cell:
     """
     names, _, column = text.partition(" @ ")
     unknown = [name for name in names.split(" + ") if name not in BY_NAME]
-    if unknown or column not in COLUMNS:
+    if unknown or column not in COLUMNS + SET_COLUMNS:
         raise pytest.UsageError(f"{text!r}: write rows and a column, as 'copies + frozen @ 2x4-vma'; {unknown=}.")
     return Cell(tuple(BY_NAME[name] for name in names.split(" + ")), column)
 
@@ -93,8 +93,8 @@ def check(what: Cell) -> None:
 
 
 def _trained(what: Cell):
-    mesh, _, mode = what.column.rpartition("-")
-    return trained(what.case, mesh, VMA[mode])
+    mesh, mode, *kind = what.column.split("-")
+    return trained(what.case, mesh, VMA[mode], *kind)
 
 
 def _check(what: Cell) -> None:

@@ -28,6 +28,9 @@ from xlstm_jax.distributed.optimizers import matrix_dimensions
 MESHES = ("1x8", "2x4", "8x1")  # devices along "dp" and along "fsdp"
 VMA = {"vma": True, "no_vma": False}
 COLUMNS = [f"{mesh}-{mode}" for mesh in MESHES for mode in VMA]
+# The same, on meshes that ``jax.set_mesh`` has set; of "mixed" axes "fsdp" is explicit.
+KINDS = ("explicit", "mixed", "auto")
+SET_COLUMNS = [f"{column}-{kind}" for kind in KINDS for column in COLUMNS]
 GATHERED = ("1x8", "2x4")
 NOTHING_GATHERED = "over one device nothing is gathered"
 
@@ -48,7 +51,15 @@ class Row:
 
     @property
     def columns(self) -> list[str]:
-        return [column for column in COLUMNS if column.rpartition("-")[0] in self.only]
+        return [column for column in COLUMNS if column.partition("-")[0] in self.only]
+
+    @property
+    def set_columns(self) -> list[str]:
+        """The columns of set meshes, the one that is tried first before the others: it differs from row to row."""
+        found = [column for column in SET_COLUMNS if column.partition("-")[0] in self.only]
+        # Steps of 7 visit all 18 columns before one comes again, as 7 and 18 (12, 6) have no factor in common.
+        first = 7 * [row.name for row in ROWS].index(self.name) % len(found)
+        return found[first:] + found[:first]
 
 
 def some(holds: Callable[[Any], bool]) -> Callable[[Trained], bool]:

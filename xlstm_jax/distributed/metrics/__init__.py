@@ -3,7 +3,7 @@
   reductions      dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
   stateful        metrics with an internal state, for loops outside of the step
-  sums_and_means, classification, ranking    the metrics
+  sums_and_means, spread, classification, ranking    the metrics
 
 Lower layers: ``cells`` are accumulators that merge without losing counts, ``layout`` packs the cells of a state into
 one vector per dtype, and ``mesh_state`` is the state of a stateful metric on a mesh.
@@ -37,6 +37,7 @@ from xlstm_jax.distributed.metrics.reductions import (
     reduce_sum,
     reduce_sum_collective,
 )
+from xlstm_jax.distributed.metrics.spread import StandardDeviation
 from xlstm_jax.distributed.metrics.stateful import Metric, MetricAccumulator, MetricReduceOp, StatefulMetric
 from xlstm_jax.distributed.metrics.sums_and_means import (
     Compose,
@@ -70,6 +71,7 @@ __all__ = [
     "Precision",
     "PureMetric",
     "Recall",
+    "StandardDeviation",
     "StatefulMetric",
     "Sum",
     "Synced",

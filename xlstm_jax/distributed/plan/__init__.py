@@ -11,6 +11,7 @@
 optimizer state comes from ``tx.init``, and the sharding of the state from ``optimizer_state_shardings``.
 """
 
+from xlstm_jax.distributed.plan.decay_plan import DecaySection
 from xlstm_jax.distributed.plan.expert_plan import ExpertSection
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount as Share  # noqa: F401  # the name it had in 0.1
@@ -25,6 +26,7 @@ SECTIONS[:] = [
     MatrixSection,
     ExpertSection,
     UnitSection,
+    DecaySection,
 ]
 
 __all__ = ["ByteCount", "Difference", "LeafPlan", "ShardingPlan", "plan_sharding"]

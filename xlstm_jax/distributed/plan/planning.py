@@ -36,6 +36,7 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import owner_of_state
+from xlstm_jax.distributed.optimizers.state import trainable as trainable_leaves
 from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_library_error
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting
@@ -101,6 +102,10 @@ def plan_sharding(
         # The order in which training gathers over several axes.
         params = arranged(variables.pop(PARAMETERS, {}), sizes)
         of_params, other_rows = _optimizer_rows(tx, params, mesh, offload)
+        if tx is not None:
+            bare = jax.eval_shape(trainable_leaves, params)
+            for section in sections:
+                section.optimizer(tx, bare)
     rows = []
     for path, leaf in sharded_leaves(params):
         stored = _bytes_of(path, leaf, sizes)

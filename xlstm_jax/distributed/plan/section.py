@@ -5,9 +5,11 @@ that updates each matrix. Hooks of ``Section``, in the order of their calls:
 
   trace     noting       a context around ``model.init`` and ``tx.init``, in which the section records what the
                          feature does
+            optimizer    receives the optax transform, and the parameters as the transform receives them
   rows      entries      the entries of the section, made from the records and the rows
             axes_within  the axes over which parameters are split, for ``ShardingPlan.roles``
   text      table        the entries for people
+            cells        the texts of a column of the plan's table, by path, for a section that has a ``column``
             from_json    an entry from JSON, which stores the fields of the entry, a dataclass
 
 ``plan/__init__`` registers each section with one line. Without sections a plan has rows alone.
@@ -17,8 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Generic, TypeVar
 
+import optax
 from rich.console import RenderableType
 
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 
 Entry = TypeVar("Entry")  # a frozen dataclass
@@ -29,6 +33,7 @@ class Section(Generic[Entry]):
 
     name: ClassVar[str]  # the field of ``ShardingPlan``, and the key of its JSON
     role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
+    column: ClassVar[str] = ""  # the name of the column that ``cells`` fills; "" for a section without a column
 
     def noting(self) -> AbstractContextManager[None]:
         """Returns a context in which the section records what its feature does, such as calls of ``Experts``.
@@ -36,6 +41,9 @@ class Section(Generic[Entry]):
         A plan enters the context around the initialisation of the model and of the optimizer.
         """
         return nullcontext()
+
+    def optimizer(self, tx: optax.GradientTransformation, params: PyTree, /) -> None:
+        """Receives the transform of a plan with an optimizer, and the trained parameters without boxes, abstract."""
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[Entry, ...]:
         """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections."""
@@ -46,8 +54,13 @@ class Section(Generic[Entry]):
         return {}
 
     @staticmethod
-    def table(entries: Sequence[Entry], /) -> RenderableType:
-        """Returns the entries (at least one) as a table for ``rich``."""
+    def cells(entries: Sequence[Entry], /) -> Mapping[str, str]:
+        """Returns by path the texts of the section's column; leaves without a text have an empty cell."""
+        return {}
+
+    @staticmethod
+    def table(entries: Sequence[Entry], /) -> RenderableType | None:
+        """Returns the entries (at least one) as a table for ``rich``; None if the column says everything."""
         raise NotImplementedError
 
     @staticmethod

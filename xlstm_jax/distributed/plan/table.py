@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ HOST = "on its host"  # only with offload
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", HOST, "gathered")
 # Columns that a narrow terminal leaves out, the first one first, to keep each leaf in one line. The summary under the
 # table has the sums of the first three.
+NO_COLUMNS: Mapping[str, Mapping[str, str]] = {}
 LEFT_OUT = ("its gradient", "optimizer state", HOST, "in all")
 
 
@@ -33,6 +34,7 @@ class Line:
     path: str
     row: LeafPlan
     count: int
+    beside: tuple[str, ...] = ()  # the cells of the sections' columns
 
     def bytes_of(self, kind: str) -> ByteCount:
         total, per_device = getattr(self.row, kind)
@@ -49,7 +51,8 @@ class Line:
 
 def plan_table(plan: Any) -> Any:
     """Returns the tables of a ``ShardingPlan`` for ``rich``; called by ``ShardingPlan.table``."""
-    lines = _lines(plan.rows)
+    columns = _section_columns(plan)
+    lines = _lines(plan.rows, columns)
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
     host = format_bytes(plan.host.per_device)
     on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
@@ -59,7 +62,7 @@ def plan_table(plan: Any) -> Any:
         f"{format_bytes(plan.optimizer.per_device)}{other}; activations and gathered weights come on top.\n{on_host}"
         f"{format_fraction(plan.replicated_fraction)} of the parameters' bytes are replicated on every device.\n"
     )
-    shown: list[RenderableType] = [_leaves_table(plan, lines), Text(summary)]
+    shown: list[RenderableType] = [_leaves_table(plan, lines, list(columns)), Text(summary)]
     replicated = [line for line in lines if line.row.collection == PARAMETERS and line.row.parts == 1]
     if replicated and plan.devices > 1:
         replicated.sort(key=lambda line: -line.all_bytes.per_device)
@@ -67,8 +70,8 @@ def plan_table(plan: Any) -> Any:
         title = "Replicated leaves, and why; bytes with gradient and optimizer state"
         shown.append(rich_table(title, ["leaf", "per device", "reason"], rows, right=1))
     # Sections in reverse order: the model's before the optimizer's.
-    shown += [kind.table(entries) for kind in reversed(SECTIONS) if (entries := getattr(plan, kind.name))]
-    return Group(*shown)
+    tables = [kind.table(entries) for kind in reversed(SECTIONS) if (entries := getattr(plan, kind.name))]
+    return Group(*shown, *(table for table in tables if table is not None))
 
 
 def plan_bars(plan: Any) -> list[Bar]:
@@ -82,17 +85,27 @@ def plan_bars(plan: Any) -> list[Bar]:
     ]
 
 
-def _lines(rows: Iterable[LeafPlan]) -> list[Line]:
+def _section_columns(plan: Any) -> dict[str, Mapping[str, str]]:
+    """Returns the columns of the sections: [name][path of a leaf]."""
+    return {
+        kind.column: kind.cells(getattr(plan, kind.name))
+        for kind in SECTIONS
+        if kind.column and getattr(plan, kind.name)
+    }
+
+
+def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = NO_COLUMNS) -> list[Line]:
     """Returns the lines of a table: rows share a line if their paths differ only in the first number."""
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
         module = None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")
-        # Two rows are alike if all fields except the paths are equal.
+        # Two rows are alike if all fields except the paths are equal, and the cells of the sections.
         same = dataclasses.replace(row, path="", gathered_with=module)
-        alike.setdefault((path_pattern(row.path), same), []).append(row)
-    named = [(pattern if len(group) > 1 else group[0].path, group) for (pattern, _), group in alike.items()]
-    depth = _module_depth([path for path, group in named if group[0].collection == PARAMETERS])
-    return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group)) for path, group in named]
+        beside = tuple(cells.get(row.path, "") for cells in columns.values())
+        alike.setdefault((path_pattern(row.path), same, beside), []).append(row)
+    named = [(key[0] if len(group) > 1 else group[0].path, group, key[2]) for key, group in alike.items()]
+    depth = _module_depth([path for path, group, _ in named if group[0].collection == PARAMETERS])
+    return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group), cells) for path, group, cells in named]
 
 
 def _module_depth(paths: list[str]) -> int:
@@ -118,10 +131,10 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
     return "/".join(parts[:cut]), "/".join(parts[cut:])
 
 
-def _leaves_table(plan: Any, lines: list[Line]) -> FirstFitting:
+def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> FirstFitting:
     """Returns the table of leaves with all columns, and with fewer columns for narrower terminals."""
-    names = [name for name in COLUMNS if name != HOST or plan.host.total]
-    optional = [name for name in LEFT_OUT if name in names]
+    names = [name for name in COLUMNS if name != HOST or plan.host.total] + of_sections
+    optional = of_sections + [name for name in LEFT_OUT if name in names]
     return FirstFitting(*(_leaves(plan, lines, names, optional[:count]) for count in range(len(optional) + 1)))
 
 
@@ -138,14 +151,17 @@ def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str])
         caption_justify="left",
     )
     modules: dict[str, list[Line]] = {}
+    empty = [""] * (1 + len(lines[0].beside) if lines else 1)  # "gathered", and the columns of the sections
     for line in sorted(lines, key=lambda line: -line.all_bytes.total):
         modules.setdefault(line.module, []).append(line)
     for module in sorted(modules, key=lambda name: -sum(line.all_bytes.total for line in modules[name])):
-        table.add_row(*shown.of([module or "(top)", "", "", *_sums(modules[module], HOST in names), ""]), style="bold")
+        table.add_row(
+            *shown.of([module or "(top)", "", "", *_sums(modules[module], HOST in names), *empty]), style="bold"
+        )
         for line in modules[module]:
             table.add_row(*shown.of(_cells(line, HOST in names)))
         table.add_section()
-    table.add_row(*shown.of(["total", "", "", *_sums(lines, HOST in names), ""]), style="bold")
+    table.add_row(*shown.of(["total", "", "", *_sums(lines, HOST in names), *empty]), style="bold")
     return table
 
 
@@ -187,7 +203,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
     cells = [total, per_device, gradient if row.trainable else "frozen", *state]
-    return [name, f"{_short(row.dtype)} {shape}", split or "replicated", *cells, gathered]
+    return [name, f"{_short(row.dtype)} {shape}", split or "replicated", *cells, gathered, *line.beside]
 
 
 def _times(count: int) -> str:
