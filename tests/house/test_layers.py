@@ -137,6 +137,7 @@ IMPORT_LINEN = {
 IMPORT_NNX = {
     "wraps or converts modules (data_parallel/modules)": {"holders", "nnx_filters", "nnx_model", "nnx_module"},
     "splits layers over an axis (model_parallel)": {"nnx_splitting"},
+    "differentiates modules (training)": {"nnx_gradients"},
     "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},
     "is itself an NNX module": {"data_parallel_methods", "distributed_metrics"},
 }
