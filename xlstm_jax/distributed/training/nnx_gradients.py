@@ -37,10 +37,10 @@ from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.training.loss import Loss
+from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
-from xlstm_jax.formatting import format_axes, kind_of, listed
+from xlstm_jax.formatting import format_axes, listed
 
 MESH = "mesh_of_module"  # metadata of each variable of a module that ``create_nnx_module`` made
 WHOLE = PartitionSpec()
@@ -265,11 +265,11 @@ class _Program:
                 node.axis_name = self.axes  # statistics of all rows, as on a single device
         others, rows = iter(nodes[1:]), iter(batch)
         args = [next(others if node else rows) for node in self.is_node]
-        returned = self.loss_fn(nodes[0], *args)
-        loss, aux = _pair(returned) if self.has_aux else (returned, None)
+        found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)
         after = {_name(path): variable.get_raw_value() for path, variable in _variables(nodes)}
         changed = {name: after[name] for name in before if after.get(name) is not before[name]}
-        return loss, aux, changed | {name: after[name] for name in sorted(written)}
+        changed |= {name: after[name] for name in sorted(written)}
+        return (found.total, found.weight) if self.weighted else found.total, found.aux, changed
 
     def equal(self, changed: dict[str, Any], params: PyTree, batch: tuple[PyTree, ...]) -> dict[str, Any]:
         """Returns changed variables with types that are equal on all devices; raises if values would differ."""
@@ -312,12 +312,6 @@ class _Program:
         tree, has_rows = self.aux
         of_means, of_rows = iter(means), iter(rows)
         return jax.tree.unflatten(tree, [next(of_rows if rows else of_means) for rows in has_rows])
-
-
-def _pair(returned: Any) -> tuple[Any, Any]:
-    if isinstance(returned, tuple | list) and len(returned) == 2:
-        return returned[0], returned[1]
-    raise TypeError(f"has_aux=True: loss_fn must return (loss, aux), not {kind_of(returned)}.")
 
 
 def _note_writes(variable: Any, note: Callable[[], None]) -> None:
