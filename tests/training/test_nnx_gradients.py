@@ -288,6 +288,7 @@ def decoder_loss(net, tokens, positions, mask):
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, 1)).mean()
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # as examples/gemma does
 @pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Product, Embedder, nnx.Linear), False)])
 def test_decoder_in_the_manner_of_gemma_trains_and_decodes_as_on_one_device(where, check_vma):
     length = TOKENS.shape[1]
@@ -325,7 +326,7 @@ class Stack(nnx.Module):
         def create(rngs):
             return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
-        self.layers = create(rngs.fork(split=2))
+        self.layers = create(rngs.split(2))
 
     def __call__(self, x):
         return jax.lax.scan(lambda x, layer: (nnx.relu(layer(x)), None), x, self.layers)[0]
@@ -437,7 +438,7 @@ class Leaking(nnx.Module):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_variable_that_would_differ_between_devices_is_refused(check_vma):
     net = create_nnx_module(Leaking, 0, mesh=mesh_of(2, 4))
-    with pytest.raises(ValueError, match=r"\['mean'\] would differ from device to device|mean would differ"):
+    with pytest.raises(ValueError, match=r"'mean' would differ from device to device"):
         nnx_value_and_grad(lambda net, x: net(x).mean(), check_vma=check_vma)(net, X)
 
 
