@@ -1105,7 +1105,7 @@ ROWS = [
         "nnx-rows",
         lambda: nnx_value_and_grad(lambda net, x: net(x).mean(), mesh=MESH)(Model(nnx.Rngs(0)), X[:3]),
         ValueError,
-        "nnx_value_and_grad: argument … has shape",
+        "nnx_value_and_grad: argument … after the module has shape",
         "argument 0 after the module has shape (3, ",
         "do not divide its 3 rows. Pad the rows to ",
     ),

@@ -76,9 +76,10 @@ def meshes(kind):
     return jax.set_mesh(jax.make_mesh((8,), ("fsdp",), axis_types=(getattr(jax.sharding.AxisType, kind),)))
 
 
-def values_of(net, *kinds):
-    state = nnx.state(net, *kinds) if kinds else nnx.state(net, nnx.Not(nnx.RngState))
-    return {"/".join(map(str, path)): np.asarray(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(state)}
+def values_of(net):
+    state = nnx.state(net, nnx.Not(nnx.RngState))
+    arrays = {path: getattr(leaf, "get_raw_value", lambda leaf=leaf: leaf)() for path, leaf in nnx.to_flat_state(state)}
+    return {"/".join(map(str, path)): np.asarray(array) for path, array in arrays.items()}
 
 
 def assert_same_values(got, want, rtol=1e-5):
