@@ -14,7 +14,7 @@ These conversions change types alone: nothing is moved or copied. Without explic
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
@@ -116,6 +116,23 @@ def typed_like(results: PyTree, like: PyTree) -> PyTree:
         # pair is in host memory. Without types XLA pairs them, and `on_set_mesh` places the results after the call.
         typed = leaves if any(map(_is_on_host, arguments)) else list(map(_with_type_of, leaves, arguments))
     return jax.tree.unflatten(structure, typed)
+
+
+def unsplit_over(x: Any, axes: Container[str]) -> Any:
+    """Returns an array without these axes in its type: gathered over the explicit ones among them, else unchanged.
+
+    >>> with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"))):
+    ...     x = jax.sharding.reshard(jax.numpy.ones((8, 4)), PartitionSpec("fsdp", "dp"))
+    ...     jax.typeof(unsplit_over(x, ["fsdp"]))
+    ShapedArray(float32[8,4@dp])
+    """
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
+    if sharding is None or not has_explicit_axes(sharding.mesh):
+        return x
+    # The type names explicit axes alone.
+    entries = [entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in sharding.spec]
+    left = [tuple(axis for axis in entry if axis not in axes) for entry in entries]
+    return x if left == entries else jax.sharding.reshard(x, PartitionSpec(*(entry or None for entry in left)))
 
 
 def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:

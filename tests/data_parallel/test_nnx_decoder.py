@@ -140,7 +140,7 @@ class Adapted(nnx.Module):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.adapted = nnx.LoRA(WIDTH, 4, WIDTH, base_module=nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
         self.adapted.lora_b[...] = 0.1 * jax.random.normal(rngs.params(), (4, WIDTH))
-        self.normed = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), use_scale=False, rngs=rngs)
+        self.normed = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
         self.ensemble = Ensemble(rngs)
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 

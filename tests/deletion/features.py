@@ -104,8 +104,9 @@ FEATURES = [
             "data_parallel/modules/nnx_module.py",
             "data_parallel/extensions/nnx_rows.py",
             "model_parallel/nnx_splitting.py",
+            "training/nnx_gradients.py",
         ),
-        r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_",
+        r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
     ),
     Feature(
         "balance of links",

@@ -32,6 +32,7 @@ from xlstm_jax.distributed import (
     gather_params,
     init_sharded,
     nnx_model,
+    nnx_value_and_grad,
     partition_specs,
     plan_sharding,
     scan_layers,
@@ -1083,6 +1084,39 @@ ROWS = [
         ValueError,
         "the variables have no '…'",
         "the variables have no 'params/first/bias', which the model has",
+    ),
+    nnx_section(
+        "nnx-without-mesh",
+        lambda: nnx_value_and_grad(lambda net, x: net(x).mean())(Model(nnx.Rngs(0)), X),
+        ValueError,
+        "nnx_value_and_grad: … was not made by create_nnx_module",
+        "Model was not made by ",
+        "pass mesh=",
+    ),
+    nnx_section(
+        "nnx-wrt-nothing",
+        lambda: nnx_value_and_grad(lambda net, x: net(x).mean(), wrt=nnx.LoRAParam, mesh=MESH)(Model(nnx.Rngs(0)), X),
+        ValueError,
+        "nnx_value_and_grad: wrt=… selects no variable",
+        "LoRAParam",
+        "of Model. Pass the filter of nnx.Optimizer",
+    ),
+    nnx_section(
+        "nnx-rows",
+        lambda: nnx_value_and_grad(lambda net, x: net(x).mean(), mesh=MESH)(Model(nnx.Rngs(0)), X[:3]),
+        ValueError,
+        "nnx_value_and_grad: argument … after the module has shape",
+        "argument 0 after the module has shape (3, ",
+        "do not divide its 3 rows. Pad the rows to ",
+    ),
+    nnx_section(
+        "nnx-aux-shape",
+        lambda: nnx_value_and_grad(lambda net, x: (net(x).mean(), jnp.ones(97)), has_aux=True, mesh=MESH)(
+            Model(nnx.Rngs(0)), X
+        ),
+        ValueError,
+        "nnx_value_and_grad: has_aux=True returned an array",
+        "of shape (97,), and a device has ",
     ),
     nnx_section(
         "nnx-random-numbers",

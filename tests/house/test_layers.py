@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
 ORDER = """common_types, private_names, quiet_import, program_names
     < formatting, equations, accelerators, introspection, explicit_axes
-    < origins < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint < metrics, plan, resilience
-    < training < forecast < cli"""
+    < origins < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint
+    < metrics, plan, resilience < training < forecast < cli"""
 LEVEL = {name.strip(): level for level, names in enumerate(ORDER.split("<")) for name in names.split(",")}
 EXAMPLE = PACKAGE / "cli" / "example.py"  # written as a user's program, with the names that users import
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {EXAMPLE})
@@ -137,6 +137,7 @@ IMPORT_LINEN = {
 IMPORT_NNX = {
     "wraps or converts modules (data_parallel/modules)": {"holders", "nnx_filters", "nnx_model", "nnx_module"},
     "splits layers over an axis (model_parallel)": {"nnx_splitting"},
+    "differentiates modules (training)": {"nnx_gradients"},
     "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},
     "is itself an NNX module": {"data_parallel_methods", "distributed_metrics"},
 }

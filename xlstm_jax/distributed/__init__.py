@@ -6,7 +6,8 @@
                    remat_policy, BLOCK_INPUT, typed_kernel, compiler_options
   trees of shards  shard_params, gather_params, sync_gradients, partition_specs, shardings, unbox, bytes_per_device
   training         TrainState, init_sharded, create_train_state, abstract_train_state, make_train_step, make_eval_step,
-                   check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis
+                   check_step, value_and_grad, accumulate_gradients, fold_rng_over_axis, create_nnx_module,
+                   nnx_value_and_grad
   losses           chunked_cross_entropy, LMHead
   optimizers       muon, with_ema, ema_params, Offload, global_norm, clip_by_global_norm, elementwise_only,
                    skip_nonfinite, skip_counts
@@ -69,11 +70,13 @@ from xlstm_jax.distributed.training import (
     accumulate_gradients,
     check_step,
     chunked_cross_entropy,
+    create_nnx_module,
     create_train_state,
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
     make_train_step,
+    nnx_value_and_grad,
     replayed,
     value_and_grad,
 )
@@ -118,6 +121,8 @@ __all__ = [  # noqa: RUF022 (in groups)
     "value_and_grad",
     "accumulate_gradients",
     "fold_rng_over_axis",
+    "create_nnx_module",
+    "nnx_value_and_grad",
     # losses
     "chunked_cross_entropy",
     "LMHead",

@@ -10,6 +10,8 @@
   replayed              the step with replays, which find devices that compute wrong numbers
   make_eval_step        forward pass on the same sharded state, accumulated into a metric
   default_batch_axes    every axis of the mesh, except the axes over which the model itself splits parameters
+  create_nnx_module     makes an NNX module with split parameters, for a training script of NNX
+  nnx_value_and_grad    nnx.value_and_grad of the mean over devices, for such a module
   check_step            compares the gradients of a step, yours or ours, with one device on the full batch
   LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
 
@@ -25,6 +27,7 @@ from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.nnx_gradients import create_nnx_module, nnx_value_and_grad
 from xlstm_jax.distributed.training.replay.replayed_step import ReplayError, replayed
 from xlstm_jax.distributed.training.state import (
     TrainState,
@@ -48,6 +51,7 @@ __all__ = [
     "accumulate_gradients",
     "check_step",
     "chunked_cross_entropy",
+    "create_nnx_module",
     "create_train_state",
     "default_batch_axes",
     "fold_rng_over_axis",
@@ -55,6 +59,7 @@ __all__ = [
     "jitted_init",
     "make_eval_step",
     "make_train_step",
+    "nnx_value_and_grad",
     "optimizer_state_shardings",
     "replayed",
     "value_and_grad",

@@ -48,6 +48,7 @@ from xlstm_jax.distributed.data_parallel.together import packed_gathers
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
+from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
@@ -257,7 +258,7 @@ def gather_here(
         if isinstance(box, PlannedLeaf):
             return box.gathered(policy.axes)
         # A box over other axes stays for the wrapper over those axes.
-        return read_value(box) if all(map(policy.has_axis, box.axes)) else leaf
+        return unsplit_over(read_value(box), policy.axes) if all(map(policy.has_axis, box.axes)) else leaf
 
     if running(policy.axes) != "manual":
         return map_leaves_with_path(take_out, variables)

@@ -1,0 +1,458 @@
+"""Tests of ``create_nnx_module`` and ``nnx_value_and_grad``: a training script of NNX, sharded by three changed lines.
+
+The reference is the same script on one device, with ``nnx.value_and_grad``, without the library.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import enum
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.support import mesh_of
+from xlstm_jax.distributed import (
+    create_nnx_module,
+    nnx_model,
+    nnx_value_and_grad,
+    shard_modules,
+)
+
+# As in Flax's guides: dropout is off, statistics change, and metrics read the logits.
+PLAIN = """
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(64, 512, rngs=rngs)
+        self.norm = nnx.BatchNorm(512, rngs=rngs)
+        self.head = nnx.Linear(512, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.norm(self.up(x))))
+
+def loss_fn(net, batch):
+    logits = net(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
+
+net = Net(nnx.Rngs(0))
+optimizer = nnx.Optimizer(net, optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)), wrt=nnx.Param)
+metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+
+@nnx.jit
+def train_step(net, optimizer, metrics, batch):
+    (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(net, batch)
+    metrics.update(loss=loss, logits=logits, labels=batch["label"])
+    optimizer.update(net, grads)
+
+batch = {
+    "x": jax.random.normal(jax.random.key(1), (32, 64)) * (1 + jnp.arange(32) % 3)[:, None],
+    "label": jax.random.randint(jax.random.key(2), (32,), 0, 64),
+}
+for _ in range(3):
+    train_step(net, optimizer, metrics, batch)
+found = {name: float(value) for name, value in metrics.compute().items()}
+net.eval()
+output = net(batch["x"])
+"""
+CHANGES = {
+    "from flax import nnx\n": "from flax import nnx\nfrom xlstm_jax.distributed import *\n",
+    "Net(nnx.Rngs(0))": "create_nnx_module(Net, 0)",
+    "= nnx.value_and_grad(": "= nnx_value_and_grad(",
+}
+
+
+def meshes(kind):
+    """Returns a context: no mesh, or a mesh that is set with axes of a type."""
+    if kind == "no mesh":
+        return contextlib.nullcontext()
+    return jax.set_mesh(jax.make_mesh((8,), ("fsdp",), axis_types=(getattr(jax.sharding.AxisType, kind),)))
+
+
+def values_of(net):
+    state = nnx.state(net, nnx.Not(nnx.RngState))
+    arrays = {path: getattr(leaf, "get_raw_value", lambda leaf=leaf: leaf)() for path, leaf in nnx.to_flat_state(state)}
+    return {"/".join(map(str, path)): np.asarray(array) for path, array in arrays.items()}
+
+
+def assert_same_values(got, want, rtol=1e-5):
+    got, want = values_of(got), values_of(want)
+    assert got.keys() == want.keys()
+    for path, value in want.items():
+        np.testing.assert_allclose(got[path], value, rtol=rtol, atol=rtol * max(np.abs(value).max(), 0.1), err_msg=path)
+
+
+@pytest.mark.parametrize("kind", ["no mesh", "Auto", "Explicit"])
+def test_nnx_script_with_three_changed_lines_trains_as_on_one_device(kind):
+    """Under ``jax.set_mesh`` the same script needs no other line."""
+    changed = PLAIN
+    for old, new in CHANGES.items():
+        assert changed.count(old) == 1
+        changed = changed.replace(old, new)
+    lines = [line for line in difflib.ndiff(PLAIN.splitlines(), changed.splitlines()) if line.startswith("+ ")]
+    assert len(lines) == 3
+    want, got = {}, {}
+    exec(PLAIN, want)
+    with meshes(kind):
+        exec(changed, got)
+        got["output"] = np.asarray(got["output"])
+    for name, value in want["found"].items():
+        np.testing.assert_allclose(got["found"][name], value, rtol=1e-5, err_msg=name)
+    assert_same_values(got["net"], want["net"])
+    np.testing.assert_allclose(got["output"], want["output"], rtol=1e-4, atol=1e-5)
+    # Guards: parameters and moments are split, statistics have moved, and devices differ.
+    kernel = got["net"].up.kernel.get_raw_value()
+    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+    moments = [
+        leaf.get_raw_value() for _, leaf in nnx.to_flat_state(nnx.state(got["optimizer"], nnx.optimizer.OptVariable))
+    ]
+    assert any(m.size == kernel.size == 8 * m.addressable_shards[0].data.size for m in moments)
+    assert np.abs(values_of(want["net"])["norm/mean"]).max() > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------ variables that change
+
+WIDTH, VOCAB = 16, 32
+TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, VOCAB)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm, self.statistics = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.statistics(jnp.tanh(self.linear(self.norm(x))))
+
+
+class Normed(nnx.Module):
+    """Layers under ``nnx.WeightNorm`` and ``nnx.SpectralNorm``, which write kernels; statistics in a scan."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.vmap(Block)(rngs.split(2))
+        self.weight = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.spectral = nnx.SpectralNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        run = nnx.remat(lambda x, block: block(x))
+        x = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(self.embed(tokens), self.blocks)
+        return self.head(x + jnp.tanh(self.weight(x)) + jnp.tanh(self.spectral(x, update_stats=True)))
+
+
+def cross_entropy(net, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(net(tokens), jnp.roll(tokens, -1, 1)).mean()
+
+
+def trained(net, value_and_grad, *batch, loss=cross_entropy, steps=2, wrt=nnx.Param):
+    optimizer = nnx.Optimizer(net, optax.sgd(0.1, momentum=0.9), wrt=wrt)
+
+    @nnx.jit
+    def step(net, optimizer, *batch):
+        value, grads = value_and_grad(loss)(net, *batch)
+        optimizer.update(net, grads)
+        return value
+
+    return [step(net, optimizer, *batch) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_variables_that_the_module_changes_are_those_of_one_device(check_vma):
+    plain = Normed(nnx.Rngs(0))
+    start = values_of(plain)
+    wanted = trained(plain, nnx.value_and_grad, TOKENS)
+    where = lambda path, module: path in ("embed", "blocks", "head")  # noqa: E731
+    net = create_nnx_module(shard_modules(nnx_model(Normed), where, "fsdp", 32), 0, TOKENS, mesh=mesh_of(2, 4))
+    losses = trained(net, partial(nnx_value_and_grad, check_vma=check_vma), TOKENS)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same_values(net, plain)
+    after = values_of(plain)  # guards: scales, statistics and written kernels have changed
+    for path in ("weight/scales/('kernel',)", "blocks/statistics/mean", "weight/layer_instance/kernel"):
+        assert np.abs(after[path] - start[path]).max() > 1e-4, path
+
+
+# ---------------------------------------------------------------------------- a decoder in the manner of examples/gemma
+
+
+class Kind(enum.Enum):
+    LOCAL, GLOBAL = 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    window: int = 3
+    kinds: tuple = (Kind.LOCAL, Kind.GLOBAL)
+
+
+class Product(nnx.Module):
+    """Parameter of any rank, whose shape other modules read."""
+
+    def __init__(self, equation, shape, *, rngs):
+        self.equation = equation
+        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+    @property
+    def shape(self):
+        return self.w[...].shape
+
+
+class Attention(nnx.Module):
+    """Grouped queries, norms of queries and keys, a window, a soft cap, sown scores, and a cache that is passed in."""
+
+    def __init__(self, config, kind, *, rngs):
+        self.config, self.kind = config, kind
+        self.out = Product("BTNH,NHD->BTD", (config.heads, config.dim, WIDTH), rngs=rngs)
+        self.q = Product("BTD,NDH->BTNH", (config.heads, WIDTH, config.dim), rngs=rngs)
+        self.kv = Product("BSD,CKDH->CBSKH", (2, config.kv_heads, WIDTH, config.dim), rngs=rngs)
+        self._norms = nnx.Dict(q=nnx.RMSNorm(config.dim, rngs=rngs), k=nnx.RMSNorm(config.dim, rngs=rngs))
+        self.offset = nnx.data(jnp.ones(()))  # an array without a variable
+
+    @property
+    def dim(self):
+        return self.out.shape[1]
+
+    def __call__(self, x, positions, cache, mask):
+        assert not hasattr(self, "qkv")
+        q, (k, v) = self._norms["q"](self.q(x)), self.kv(x)
+        q = q * jnp.cos(positions / 7)[..., None, None] * self.dim**-0.5
+        k = self._norms["k"](k) * jnp.sin(positions / 5 + self.offset)[..., None, None]
+        if cache is not None:
+            k, v = (
+                jax.lax.dynamic_update_slice(cache[name], new, (0, 0, 0, 0)) for name, new in {"k": k, "v": v}.items()
+            )
+            cache = {"k": k, "v": v, "end": cache["end"] + x.shape[1]}
+        if self.kind is Kind.LOCAL:
+            mask = mask * jnp.triu(jnp.ones_like(mask), 1 - self.config.window)
+        q = q.reshape(*q.shape[:2], self.kv.shape[1], -1, self.dim)
+        scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, k)
+        scores = jnp.where(mask[:, :, None, None], 50 * jnp.tanh(scores / 50), -2e38)
+        self.sow(nnx.Intermediate, "largest", jax.lax.top_k(scores, 2)[0])
+        mixed = jnp.einsum("BTKGS,BSKH->BTKGH", nnx.softmax(scores), v)
+        return cache, self.out(mixed.reshape(*x.shape[:2], self.config.heads, self.dim))
+
+    def init_cache(self, size, rows):
+        shape = (rows, size, self.kv.shape[1], self.dim)
+        return {"k": jnp.zeros(shape), "v": jnp.zeros(shape), "end": jnp.zeros(rows, jnp.int32)}
+
+
+class Layer(nnx.Module):
+    def __init__(self, config, kind, *, rngs):
+        self.attn, self.norm = Attention(config, kind, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.gate, self.up, self.down = linear(WIDTH, 32), linear(WIDTH, 32), linear(32, WIDTH)
+
+    def __call__(self, x, positions, cache, mask):
+        cache, mixed = self.attn(x, positions, cache, mask)
+        h = self.norm(x + mixed)
+        return cache, x + mixed + self.down(nnx.gelu(self.gate(h)) * jnp.matmul(h, self.up.kernel))
+
+
+class Embedder(nnx.Module):
+    def __init__(self, *, rngs):
+        self.table = nnx.Param(nnx.initializers.normal()(rngs.params(), (VOCAB, WIDTH)))
+
+    def encode(self, tokens):
+        return self.table[(tokens,)] * self.table.shape[-1] ** 0.5
+
+    def decode(self, x):
+        return jnp.dot(x, self.table[...].T)
+
+
+class Decoder(nnx.Module):
+    def __init__(self, config, *, rngs):
+        self.embedder = Embedder(rngs=rngs)
+        self.layers = nnx.List([Layer(config, kind, rngs=rngs) for kind in config.kinds])
+
+    def __call__(self, tokens, positions, cache, mask):
+        x, new = self.embedder.encode(tokens), {}
+        for number, layer in enumerate(self.layers):
+            new[number], x = layer(x, positions, None if cache is None else cache[number], mask)
+        return 30 * jnp.tanh(self.embedder.decode(x) / 30), None if cache is None else new
+
+
+def decoder_loss(net, tokens, positions, mask):
+    logits, _ = net(tokens, positions, None, mask)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.roll(tokens, -1, 1)).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # as examples/gemma does
+@pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Product, Embedder, nnx.Linear), False)])
+def test_decoder_in_the_manner_of_gemma_trains_and_decodes_as_on_one_device(where, check_vma):
+    length = TOKENS.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(length), TOKENS.shape)
+    batch = TOKENS, positions, jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (16, length, length))
+    make = partial(Decoder, Config())
+    plain = make(rngs=nnx.Rngs(0))
+    wanted = trained(plain, nnx.value_and_grad, *batch, loss=decoder_loss)
+    model = shard_modules(nnx_model(lambda rngs: make(rngs=rngs)), where, "fsdp", 32)
+    net = create_nnx_module(model, 0, mesh=mesh_of(2, 4))
+    losses = trained(net, partial(nnx_value_and_grad, check_vma=check_vma), *batch, loss=decoder_loss)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    nnx.pop(plain, nnx.Intermediate)
+    assert_same_values(net, plain)
+
+    def decoded(net):
+        cache = {number: layer.attn.init_cache(8, 16) for number, layer in enumerate(net.layers)}
+        logits, cache = net(TOKENS, positions, cache, jnp.ones((16, length, 8), bool))
+        return logits, cache[1]["end"]
+
+    for got, want in zip(nnx.jit(decoded)(net), nnx.jit(decoded)(plain), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+    kernel = net.layers[0].up.kernel.get_raw_value()
+    assert kernel.addressable_shards[0].data.size * 4 == kernel.size  # guard
+
+
+# --------------------------------------------------------------------------------- in the manner of Flax's own guides
+
+
+class Stack(nnx.Module):
+    """As the guide of Flax on several devices: ``jax.lax.scan`` over a module that ``nnx.vmap`` has made."""
+
+    def __init__(self, rngs):
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+        def create(rngs):
+            return nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        self.layers = create(rngs.split(2))
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, layer: (nnx.relu(layer(x)), None), x, self.layers)[0]
+
+
+def test_module_as_a_pytree_in_jax_jit_and_lax_scan_trains_as_on_one_device():
+    x = jax.random.normal(jax.random.key(3), (16, WIDTH))
+
+    def trained(net, value_and_grad):
+        optimizer = nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
+
+        @jax.jit
+        def step(net, optimizer, x):
+            loss, grads = value_and_grad(lambda net, x: jnp.mean((net(x) - x) ** 2))(net, x)
+            optimizer.update(net, grads)
+            return net, optimizer, loss
+
+        for _ in range(2):
+            net, optimizer, loss = step(net, optimizer, x)
+        return loss, net
+
+    want, plain = trained(Stack(nnx.Rngs(0)), jax.value_and_grad)
+    model = shard_modules(nnx_model(Stack), nnx.Linear, "fsdp", 32)
+    got, net = trained(create_nnx_module(model, 0, x, mesh=mesh_of(2, 4)), nnx_value_and_grad)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same_values(net, plain)
+    assert net.layers.kernel.get_raw_value().sharding.spec == jax.P(None, None, "fsdp")
+
+
+# ----------------------------------------------------------------------------------- adapters, random numbers, teachers
+
+
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.adapted = nnx.LoRALinear(WIDTH, 32, lora_rank=4, rngs=rngs)
+        self.adapted.lora.lora_b[...] = 0.1 * jax.random.normal(rngs.params(), (4, 32))
+        self.dropout, self.head = nnx.Dropout(0.5, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs)
+
+    def __call__(self, x, rngs=None):
+        return self.head(self.dropout(jnp.tanh(self.adapted(x)), rngs=rngs))
+
+
+X = jax.random.normal(jax.random.key(4), (16, WIDTH))
+
+
+def adapted():
+    model = shard_modules(nnx_model(Adapted), nnx.Linear, "fsdp", min_weight_size=32)
+    return create_nnx_module(model, 0, mesh=mesh_of(2, 4))
+
+
+def from_teacher(net, teacher, x):
+    return jnp.mean((net(x) - teacher(x)) ** 2)
+
+
+def test_adapters_train_beside_a_teacher_as_on_one_device():
+    """``wrt=nnx.LoRAParam``; the teacher is a second module, whose split parameters take no gradient."""
+    plain, net = Adapted(nnx.Rngs(0)), adapted()
+    teachers = (
+        Adapted(nnx.Rngs(1)),
+        create_nnx_module(
+            shard_modules(nnx_model(Adapted), nnx.Linear, "fsdp", min_weight_size=32), 1, mesh=mesh_of(2, 4)
+        ),
+    )
+    for module in (plain, net, *teachers):
+        module.eval()
+    start = values_of(plain)
+    of_lora = partial(nnx.value_and_grad, argnums=nnx.DiffState(0, nnx.LoRAParam))
+    options = {"loss": from_teacher, "wrt": nnx.LoRAParam}
+    wanted = trained(plain, of_lora, teachers[0], X, **options)
+    losses = trained(net, partial(nnx_value_and_grad, wrt=nnx.LoRAParam), teachers[1], X, **options)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same_values(net, plain)
+    moved = {path for path, value in values_of(net).items() if np.abs(value - start[path]).max() > 1e-6}
+    assert moved == {"adapted/lora/lora_a", "adapted/lora/lora_b"}
+
+
+@pytest.mark.parametrize("passed", [True, False], ids=["argument", "own"])
+def test_draws_differ_by_device_and_by_call(passed):
+    """Streams of the module, and an ``nnx.Rngs`` that is passed in, count on; equal rows get different masks."""
+    net, rngs, x = adapted(), nnx.Rngs(5), jnp.ones((16, WIDTH))
+
+    @nnx.jit
+    def outputs(net, rngs, x):
+        loss = lambda net, rngs, x: (0.0 * net.head.bias.sum(), net(x, rngs=rngs if passed else None))  # noqa: E731
+        return nnx_value_and_grad(loss, has_aux=True)(net, rngs, x)[0][1]
+
+    first, second = outputs(net, rngs, x), outputs(net, rngs, x)
+    assert first.shape == (16, WIDTH)  # a row for each example, of all devices
+    assert len({tuple(row) for row in np.asarray(first)}) == 16
+    assert not np.array_equal(first, second)
+    counts = [int(leaf.get_raw_value()) for _, leaf in nnx.to_flat_state(nnx.state((net, rngs), nnx.RngCount))]
+    assert 2 in counts
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+class Leaking(nnx.Module):
+    """Keeps the mean of the rows of a device."""
+
+    def __init__(self, rngs):
+        self.linear, self.mean = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.mean[...] = x.mean()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_variable_that_would_differ_between_devices_is_refused(check_vma):
+    net = create_nnx_module(Leaking, 0, mesh=mesh_of(2, 4))
+    with pytest.raises(ValueError, match=r"'mean' would differ from device to device"):
+        nnx_value_and_grad(lambda net, x: net(x).mean(), check_vma=check_vma)(net, X)
+
+
+def test_calls_that_fit_nothing_are_refused():
+    net, mean = adapted(), lambda net, x: net(x).mean()
+    net.eval()
+    with pytest.raises(ValueError, match=r"Adapted was not made by create_nnx_module, and has no mesh"):
+        nnx_value_and_grad(mean)(Adapted(nnx.Rngs(0)), X)
+    with pytest.raises(ValueError, match=r"wrt=.*BatchStat.* selects no variable of Adapted"):
+        nnx_value_and_grad(mean, wrt=nnx.BatchStat)(net, X)
+    with pytest.raises(ValueError, match=r"shape \(10, 16\), and the 8 devices .* Pad the rows to 16"):
+        nnx_value_and_grad(mean)(net, X[:10])
+    with pytest.raises(ValueError, match=r"array of shape \(3,\), and a device has 2 rows"):
+        nnx_value_and_grad(lambda net, x: (net(x).mean(), jnp.ones(3)), has_aux=True)(net, X)
+    with pytest.raises(TypeError, match=r"has_aux=True: loss_fn must return \(loss, aux\)"):
+        nnx_value_and_grad(mean, has_aux=True)(net, X)

@@ -1,0 +1,342 @@
+"""A training script of NNX, sharded by two calls: ``create_nnx_module`` and ``nnx_value_and_grad``.
+
+  net = Net(nnx.Rngs(0))                           net = create_nnx_module(Net, 0)
+  loss, grads = nnx.value_and_grad(f)(net, x)      loss, grads = nnx_value_and_grad(f)(net, x)
+  optimizer.update(net, grads)                     unchanged
+
+``f(net, x)`` runs in a ``shard_map``: each device calls the module with its rows of ``x``. The results are the mean of
+the loss, and the gradients of this mean, boxed and split as the parameters. Everything else of the script runs on
+global arrays: ``nnx.Optimizer``, ``nnx.jit``, evaluation.
+
+As in NNX, variables that the module changes while it runs are changed after the call, too: running statistics, counts
+of random numbers, kernels that ``nnx.WeightNorm`` normalises. Devices share them, so a variable that would differ from
+device to device is refused. The module stores its mesh in the metadata of its variables, and no other argument names
+the mesh again.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from xlstm_jax.common_types import AxisNames, PyTree
+from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_variable
+from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
+from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
+from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.training.batch_axes import default_batch_axes
+from xlstm_jax.distributed.training.collections import updated_collections
+from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.state import init_sharded
+from xlstm_jax.explicit_axes import on_auto_axes, typed_like
+from xlstm_jax.formatting import format_axes, listed
+
+MESH = "mesh_of_module"  # metadata of each variable of a module that ``create_nnx_module`` made
+WHOLE = PartitionSpec()
+
+
+def create_nnx_module(
+    make: NnxModel | Callable[[nnx.Rngs], nnx.Module],
+    rng: PyTree,
+    *inputs: PyTree,
+    mesh: Mesh | None = None,
+    batch_axes: AxisNames | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Makes an NNX module whose parameters are split over a mesh; every device computes only the shards that it stores.
+
+    >>> from flax import nnx
+    >>> net = create_nnx_module(lambda rngs: nnx.Linear(256, 512, rngs=rngs), 0, mesh=mesh)
+    >>> net.kernel.get_raw_value().addressable_shards[0].data.shape  # the mesh has 4 devices along "fsdp"
+    (256, 128)
+    >>> net(jnp.ones((8, 256))).shape
+    (8, 512)
+
+    The values are those of ``make(nnx.Rngs(rng))``. The module runs on global arrays as any NNX module does, also in
+    ``nnx.jit`` and under ``nnx.Optimizer``; ``nnx_value_and_grad`` runs it on each device's rows.
+
+    Args:
+      make: makes the module from ``nnx.Rngs``, as its class; the default rule of ``shard_modules`` then chooses the
+        modules that gather. Or an NNX model for which ``shard_modules`` has chosen the modules.
+      rng: a seed, a key, or a dict of keys by stream: for the values, and for draws of the module, as of dropout.
+      *inputs: example inputs of global shapes, for a model that scans over layers: a trace of the model shows which
+        dims are layers.
+      mesh: the mesh. None: the mesh that ``jax.set_mesh`` has set, or ``create_fsdp_mesh()``.
+      batch_axes: the axes over which the inputs are split; see ``init_sharded``.
+      **kwargs: passed to the call of the module on ``inputs``.
+    Raises:
+      TypeError: ``make`` is a module, or no function.
+      ValueError: as ``init_sharded``; or a parameter is stored with padding.
+    """
+    if mesh is None:
+        around = jax.sharding.get_mesh()
+        mesh = create_fsdp_mesh() if around.empty else around
+    key = jax.random.key(rng) if isinstance(rng, int) else rng
+    model = make if isinstance(make, NnxModel) else shard_modules(nnx_model(make))
+    module = model.bind(init_sharded(model, mesh, key, *inputs, batch_axes=batch_axes, **kwargs), key)
+    for _, variable in _variables(module):
+        variable.set_metadata(MESH, auto_mesh(mesh))
+    return module
+
+
+def nnx_value_and_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    weighted: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axes: AxisNames | None = None,
+    check_vma: bool = True,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Returns ``nnx.value_and_grad`` of the mean of a loss over devices, for a module whose parameters are split.
+
+    >>> from flax import nnx
+    >>> net = create_nnx_module(lambda rngs: nnx.Linear(256, 512, rngs=rngs), 0, mesh=mesh)
+    >>> optimizer = nnx.Optimizer(net, optax.adamw(1e-3), wrt=nnx.Param)
+    >>> @nnx.jit
+    ... def step(net, optimizer, x):
+    ...     loss, grads = nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2))(net, x)
+    ...     optimizer.update(net, grads)
+    ...     return loss
+    >>> step(net, optimizer, jnp.ones((16, 256))) > step(net, optimizer, jnp.ones((16, 256)))
+    Array(True, dtype=bool)
+
+    Args:
+      loss_fn: ``loss_fn(module, *args)`` -> the mean over the rows of this device, a real scalar; with ``has_aux`` a
+        pair of the loss and any tree. ``args`` are trees of arrays, split along dim 0, scalars, which are passed on
+        unchanged, and further NNX objects, as a teacher or ``nnx.Rngs``, of which a key differs by device.
+      wrt: filter of the variables that are differentiated, as for ``nnx.Optimizer``: ``nnx.LoRAParam``.
+      has_aux: see ``loss_fn``. Scalars of the auxiliary output are averaged over devices; an array with a row for each
+        example is returned with all rows.
+      weighted: ``loss_fn`` returns ``(sum, weight)``; see ``value_and_grad``.
+      mesh: the mesh; None: the mesh for which ``create_nnx_module`` made the module.
+      batch_axes: the axes over which rows are split; None: every axis of the mesh, except the axes over which the model
+        itself splits parameters.
+      check_vma: see ``jax.shard_map``.
+    Returns:
+      A function of ``(module, *args)`` that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is equal
+      on all devices; the gradients are an ``nnx.State``, for ``optimizer.update(module, grads)``. Values that the
+      module sows are dropped; return them as auxiliary output.
+    Raises:
+      ValueError: the module has no mesh; the axes do not divide the rows; a variable that the module changes would
+        differ from device to device; an array of the auxiliary output has neither rows nor a single value; or as
+        ``value_and_grad``.
+    """
+
+    def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:
+        on_mesh = auto_mesh(_mesh_of(module) if mesh is None else mesh)
+        is_node = tuple(isinstance(arg, nnx.Module | nnx.Rngs) for arg in args)
+        nodes = (module, *(arg for arg, node in zip(args, is_node, strict=True) if node))
+        batch = tuple(arg for arg, node in zip(args, is_node, strict=True) if not node)
+        takes = nnx.filterlib.to_predicate(wrt)
+        graphdef, live, rest = nnx.split(nodes, lambda path, x: path[0] == 0 and takes(path[1:], x), ...)
+        if not nnx.to_flat_state(live):
+            raise ValueError(
+                f"nnx_value_and_grad: wrt={wrt!r} selects no variable of {type(module).__name__}. Pass the filter of "
+                "nnx.Optimizer, as nnx.Param or nnx.LoRAParam."
+            )
+        params = {"live": live, "rest": rest}
+        axes = default_batch_axes(params, on_mesh)
+        axes = axes if batch_axes is None else mesh_axes(on_mesh, batch_axes, "batch_axes")
+        _check_rows(batch, num_shards(on_mesh, axes), axes)
+        of_params = placement.partition_specs(params, on_mesh)
+        of_batch = jax.tree.map(lambda x: PartitionSpec(axes) if np.ndim(x) else WHOLE, batch)
+        program = _Program(loss_fn, graphdef, is_node, axes, has_aux, weighted)
+        run = jax.shard_map(
+            program.on_device,
+            mesh=on_mesh,
+            in_specs=(of_params, of_batch),
+            out_specs=(WHOLE, of_params["live"], WHOLE, PartitionSpec(axes), WHOLE),
+            check_vma=check_vma,
+        )
+        with explained():
+            loss, grads, means, rows, changed = on_auto_axes(run, on_mesh)(params, batch)
+        loss, grads, means, changed = typed_like((loss, grads, means, changed), (None, live, None, None))
+        _write(nodes, changed)
+        return (loss, program.aux_of(means, _typed_rows(rows, axes))) if has_aux else loss, grads[0]
+
+    return value_and_grads
+
+
+def _mesh_of(module: nnx.Module) -> Mesh:
+    for _, variable in _variables(module):
+        if (mesh := variable.get_metadata(MESH, None)) is not None:
+            return mesh
+    raise ValueError(
+        f"nnx_value_and_grad: {type(module).__name__} was not made by create_nnx_module, and has no mesh. Make it by "
+        "create_nnx_module, or pass mesh=."
+    )
+
+
+def _variables(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns (path, variable) of each variable of a module, or of a tuple of modules."""
+    return [(path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(node)) if is_variable(leaf)]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Returns a path in the tuple of module and further objects as text, without the number of the module."""
+    return ".".join(map(str, path if path[0] else path[1:]))
+
+
+def _write(nodes: tuple[Any, ...], changed: Mapping[str, Any]) -> None:
+    """Writes changed values, by path, into the variables of the caller's objects."""
+    of_paths = {_name(path): (path, variable) for path, variable in _variables(nodes)}
+    new = [(path, variable.copy(changed[name])) for name, (path, variable) in of_paths.items() if name in changed]
+    if new:
+        nnx.update(nodes, nnx.from_flat_state(new))
+
+
+def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if np.ndim(leaf) and np.shape(leaf)[0] % count:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"nnx_value_and_grad: argument {name} after the module has shape {np.shape(leaf)}, and the {count} "
+                f"devices along {format_axes(axes)} do not divide its {np.shape(leaf)[0]} rows. Pad the rows to "
+                f"{-(-np.shape(leaf)[0] // count) * count}, and give padded rows the weight 0 in the loss."
+            )
+
+
+def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Returns rows that are split over the axes with this type, under a mesh that is set with explicit axes."""
+    around = jax.sharding.get_abstract_mesh()
+    if set(around.axis_types) != {AxisType.Explicit}:
+        return rows
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(axes)), rows)
+
+
+class _Program:
+    """Program of a device: the loss of its rows, the gradients, and the variables that the module changes."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        graphdef: Any,
+        is_node: tuple[bool, ...],
+        axes: tuple[str, ...],
+        has_aux: bool,
+        weighted: bool,
+    ):
+        self.loss_fn, self.graphdef, self.is_node, self.axes = loss_fn, graphdef, is_node, axes
+        self.has_aux, self.weighted = has_aux, weighted
+        self.aux: tuple[Any, list[bool]] | None = None  # tree of the auxiliary output; for each leaf, if it has rows
+
+    def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
+        """Returns loss, gradients, means and rows of the auxiliary output, and changed variables by path."""
+        live, rest = params["live"], params["rest"]
+
+        def local_loss(live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, dict[str, Any]]]:
+            loss, aux, changed = self.called(live, rest, batch)
+            return loss, (aux, changed)
+
+        run = value_and_grad(local_loss, self.axes, has_aux=True, weighted=self.weighted)
+        (loss, (aux, changed)), grads = run(live, rest, batch)
+        means, rows = self.split_aux(aux, batch)
+        return loss, grads, collectives.pmean(means, [self.axes] * len(means)), rows, self.equal(changed, params, batch)
+
+    def called(self, live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
+        """Calls the loss function on this device: returns loss, auxiliary output, and changed variables by path."""
+        # A copy: a variable belongs to the trace in which it was made.
+        nodes = nnx.merge(self.graphdef, live, rest, copy=True)
+        written: set[str] = set()
+        before = {}
+        for path, variable in _variables(nodes):
+            name = _name(path)
+            if isinstance(variable, nnx.RngKey):
+                variable.set_value(_of_this_device(variable.get_raw_value(), self.axes))
+            elif isinstance(variable, nnx.Param):
+                _note_writes(variable, partial(written.add, name))
+            else:
+                before[name] = variable.get_raw_value()
+        for _, node in nnx.iter_graph(nodes):
+            if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+                node.axis_name = self.axes  # statistics of all rows, as on a single device
+        others, rows = iter(nodes[1:]), iter(batch)
+        args = [next(others if node else rows) for node in self.is_node]
+        found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)
+        after = {_name(path): variable.get_raw_value() for path, variable in _variables(nodes)}
+        changed = {name: after[name] for name in before if after.get(name) is not before[name]}
+        changed |= {name: after[name] for name in sorted(written)}
+        return (found.total, found.weight) if self.weighted else found.total, found.aux, changed
+
+    def equal(self, changed: dict[str, Any], params: PyTree, batch: tuple[PyTree, ...]) -> dict[str, Any]:
+        """Returns changed variables with types that are equal on all devices; raises if values would differ."""
+        if not changed:
+            return {}
+        values = {_name(path): variable.get_raw_value() for path, variable in _variables_of(params)}
+        kept = {name: values[name] for name in changed}
+
+        def again(params: PyTree, batch: tuple[PyTree, ...], _: None, kept: Mapping[str, Any]) -> Loss:
+            del kept
+            loss, _, changed = self.called(params["live"], params["rest"], batch)
+            return Loss(loss[0] if self.weighted else loss, collections=changed)
+
+        args = (params, batch, None, kept)
+        return updated_collections(again, args, [*kept], changed, self.axes, read_later=False)
+
+    def split_aux(self, aux: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[Any], list[Any]]:
+        """Returns the leaves of the auxiliary output that are averaged, and the leaves with a row for each example."""
+        counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+        leaves, tree = jax.tree.flatten(aux)
+        has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
+        for leaf in leaves:
+            if np.ndim(leaf) and np.shape(leaf)[0] not in counts:
+                raise ValueError(
+                    f"nnx_value_and_grad: has_aux=True returned an array of shape {np.shape(leaf)}, and a device has "
+                    f"{listed(sorted(counts))} rows. Return scalars, which are averaged over devices, or arrays with a "
+                    "row for each example."
+                )
+        self.aux = tree, has_rows
+        means = [
+            jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
+            for leaf in leaves
+            if not np.ndim(leaf)
+        ]
+        return means, [leaf for leaf in leaves if np.ndim(leaf)]
+
+    def aux_of(self, means: list[Any], rows: list[Any]) -> PyTree:
+        """Returns the auxiliary output, in its tree."""
+        assert self.aux is not None
+        tree, has_rows = self.aux
+        of_means, of_rows = iter(means), iter(rows)
+        return jax.tree.unflatten(tree, [next(of_rows if rows else of_means) for rows in has_rows])
+
+
+def _note_writes(variable: Any, note: Callable[[], None]) -> None:
+    """Calls ``note`` when the model writes a parameter; transformations of NNX write back each one, unchanged."""
+    hooks = variable.get_metadata("on_set_value", ())
+
+    def noted(variable: Any, value: Any) -> Any:
+        del variable
+        note()
+        return value
+
+    variable.set_metadata(on_set_value=(*(hooks if isinstance(hooks, tuple) else (hooks,)), noted))
+
+
+def _of_this_device(key: Any, axes: tuple[str, ...]) -> Any:
+    """Returns a key, or an array of keys, that differs by device."""
+    spread = collectives.spread_axes(axes)
+    if not spread:
+        return key
+    fold: Callable[[Any], Any] = partial(fold_rng_over_axis, axis_name=tuple(spread))
+    for _ in range(np.ndim(key) - (0 if is_prng_key(key) else 1)):
+        fold = jax.vmap(fold)
+    return fold(key)
+
+
+def _variables_of(params: Mapping[str, PyTree]) -> list[tuple[tuple[Any, ...], Any]]:
+    flat = [*nnx.to_flat_state(params["live"]), *nnx.to_flat_state(params["rest"])]
+    return [(path, leaf) for path, leaf in flat if is_variable(leaf)]
