@@ -43,7 +43,7 @@ from benchmarks import forecasts
 from benchmarks.cases import CASES, SIZES
 from benchmarks.forecasts import GIB, compiled
 from benchmarks.ranges import as_dict, range_in, times_of
-from benchmarks.report import PAGE_DPI, save
+from benchmarks.report import save
 from benchmarks.traffic import axis_loads
 from xlstm_jax.forecast import Ratio, parse_topology
 from xlstm_jax.formatting import rich_table
@@ -291,13 +291,14 @@ def write_pages(rows: Rows) -> None:
         page.write_text(f"{before}{table}\n{after}")
 
 
-WIDTH, ROW, TEXT = 6.0, 0.27, 11  # inches, inches, points: readable where a telephone shows the picture at 360 pixels
+# Inches, inches, points, dots per inch: readable where a telephone shows the picture at 360 pixels.
+WIDTH, ROW, TEXT, DPI = 6.0, 0.27, 12, 135
 
 
 def draw(path: Path, rows: Rows) -> None:
     """Draws the ratio to ``jit`` for each model and cluster: step time as a bar from lowest to highest, and memory."""
     pairs = [(model, topology, pair) for model, there in rows.items() for topology, pair in there.items()]
-    figure = Figure(figsize=(WIDTH, 1.35 + ROW * (len(pairs) + len(rows))), dpi=PAGE_DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.35 + ROW * (len(pairs) + len(rows))), dpi=DPI, layout="constrained")
     time, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     places, ticks, place = [], [], 0
     for model in rows:
@@ -314,6 +315,8 @@ def draw(path: Path, rows: Rows) -> None:
         time.plot([expected, expected], [at - 0.36, at + 0.36], color=ahead[0], lw=2.5)
         memory.barh(at, ratio(pair, "total_bytes"), 0.62, color=COLORS["ours"][1])
         memory.annotate(f"{ratio(pair, 'total_bytes'):.2f}", (0.03, at), va="center", fontsize=TEXT - 2)
+    low, high = time.get_xlim()
+    time.set_xlim(low - 0.02, high)
     for axes, title in ((time, "time of a step, jit = 1"), (memory, "memory, jit = 1")):
         axes.axvline(1, color="black", lw=1)
         axes.set_title(title, fontsize=TEXT, loc="left")
@@ -323,8 +326,8 @@ def draw(path: Path, rows: Rows) -> None:
     for label, (_, _, bold) in zip(time.get_yticklabels(), ticks, strict=True):
         label.set_fontweight("bold" if bold else "normal")
     time.invert_yaxis()
-    words = "Bar: from the lowest to the highest ratio under three sets\nof assumptions; line: expected. "
-    words += "Blue: at most 1 under all,\ngrey: under some, red: under none."
+    words = "Bar: from the lowest to the highest ratio under three\nsets of assumptions; line: expected. "
+    words += "Blue: at most 1\nunder all, grey: under some, red: under none."
     figure.supxlabel(words, fontsize=TEXT - 1, x=0.02, ha="left")
     save(figure, path)
 

@@ -2,7 +2,10 @@
 
 import json
 import re
+import statistics
 from collections import Counter
+
+import pytest
 
 from benchmarks.peers import ratios
 from tests.house.test_docs import ROOT
@@ -119,6 +122,30 @@ def test_pages_give_no_time_of_the_comparison_with_jit_without_its_range():
         assert not (set(named) & held) or " to " in sentence or "expected" in sentence, sentence
     for column in ("least", "most", "lowest to highest", "collectives"):
         assert column in section, f"the table of docs/results.md has no column {column!r}."
+
+
+PAGES_WITH_TIMES = (
+    "compiler_options prefetch gpu cross_entropy remat lint howto/slow_step quantized offload howto/out_of_memory "
+    "howto/which_axes kernels results cli tutorials/forecasting"
+).split()
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_TIMES)
+def test_page_with_forecast_times_links_to_the_definition_of_their_range(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert "forecast.md#the-time-of-a-step" in text, f"docs/{page}.md gives times of forecasts without their range."
+
+
+def test_forecast_page_states_the_compile_times_of_the_stored_tpu_programs():
+    stored = [loaded(path.relative_to(ROOT)) for path in (ROOT / "benchmarks/results/forecasts").glob("*_v[56]*.json")]
+    seconds = [one["compile_seconds"] for cases in stored for one in cases.values() if "compile_seconds" in one]
+    said = figures_said(
+        "docs/forecast.md",
+        r"for TPUs took (\d+) s \(median of (\d+) programs; (\d+) of them a minute or less, the longest ([\d,]+) s\)",
+    )
+    short = sum(one <= 60 for one in seconds)
+    want = [f"{statistics.median(seconds):.0f}", f"{len(seconds)}", f"{short}", f"{max(seconds):,.0f}"]
+    assert said == want
 
 
 def test_readme_pages_and_citation_name_the_current_version():
