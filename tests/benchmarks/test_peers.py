@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from benchmarks import peers
@@ -118,6 +119,30 @@ def test_kernel_cases_of_jit_and_library_contain_flash_attention(case):
     assert step.trace(*args).lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") >= 3
     plain, args = build(SIZES["decoder_small"], CASES[case.removesuffix(", kernel")], (2, 2))  # guard: not without
     assert "tpu_custom_call" not in plain.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "case, kernels",
+    [
+        ("jit", {P(None, None, "fsdp"), P(None, "fsdp")}),  # the largest dim of [layers, d, f]
+        ("jit, options, width", {P(None, "fsdp"), P(None, None, "fsdp")}),
+        ("jit, options, two dims", {P(None, "fsdp_y", "fsdp_x"), P(None, "fsdp_x", "fsdp_y")}),
+    ],
+)
+def test_layouts_of_jit_split_the_dims_of_their_names(case, kernels):
+    size = SIZES["decoder_small"]
+    _, (state, *_) = build(size, CASES[case], (2, 2))
+    blocks = state.params["blocks"]
+    specs = {name: blocks[name]["kernel"].sharding.spec for name in ("up", "down")}
+    assert set(specs.values()) == kernels
+    split = {name: [i for i, entry in enumerate(spec) if entry] for name, spec in specs.items()}
+    shapes = {name: blocks[name]["kernel"].shape for name in specs}
+    if case == "jit":
+        assert all(shapes[name][dim] == max(shapes[name]) for name, (dim,) in split.items())
+    elif "width" in case:
+        assert all(shapes[name][dim] == size.dim for name, (dim,) in split.items())
+    else:
+        assert all(len(dims) == 2 for dims in split.values())
 
 
 def test_pages_have_the_peer_tables_of_committed_results():
