@@ -1,7 +1,8 @@
 """Baselines of the benchmarks: training steps written without the library.
 
   jit_step     ``jax.jit`` with ``NamedSharding``: the plain model on global arrays, each parameter split along its
-               largest dim over a flat axis, activations constrained to the batch sharding; XLA places the collectives
+               largest dim over a flat axis (or along the width of the model, or along two dims over the axes of a
+               torus), activations constrained to the batch sharding; XLA places the collectives
   plain_step   fully sharded data parallelism by hand, in ``shard_map`` over a flat axis: ``all_gather`` in bfloat16
                before a module runs, ``psum_scatter`` in float32 in the backward pass, the optimizer on local shards
 
@@ -11,7 +12,8 @@ and its abstract arguments, as ``Workload.build_step`` does.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +40,33 @@ def split_dim(shape: tuple[int, ...], parts: int, min_weight_size: int) -> int |
     return max(dims, key=lambda dim: shape[dim]) if dims and large else None
 
 
+def split_width(width: int, shape: tuple[int, ...], parts: int, min_weight_size: int) -> int | None:
+    """Returns the last dim of size ``width``; None without such a dim or for a small array."""
+    dims = [dim for dim, size in enumerate(shape) if size == width and size % parts == 0]
+    return dims[-1] if dims and math.prod(shape) >= min_weight_size else None
+
+
+def split_two_dims(shape: tuple[int, ...], axis_sizes: Mapping[str, int], min_weight_size: int) -> P:
+    """Returns the spec that splits the largest dim over all axes but the last, and the next dim over the last axis.
+
+    Falls back to the largest dim over every axis; ``P()`` if that does not divide, or for a small array.
+
+    >>> split_two_dims((2048, 8192), {"x": 4, "y": 4, "z": 8}, 1)
+    PartitionSpec('z', ('x', 'y'))
+    """
+    *first, last = axis_sizes
+    parts = math.prod(axis_sizes[axis] for axis in first)
+    order = sorted(range(len(shape)), key=lambda dim: -shape[dim])
+    entries: list[Any] = [None] * len(shape)
+    if len(shape) > 1 and shape[order[0]] % parts == 0 and shape[order[1]] % axis_sizes[last] == 0 and first:
+        entries[order[0]], entries[order[1]] = tuple(first), last
+    else:
+        dim = split_dim(shape, parts * axis_sizes[last], min_weight_size)
+        if dim is not None:
+            entries[dim] = tuple(axis_sizes)
+    return P(*entries) if math.prod(shape) >= min_weight_size else P()
+
+
 SplitDim = Callable[[tuple[int, ...], int, int], int | None]
 
 
@@ -52,12 +81,13 @@ def remodelled(workload: Workload, **fields: Any) -> Workload:
 def jit_step(
     workload: Workload, mesh: Any, min_weight_size: int, split_dim: SplitDim = split_dim, *, kernel: bool = False
 ) -> tuple[Any, tuple[PyTree, ...]]:
-    """Builds the step of a trainer on global arrays; ``mesh`` has one axis.
+    """Builds the step of a trainer on global arrays.
 
-    ``split_dim`` chooses the dim of each leaf. With ``kernel`` the attention of the model is a kernel that XLA cannot
+    ``split_dim`` chooses the dim of each leaf on a mesh with one axis; on a mesh with several axes ``split_two_dims``
+    splits the leaves. With ``kernel`` the attention of the model is a kernel that XLA cannot
     split over devices, so it runs in ``shard_map`` on the local rows, as in other trainers.
     """
-    (axis,), parts = mesh.axis_names, mesh.size
+    axis, parts = mesh.axis_names[0] if len(mesh.axis_names) == 1 else mesh.axis_names, mesh.size
     # Without the constraint XLA splits activations like the weights, and stores the activations of the global batch.
     split = NamedSharding(mesh, P(axis))
     workload = remodelled(workload, constrain=lambda x: lax.with_sharding_constraint(x, split))
@@ -68,8 +98,11 @@ def jit_step(
         workload = remodelled(workload, attention=attention)
 
     def place(leaf):
-        dim = split_dim(leaf.shape, parts, min_weight_size)
-        spec = P() if dim is None else P(*[None] * dim, axis)
+        if len(mesh.axis_names) > 1:
+            spec = split_two_dims(leaf.shape, mesh.shape, min_weight_size)
+        else:
+            dim = split_dim(leaf.shape, parts, min_weight_size)
+            spec = P() if dim is None else P(*[None] * dim, axis)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     state = jax.tree.map(place, jax.eval_shape(functools.partial(_init, workload), jax.random.key(0)))
@@ -80,7 +113,7 @@ def jit_step(
         return state.apply_gradients(grads=grads), {"loss": loss}
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, NamedSharding(mesh, P())))
-    return jitted, (state, abstract_batch(workload.batch, mesh, (axis,)), _abstract_key())
+    return jitted, (state, abstract_batch(workload.batch, mesh, mesh.axis_names), _abstract_key())
 
 
 def _init(workload: Workload, rng: jax.Array) -> TrainState:

@@ -83,6 +83,8 @@ class Case:
       xla_options: further XLA options, added to ``compiler_options`` if tuned.
       options: options of ``training``.
       kernel: whether attention is a fused kernel, see ``attention_kernel``.
+      width: whether ``jit`` splits each leaf along the model's width, as MaxText does, instead of its largest dim. With
+        ``mesh="staged"`` it splits two dims, over the axes of the torus.
       one_order: whether every leaf is gathered in the axis order of the mesh, to measure the benefit of the rotated
         order of the library.
     """
@@ -93,6 +95,7 @@ class Case:
     xla_options: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     kernel: bool = False
+    width: bool = False
     one_order: bool = False
 
 
@@ -106,6 +109,8 @@ CASES: dict[str, Case] = {
     "jit": Case("jit", options=REMAT),
     "jit, options": Case("jit", tuned=True, options=REMAT),
     "jit, best options": Case("jit", xla_options=BEST_FOR_JIT, options=REMAT),
+    "jit, options, width": Case("jit", tuned=True, options=REMAT, width=True),
+    "jit, options, two dims": Case("jit", "staged", tuned=True, options=REMAT),
     "jit, no remat": Case("jit"),
     "flat": Case("flat", options=REMAT),
     "flat, no remat": Case("flat"),
@@ -135,6 +140,8 @@ OF_KERNEL = (
     "jit",
     "jit, options",
     "jit, best options",
+    "jit, options, width",
+    "jit, options, two dims",
     "ours",
     "ours, options",
     "ours, best options",
@@ -151,9 +158,11 @@ CASES |= {
     for name in (case, f"{case}, kernel")
 }
 
+OTHER_LAYOUTS = ("jit, options, width", "jit, options, two dims")
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
+OF_PEERS = OF_HEADS + OTHER_LAYOUTS
 ON_TPUS = tuple(
-    name for name, case in CASES.items() if not case.xla_options and not case.kernel and name not in OF_HEADS
+    name for name, case in CASES.items() if not case.xla_options and not case.kernel and name not in OF_PEERS
 )
 ON_GPUS = ("jit", "jit, best options", "flat", "ours", "ours, best options", "ours, ahead", "ours, chunked head")
 ON_GPUS += ("ours, HSDP",)
@@ -169,6 +178,8 @@ WORDS = {
     "combined": "with the same, and gathers and scatters of up to 128 MiB combined",
     "one axis": "one axis of all devices in place of two",
     "ahead": "scan_layers, which gathers layers ahead itself",
+    "width": "each leaf split along the width of the model, not its largest dim",
+    "two dims": "each leaf split along two dims, over the axes of the torus",
     "more VMEM": "with 64 MiB of scratch memory for a product, not 16",
     "kernel": "attention of cuDNN on GPUs, flash attention on TPUs",
     "remat": "activations computed again",
@@ -254,7 +265,8 @@ def build(
         step, (state, *rest) = workload.build_step(mesh if devices else sizes)
         return step, (_in_one_order(state, mesh) if case.one_order else state, *rest)
     if case.algorithm == "jit":
-        return baselines.jit_step(workload, mesh, threshold(size), kernel=case.kernel)
+        split = {"split_dim": partial(baselines.split_width, size.dim)} if case.width else {}
+        return baselines.jit_step(workload, mesh, threshold(size), kernel=case.kernel, **split)
     return baselines.plain_step(workload, mesh, threshold(size))
 
 

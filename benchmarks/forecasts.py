@@ -4,13 +4,14 @@
     python -m benchmarks.forecasts --sizes small --topologies v5e:2x4
     python -m benchmarks.forecasts --topologies h100:32x8 h200:16x8 b200:8x8
     python -m benchmarks.forecasts --redraw              pictures and tables of stored results, without compiling
+    python -m benchmarks.forecasts --reread --sizes ...  compiles stored programs again, for figures that they lack
 
     size, case, topology --build, compile--> Forecast --summary--> <kept>/<size>_<topology>.json
 
-Bytes, collectives and asynchronous starts are read from the compiled program, FLOP are counted in the jaxpr; times are
-estimates. A stored result is reused while the program, the compiler options and the versions are unchanged. ``memory``
-and ``traffic`` read the same files and reuse the results. This module draws the overview: memory per device and bytes
-sent.
+Bytes, collectives and asynchronous starts are read from the compiled program, FLOP are counted in the jaxpr. Stored
+times of TPUs are without latency; ``benchmarks.ranges`` adds the assumptions on reading, and so makes ranges. A stored
+result is reused while the program, the compiler options and the versions are unchanged. ``memory`` and ``traffic`` read
+the same files and reuse the results. This module draws the overview: memory per device and bytes sent.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from benchmarks.cases import CASES, SIZES, Case, build, exists, names_in_words, 
 from benchmarks.large_models import SIZES as LARGE_SIZES
 from benchmarks.large_models import Size
 from benchmarks.options import add_forecast_options, complete
+from benchmarks.ranges import times_of
 from benchmarks.report import clean, number, panels
 from benchmarks.vision import PATCH
 from xlstm_jax.forecast import CompileError, Forecast, Topology, forecast, parse_topology
@@ -83,14 +85,34 @@ def summary(found: Forecast) -> dict[str, Any]:
             "wire": roofline.wire_s,
             "cycles": found.cycle_seconds,
             "exposed": found.exposed_seconds,
-            "step": found.step_seconds,
+            "step": plain_step_seconds(found),
         },
         "bound": roofline.bound,
         "tokens_per_device": found.tokens / found.devices,
         "ridge_tokens": roofline.ridge_tokens,
         "compile_seconds": found.compile_seconds,
         "versions": found.versions,
-    } | (of_gpus(found) if found.on_gpus else {})  # fmt: skip
+    } | (of_gpus(found) if found.on_gpus else of_tpus(found))  # fmt: skip
+
+
+def plain_step_seconds(found: Forecast) -> float | None:
+    """Returns the expected step without the assumptions of ``benchmarks.ranges``, which are added on reading.
+
+    TPUs: the compiler's cycles as they are, and waits without latency. GPUs: ``step_seconds``.
+    """
+    if found.on_gpus or found.compute_time is None or found.exposed_seconds is None or found.roofline is None:
+        return found.step_seconds
+    host_s = found.host.waited_s if found.host else 0.0
+    return max(found.compute_time.most + found.exposed_seconds + host_s, found.roofline.wire_s)
+
+
+def of_tpus(found: Forecast) -> dict[str, Any]:
+    """Returns the additional results for TPUs: zero-fills that stand for gathers, by the compiler's cycles."""
+    if found.fills is None or found.chip is None or found.chip.clock_hz is None:
+        return {}
+    fills = found.fills
+    seconds = fills.cycles / found.chip.clock_hz
+    return {"zero_fills": {"count": fills.count, "seconds": seconds, "bytes": fills.written}}
 
 
 def of_gpus(found: Forecast) -> dict[str, Any]:
@@ -219,11 +241,47 @@ def read(path: Path) -> dict[str, Any]:
     return {case: found for case, found in entries.items() if "program" in found}
 
 
-def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str], kept: Path, progress: Any) -> None:
-    """Computes the forecasts that are not stored yet; writes each forecast immediately.
+def completed(known: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns a stored result with the figures that it lacks, from a second compilation of the same program.
 
     Raises:
-      ValueError: an unknown topology.
+      ValueError: another program, or a stored figure of the program that differs from the second compilation's.
+    """
+    timed = ("compile_seconds", "versions")  # may differ between two compilations
+    found = json.loads(json.dumps(found))  # JSON has no tuples
+    other = [name for name in known if name not in timed and not _same(known[name], found.get(name))]
+    if other:
+        raise ValueError(f"the stored result differs from a second compilation in {', '.join(other)}; compile it anew.")
+    return known | {name: value for name, value in found.items() if name not in known}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Returns whether two results are equal, floats to rounding: ``sum`` of floats differs between Python releases."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)
+    return bool(one == other)
+
+
+def compute(
+    sizes: Sequence[str],
+    topologies: Sequence[str],
+    cases: Sequence[str],
+    kept: Path,
+    progress: Any,
+    *,
+    reread: bool = False,
+) -> None:
+    """Computes the forecasts that are not stored yet; writes each forecast immediately.
+
+    ``reread`` compiles stored programs again (from the user's cache of compiled programs, if they are there), and adds
+    figures that the stored results lack.
+
+    Raises:
+      ValueError: an unknown topology; see ``completed``.
       ImportError: the compiler for the topology is not installed, or flatbuffers.
     """
     kept.mkdir(parents=True, exist_ok=True)
@@ -232,7 +290,10 @@ def compute(sizes: Sequence[str], topologies: Sequence[str], cases: Sequence[str
     for name, topology, case in jobs:
         progress.update(task, description=f"{name} on {topology}: {case}")
         path = path_of(kept, name, topology)
-        found = forecast_case(SIZES[name], CASES[case], topology, read(path).get(case))
+        known = read(path).get(case)
+        found = forecast_case(SIZES[name], CASES[case], topology, None if reread else known)
+        if reread and known is not None:
+            found = completed(known, found)
         path.write_text(json.dumps(read(path) | {case: found}, indent=1) + "\n")
         progress.advance(task)
 
@@ -246,7 +307,8 @@ def results(options: argparse.Namespace, console: Console) -> Results:
     if not options.redraw:
         columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            compute(options.sizes, options.topologies, options.cases, options.kept, progress)
+            chosen = (options.sizes, options.topologies, options.cases, options.kept)
+            compute(*chosen, progress, reread=getattr(options, "reread", False))
     return {name: dict(_of_size(name, options)) for name in options.sizes}
 
 
@@ -275,21 +337,23 @@ def drawn(topologies: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def table(name: str, topology: str, cases: dict[str, Any]) -> Any:
     """Builds the table of a topology, with cases as rows."""
-    columns = ["case", "fits", "per device", "sent", "async", "step", "bound by"]
-    return rich_table(f"{name} on {topology}", columns, [_row(*item) for item in cases.items()], right=1)
+    columns = ["case", "fits", "per device", "sent", "async", "collectives", "step, least to most", "bound by"]
+    return rich_table(f"{name} on {topology}", columns, [_row(*item, topology) for item in cases.items()], right=1)
 
 
-def _row(case: str, found: dict[str, Any]) -> list[str]:
+def _row(case: str, found: dict[str, Any], topology: str) -> list[str]:
     if "problem" in found:
-        return [case, "no", "", "", "", "", found["problem"]]
-    wire, seconds = found["wire_bytes"], found["seconds"]
+        return [case, "no", "", "", "", "", "", found["problem"]]
+    wire, times = found["wire_bytes"], times_of(found, topology)
+    least, expected, most = (f"{seconds * 1e3:,.0f}" for seconds in times.step)
     return [
         case,
         "yes" if found["fits"] else "no",
         format_bytes(found["bytes"]["total"]),
         format_bytes(wire["total"]),
         f"{wire['asynchronous'] / wire['total']:.0%}" if wire["total"] else "",
-        f"{seconds['step'] * 1e3:,.0f} ms",
+        f"{times.collectives:,}",
+        f"{expected} ms ({least} to {most})",
         found["bound"],
     ]
 
@@ -344,6 +408,7 @@ def parser() -> argparse.ArgumentParser:
         "cases": CASES,
     }
     add_forecast_options(new, **options, out=OUT, kept=OUT)
+    new.add_argument("--reread", action="store_true", help="compile stored programs again, for figures they lack")
     return new
 
 

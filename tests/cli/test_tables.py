@@ -28,7 +28,7 @@ from xlstm_jax.cli.self_test import Check
 from xlstm_jax.distributed.optimizers.offload import NO_OFFLOAD, Offload
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.table import LEFT_OUT
-from xlstm_jax.forecast import CHIPS, Forecast
+from xlstm_jax.forecast import CHIPS, Forecast, Range
 from xlstm_jax.forecast.cost.collective_traffic import Collective, Overlap, Timing
 from xlstm_jax.forecast.cost.flops import Flops, Work
 from xlstm_jax.forecast.cost.memory import Memory, Moment, Temporary
@@ -203,7 +203,8 @@ def of_lint():
 
 
 def of_fit():
-    mesh, figures = {"fsdp_x": 16, "fsdp_y": 16}, SimpleNamespace(total_bytes=2**30 + 2**27, step_seconds=0.0373)
+    mesh, times = {"fsdp_x": 16, "fsdp_y": 16}, Range(0.0215, 0.0373, 0.0412)
+    figures = SimpleNamespace(total_bytes=2**30 + 2**27, step_seconds=times.expected, step_time=times)
     best = Trial(Options(mesh, keep_gathered=False), figures, fits=True)
     large = Trial(Options({"dp": 16, "fsdp_y": 16}, remat=True, num_minibatches=64), figures, fits=False)
     failed = Trial(Options({"fsdp": 256}), None, fits=False, problem=WHY)

@@ -148,7 +148,7 @@ def test_forecast_field_names_are_unchanged_within_format_2():
     """A name that changes is a new format."""
     names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
         hbm_bytes tokens unknown_loops compile_seconds versions notes shared_flops roofline exposed_seconds host
-        kernel_seconds expected_kernel_seconds pallas_seconds"""
+        kernel_seconds expected_kernel_seconds pallas_seconds fills"""
     assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
 
 
@@ -444,7 +444,7 @@ def test_forecast_step_seconds_add_compute_and_exposed_time_with_links_as_lower_
     known = {"topology": "v5e:16x16", "roofline": roofline, "cycles": int(0.4 * 1.5e9), "platform": "tpu"}
     found = dataclasses.replace(on_cpu(), **known, exposed_seconds=0.05)
     assert found.cycle_seconds == pytest.approx(0.4) and found.step_seconds == pytest.approx(0.45)
-    assert found.step_time == pytest.approx((0.3, 0.45))  # at least what the links take
+    assert found.step_time == pytest.approx((0.3, 0.45, 0.45))  # at least what the links take
     assert json.loads(found.to_json())["step_time"] == found.step_time._asdict()
     # Where compute by its peak rate takes longer than the cycles say, it counts; and links have the last word.
     assert dataclasses.replace(found, cycles=None).step_seconds == pytest.approx(0.3)

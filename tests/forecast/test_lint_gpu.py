@@ -101,7 +101,9 @@ def test_forecast_step_time_adds_kernel_seconds_and_exposed_seconds():
     assert found.flops.total / CHIPS["h100"].peak_flops["bfloat16"] == pytest.approx(found.roofline.compute_s)
     assert found.expected_kernel_seconds > found.kernel_seconds and 0 < found.exposed_bandwidth_seconds
     least = found.kernel_seconds + found.exposed_bandwidth_seconds
-    assert found.step_time == pytest.approx((least, found.expected_kernel_seconds + found.exposed_seconds))
+    expected = found.expected_kernel_seconds + found.exposed_seconds
+    waited = sum(c.count * max(c.timing.latency_s, c.timing.waited_s) for c in found.collectives)
+    assert found.step_time == pytest.approx((least, expected, found.expected_kernel_seconds + waited))
     assert found.step_seconds == found.step_time.expected > found.step_time.least
     assert 0 <= found.hidden_fraction <= found.beside_products_fraction <= 1
     assert Forecast.from_json(found.to_json()) == found

@@ -143,7 +143,7 @@ class Figures:
 
     @property
     def step_time(self):
-        return Range(self.step_seconds / 2, self.step_seconds)
+        return Range(self.step_seconds / 2, self.step_seconds, 1.25 * self.step_seconds)
 
 
 STATE_BYTES = {str(STAGED): 300, str(FLAT): 100, str(HYBRID): 900}

@@ -2,8 +2,12 @@
 
 import json
 import re
+import statistics
 from collections import Counter
 
+import pytest
+
+from benchmarks.peers import ratios
 from tests.house.test_docs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -41,14 +45,17 @@ def test_readme_step_times_equal_stored_results():
 def test_readme_comparison_with_jit_equals_stored_results():
     said = figures_said(
         "README.md",
-        r"take ([\d.]+) to ([\d.]+) of the step time of `jit` with shardings \(less in (\d+) of (\d+) cases\) "
-        r"and ([\d.]+) to ([\d.]+) of its peak memory \(less in (\d+)\)",
+        r"take ([\d.]+) to ([\d.]+) of the expected step time of `jit` with shardings \(less in (\d+) of (\d+) "
+        r"cases\) and ([\d.]+) to ([\d.]+) of its peak memory \(less in (\d+)\).* under all of them the step is "
+        r"shorter than that of `jit` in (\d+) cases, under none in (\d+) ",
     )
     step, memory = (
         [pair["ours"][what] / pair["jit"][what] for _, pair in peers()] for what in ("step_seconds", "total_bytes")
     )
     wanted = [f"{min(step):.2f}", f"{max(step):.2f}", sum(x < 1 for x in step), len(step)]
     wanted += [f"{min(memory):.2f}", f"{max(memory):.2f}", sum(x < 1 for x in memory)]
+    ranges = [ratios(pair) for _, pair in peers()]
+    wanted += [sum(one.highest < 1 for one in ranges), sum(one.lowest > 1 for one in ranges)]
     assert said == [str(value) for value in wanted]
 
 
@@ -91,18 +98,54 @@ def test_results_page_states_cases_behind_jit_as_in_stored_results():
         """Returns the number of models by chip, for which this library has a larger value than ``jit``."""
         return Counter(chip for chip, pair in pairs if pair["ours"][what] > pair["jit"][what])
 
-    step, on_v5p, on_v5e, on_v6e, memory, rows = figures_said(
+    step_v5e, step_v5p, on_v5p, on_v5e, on_v6e, memory, rows = figures_said(
         "docs/results.md",
-        r"behind on v5e with (\w+) of the models, in waiting on v5p with (\w+), on v5e with (\w+) and on v6e with (\w+)"
-        r", and in memory in (\d+) of (\d+) rows",
+        r"behind in the expected step on v5e with (\w+) of the models and on v5p with (\w+), in waiting on v5p with "
+        r"(\w+), on v5e with (\w+) and on v6e with (\w+), and in memory in (\d+) of (\d+) rows",
     )
     in_words = {"one": 1, "two": 2, "three": 3, "all": 4}  # of four models
     waited = {"v5p": on_v5p, "v5e": on_v5e, "v6e": on_v6e}
-    assert behind("step_seconds") == {"v5e": in_words.get(step, step)}
+    assert behind("step_seconds") == {"v5e": in_words.get(step_v5e), "v5p": in_words.get(step_v5p)}
     assert behind("waited_seconds") == {chip: in_words.get(word, word) for chip, word in waited.items()}
     assert behind("total_bytes") == {"h100": int(memory)} and int(rows) == len(pairs)
     # The sentence gives memory in rows, not by chip, because these are all rows of h100.
     assert int(memory) == sum(chip == "h100" for chip, _ in pairs)
+
+
+def test_pages_give_no_time_of_the_comparison_with_jit_without_its_range():
+    """A sentence that gives a ratio of the table says "expected" or gives a range."""
+    held = {f"{pair['ours']['step_seconds'] / pair['jit']['step_seconds']:.2f}" for _, pair in peers()}
+    section = (ROOT / "docs/results.md").read_text().partition("## Four models")[2].partition("\n## ")[0]
+    prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+    for sentence in re.split(r"(?<=[.:])\s", " ".join(prose.split())):
+        named = re.findall(r"\b[01]\.\d\d\b", sentence)
+        assert not (set(named) & held) or " to " in sentence or "expected" in sentence, sentence
+    for column in ("least", "most", "lowest to highest", "collectives"):
+        assert column in section, f"the table of docs/results.md has no column {column!r}."
+
+
+PAGES_WITH_TIMES = (
+    "compiler_options prefetch gpu cross_entropy remat lint howto/slow_step quantized offload howto/out_of_memory "
+    "howto/which_axes kernels results cli tutorials/forecasting"
+).split()
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_TIMES)
+def test_page_with_forecast_times_links_to_the_definition_of_their_range(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert "forecast.md#the-time-of-a-step" in text, f"docs/{page}.md gives times of forecasts without their range."
+
+
+def test_forecast_page_states_the_compile_times_of_the_stored_tpu_programs():
+    stored = [loaded(path.relative_to(ROOT)) for path in (ROOT / "benchmarks/results/forecasts").glob("*_v[56]*.json")]
+    seconds = [one["compile_seconds"] for cases in stored for one in cases.values() if "compile_seconds" in one]
+    said = figures_said(
+        "docs/forecast.md",
+        r"for TPUs took (\d+) s \(median of (\d+) programs; (\d+) of them a minute or less, the longest ([\d,]+) s\)",
+    )
+    short = sum(one <= 60 for one in seconds)
+    want = [f"{statistics.median(seconds):.0f}", f"{len(seconds)}", f"{short}", f"{max(seconds):,.0f}"]
+    assert said == want
 
 
 def test_readme_pages_and_citation_name_the_current_version():

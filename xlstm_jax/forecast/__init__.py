@@ -15,7 +15,8 @@ from xlstm_jax.forecast.compiling.compile_process import CompileError
 from xlstm_jax.forecast.compiling.report_cache import ReportCache
 from xlstm_jax.forecast.cost.axis_traffic import AxisTraffic
 from xlstm_jax.forecast.cost.collective_traffic import Collective
-from xlstm_jax.forecast.cost.roofline import Range, Roofline
+from xlstm_jax.forecast.cost.roofline import Roofline
+from xlstm_jax.forecast.cost.time_range import Range, Ratio
 from xlstm_jax.forecast.forecasting import Forecast, forecast
 from xlstm_jax.forecast.hardware import CHIPS, Chip, Topology, parse_topology
 
@@ -27,6 +28,7 @@ __all__ = [
     "CompileError",
     "Forecast",
     "Range",
+    "Ratio",
     "ReportCache",
     "Roofline",
     "Topology",

@@ -30,12 +30,14 @@ from xlstm_jax.forecast.cost.axis_traffic import AxisTraffic, axis_traffic, tota
 from xlstm_jax.forecast.cost.clock import Cycles, Kernels
 from xlstm_jax.forecast.cost.collective_traffic import Collective, find_collectives, sum_wire_bytes
 from xlstm_jax.forecast.cost.cycles import HbmBytes, count_hbm_bytes
+from xlstm_jax.forecast.cost.fills import Fills, find_fills
 from xlstm_jax.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.forecast.cost.host import HostTraffic, host_buffers, host_traffic
 from xlstm_jax.forecast.cost.memory import Memory, memory_of_totals, operation_names, read_memory
 from xlstm_jax.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
-from xlstm_jax.forecast.cost.roofline import Range, Roofline, step_bounds
+from xlstm_jax.forecast.cost.roofline import Roofline, step_bounds
 from xlstm_jax.forecast.cost.schedule import axes_of, timed, with_waits
+from xlstm_jax.forecast.cost.time_range import Range, total
 from xlstm_jax.forecast.hardware.chips import CHIPS, Chip, chip_of
 from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.nccl import NVLINK_FRACTION, network_fraction
@@ -78,13 +80,15 @@ class Forecast:
       shared_flops: FLOP of matrix products outside of ``shard_map`` per device in the compiled program; an even share
         is ``flops.shared``.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: expected wait for collectives. TPUs: the sum over collectives, each alone on the links; an
-        asynchronous collective counts the time by which it outlasts the overlapped work. GPUs: from the simulated
-        schedule, with latency and reached rates. None if ``roofline`` is None.
+      exposed_seconds: wait for collectives. TPUs: for their bytes, without latency: the sum over collectives, each
+        alone on the links; an asynchronous collective counts the time by which it outlasts the overlapped work. GPUs:
+        from the simulated schedule, with latency and reached rates. None if ``roofline`` is None. ``wait_time`` has
+        the range.
       host: bytes in host memory and host transfers; None without host memory, and for devices without figures.
       kernel_seconds, expected_kernel_seconds: GPUs: sum of the kernels' times, at least by their rooflines, and
         expected at the rates of ``Chip.efficiency``; else None.
       pallas_seconds: TPUs: time of Pallas kernels by their roofline; None without Pallas kernels.
+      fills: TPUs: zero-fills that stand for gathers, whose cycles ``step_time`` corrects; None for other devices.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -115,6 +119,7 @@ class Forecast:
     kernel_seconds: float | None = None
     expected_kernel_seconds: float | None = None
     pallas_seconds: float | None = None
+    fills: Fills | None = None
 
     @property
     def devices(self) -> int:
@@ -179,7 +184,7 @@ class Forecast:
 
     @property
     def exposed_bandwidth_seconds(self) -> float | None:
-        """Lower bound of ``exposed_seconds``: published rates alone, without the latency of GPU collectives."""
+        """The least wait for collectives: published rates alone, without latency."""
         if not self.on_gpus:
             return self.exposed_seconds
         return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
@@ -199,26 +204,53 @@ class Forecast:
         return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
 
     @property
-    def step_time(self) -> Range | None:
-        """Time of a step: compute, plus the waits for collectives and host transfers.
+    def fill_excess_seconds(self) -> float:
+        """TPUs: seconds by which the compiler's cycles for ``fills`` exceed their bytes at HBM's rate; else 0."""
+        chip = self.chip
+        if self.fills is None or chip is None or chip.clock_hz is None:
+            return 0.0
+        return self.fills.excess_s(chip.clock_hz, chip.hbm_bandwidth)
 
-        least: by published rates alone. Compute takes its rooflines, on GPUs the roofline of each kernel, and links
-        have no latency.
-        expected: compute takes the compiler's cycles (TPUs), or each kernel at reached rates (GPUs), but no less than
-        the rooflines; GPU collectives take NCCL's time.
+    @property
+    def compute_time(self) -> Range | None:
+        """Time of a step without collectives and host transfers; None if ``roofline`` is None.
 
-        No step is shorter than ``roofline.wire_s``. None if ``roofline`` is None.
+        least: its rooflines, on GPUs the roofline of each kernel. expected: the compiler's cycles with corrected fills
+        (TPUs), or each kernel at reached rates (GPUs), but no less than the rooflines. most: the compiler's cycles as
+        they are.
         """
-        waits = (self.exposed_bandwidth_seconds, self.exposed_seconds)
-        if self.roofline is None or waits[0] is None or waits[1] is None:
+        if self.roofline is None:
             return None
-        # Memory and matrix units work in parallel, so the longer time counts; waits are added.
+        # Memory and matrix units work in parallel, so the longer time counts.
         least = max(self.kernel_seconds or 0.0, self.roofline.compute_s, self.roofline.memory_s)
-        busy = max(self.cycle_seconds or 0.0, self.expected_kernel_seconds or 0.0, least)
+        busy = max(self.cycle_seconds or 0.0, self.expected_kernel_seconds or 0.0)
+        return Range(least, max(busy - self.fill_excess_seconds, least), max(busy, least))
+
+    @property
+    def wait_time(self) -> Range | None:
+        """Time that a step waits for collectives, the sum of ``Collective.wait``; None if ``roofline`` is None."""
+        least, exposed_s = self.exposed_bandwidth_seconds, self.exposed_seconds
+        if self.roofline is None or least is None or exposed_s is None:
+            return None
+        # Latencies that ``exposed_seconds`` leaves out: on TPUs all of them, on GPUs the hidden ones.
+        more = [(one.count, one.wait, one.exposed_s or 0.0) for one in self.collectives]
+        latency = total((count, wait.beyond(counted)) for count, wait, counted in more if wait is not None)
+        return Range(least, exposed_s + latency.expected, exposed_s + latency.most)
+
+    @property
+    def step_time(self) -> Range | None:
+        """Time of a step: ``compute_time``, ``wait_time``, and the waits for host transfers.
+
+        least: by published rates alone, without latency. expected: by reached rates, with the latencies that the
+        schedule waits for. most: no latency is hidden. No step is shorter than ``roofline.wire_s``. None if
+        ``roofline`` is None.
+        """
+        if self.roofline is None or self.compute_time is None or self.wait_time is None:
+            return None
         host_s = self.host.waited_s if self.host else 0.0
-        times = (least + waits[0] + host_s, busy + waits[1] + host_s)
+        times = self.compute_time.plus(self.wait_time).plus(Range(host_s, host_s, host_s))
         # No step is shorter than the time of its links, even if collectives are hidden.
-        return Range(*(max(seconds, self.roofline.wire_s) for seconds in times))
+        return times.at_least(self.roofline.wire_s)
 
     @property
     def step_seconds(self) -> float | None:
@@ -380,7 +412,8 @@ def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Li
         forecast = dataclasses.replace(forecast, kernel_seconds=least.total, expected_kernel_seconds=expected.total)
     else:
         collectives = tuple(with_waits(links, collective) for collective in forecast.collectives)
-        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_seconds(program, flops, chip))
+        pallas_s = pallas_seconds(program, flops, chip)
+        forecast = dataclasses.replace(forecast, pallas_seconds=pallas_s, fills=find_fills(program))
     # Collectives over the same set of axes share links, so their bytes add up; other axes have separate links.
     sent: dict[tuple[str, ...], float] = defaultdict(float)
     for collective in collectives:

@@ -52,19 +52,22 @@ def headline(forecast: Any) -> str:
     if forecast.on_gpus:
         text += (
             f" {sent} per GPU, of which {format_bytes(forecast.nic_bytes)} between hosts; "
-            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.exposed_seconds)} are "
+            f"{forecast.hidden_fraction:.0%} of it is hidden, {format_milliseconds(forecast.wait_time.expected)} are "
             "waited for."
         )
     else:
         text += f" {sent} per device, {forecast.asynchronous_fraction:.0%} of it asynchronously."
     if forecast.step_seconds is None:
         return text
-    waits = f"{forecast.exposed_seconds / forecast.step_seconds:.0%} of it waiting for collectives"
+    waits = f"{forecast.wait_time.expected / forecast.step_seconds:.0%} of it waiting for collectives"
     if forecast.host:
         waits += f", {forecast.host.waited_s / forecast.step_seconds:.0%} for the host's memory"
-    least, expected = map(format_milliseconds, forecast.step_time)
+    least, expected, most = map(format_milliseconds, forecast.step_time)
     overlapped = f"{format_milliseconds(forecast.roofline.seconds)} if all overlapped ({forecast.roofline.bound}-bound)"
-    return f"{text} It takes {least} by published rates alone, {expected} expected, {waits}; at least {overlapped}."
+    return (
+        f"{text} It takes {least} by published rates alone, {expected} expected, {waits}, and {most} with every "
+        f"latency exposed; at least {overlapped}."
+    )
 
 
 def _fits(forecast: Any) -> str:
@@ -244,21 +247,23 @@ def _time_table(forecast: Any) -> RenderableType:
         ("each kernel at its roofline, one by one", "", forecast.kernel_seconds),
         ("the same by the rates that kernels reach", "", forecast.expected_kernel_seconds),
     ]
-    if forecast.on_gpus:
-        count = f"{executions(forecast.collectives):,} collectives"
-        times += [
-            ("waiting for collectives, by published rates alone", "", forecast.exposed_bandwidth_seconds),
-            ("waiting for collectives, expected", count, forecast.exposed_seconds),
-        ]
-    else:
-        times.append(("collectives that the step waits for, one by one", "", forecast.exposed_seconds))
+    if forecast.fill_excess_seconds:
+        zeros = format_bytes(forecast.fills.written)
+        times.append(("of it not expected: zero-fills slower than HBM", zeros, forecast.fill_excess_seconds))
+    waits, count = forecast.wait_time, f"{executions(forecast.collectives):,} collectives"
+    times += [
+        ("waiting for collectives, by published rates alone", "", waits.least),
+        ("waiting for collectives, expected", count, waits.expected),
+        ("waiting for collectives, with every latency exposed", "", waits.most),
+    ]
     if host:
         times += [
             ("to the host's memory and back, one by one", format_bytes(host.moved_bytes), host.seconds),
             ("waiting for it", f"{host.hidden_fraction:.0%} of it hidden", host.waited_s),
         ]
-    least, expected = forecast.step_time
+    least, expected, most = forecast.step_time
     times += [("a step, by published rates alone", "", least), ("a step, expected", "", expected)]
+    times += [("a step, with every latency exposed", "", most)]
     rows = [[label, amount, format_milliseconds(seconds)] for label, amount, seconds in times if seconds is not None]
     return rich_table("Time of a step", ["", "amount", "time"], rows)
 
@@ -345,11 +350,15 @@ def _plot_time(axes: "Axes", forecast: Any) -> None:
         return
     bars = {"matrix products": roofline.compute_s, "memory": roofline.memory_s, "links": roofline.wire_s}
     runs = "each kernel" if forecast.on_gpus else "compiler's cycles"
-    least, expected = forecast.step_time
+    least, expected, most = (seconds * 1e3 for seconds in forecast.step_time)
     bars |= {runs: forecast.expected_kernel_seconds or forecast.cycle_seconds or 0}
-    bars |= {"a step, published rates": least, "a step, expected": expected}
-    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1", "#88d27a", "#54a24b"]
+    colors = ["#4c78a8", "#72b7b2", "#e45756", "#9d9da1"]
     drawn = axes.barh(list(bars), [seconds * 1e3 for seconds in bars.values()], color=colors)
     axes.bar_label(drawn, fmt="%.3g", fontsize=8, padding=3)
+    # The step is a range: a bar from the least to the largest time, with a line at the expected time.
+    axes.barh("a step", most - least, left=least, color="#88d27a")
+    axes.plot([expected, expected], [len(bars) - 0.4, len(bars) + 0.4], color="#1b5e20", linewidth=2)
+    text = f"{least:.3g} to {most:.3g}, expected {expected:.3g}"
+    axes.annotate(text, (0, len(bars)), (3, 0), textcoords="offset points", fontsize=8, va="center")
     axes.invert_yaxis()
     axes.margins(x=0.15)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from xlstm_jax.forecast.cost.clock import Cycles
 from xlstm_jax.forecast.cost.cycles import CONTROL
+from xlstm_jax.forecast.cost.time_range import Range
 from xlstm_jax.forecast.hlo.collective_sites import Site, sites
 from xlstm_jax.forecast.hlo.dataflow import Value, downstream, origin, sources, upstream
 from xlstm_jax.forecast.hlo.device_groups import axes_of_groups
@@ -142,7 +143,8 @@ class Collective:
       overlapped: work scheduled during the collective.
       timing: GPUs: time of the collective and the schedule's wait; else None.
       alone_s, exposed_s: seconds per execution without overlap, and the expected wait of the schedule; None for a
-        device without figures.
+        device without figures. TPUs: of the bytes alone.
+      latency_s: latency per execution in seconds, see ``Links.latency_s``; None for a device without figures.
     """
 
     name: str
@@ -164,6 +166,7 @@ class Collective:
     timing: Timing | None = None
     alone_s: float | None = None
     exposed_s: float | None = None
+    latency_s: float | None = None
 
     @property
     def carries(self) -> str:
@@ -197,6 +200,21 @@ class Collective:
         if self.timing is not None:
             return Bandwidth(self.timing.bandwidth_s, self.timing.waited_by_bandwidth_s)
         return Bandwidth(self.alone_s or 0.0, self.exposed_s or 0.0)
+
+    @property
+    def wait(self) -> Range | None:
+        """Wait of the schedule for one execution; None for a device without figures.
+
+        least: for the bytes, at published rates. expected: with the latency of NCCL (GPUs), or of a collective that
+        the schedule waits for (TPUs). most: no latency is hidden.
+        """
+        if self.exposed_s is None:
+            return None
+        latency_s = self.latency_s or 0.0
+        if self.timing is not None:
+            return Range(self.timing.waited_by_bandwidth_s, self.exposed_s, max(self.exposed_s, latency_s))
+        waited = 0.0 if self.asynchronous else latency_s
+        return Range(self.exposed_s, self.exposed_s + waited, self.exposed_s + latency_s)
 
     @property
     def is_hidden(self) -> bool:

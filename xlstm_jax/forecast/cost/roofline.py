@@ -9,21 +9,9 @@ The largest of the three bounds is the time of a step with perfect overlap. No b
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from xlstm_jax.forecast.hardware.chips import peak_rate
 from xlstm_jax.forecast.hardware.links import Links
-
-
-class Range(NamedTuple):
-    """Seconds: the least time, by published rates alone, and the expected time, by the rates that are reached.
-
-    >>> Range(least=0.08, expected=0.13).expected
-    0.13
-    """
-
-    least: float
-    expected: float
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Time that a step waits for collectives.
 
 On TPUs each collective counts as alone on the links, and an asynchronous collective hides behind the cycles of the
-instructions between start and end. On GPUs the clock (``clock``) runs twice: with kernels and networks at published
-rates, and at reached rates. A loop's body begins with free networks. Waits inside of a loop count in the body and do
-not move the clock outside.
+instructions between start and end, also where another collective hides behind the same instructions. On GPUs the clock
+(``clock``) runs twice: with kernels and networks at published rates, and at reached rates. A loop's body begins with
+free networks. Waits inside of a loop count in the body and do not move the clock outside.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
 
 
 def with_waits(links: Links, collective: Collective) -> Collective:
-    """Fills in ``alone_s`` and ``exposed_s`` of a TPU collective.
+    """Fills in ``alone_s``, ``exposed_s`` (both of the bytes alone) and ``latency_s`` of a TPU collective.
 
     An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler gives no cycles for some
     of the overlapped instructions, and zero for the rest.
@@ -37,11 +37,12 @@ def with_waits(links: Links, collective: Collective) -> Collective:
         overlap, waited = dataclasses.replace(overlap, seconds=seconds), max(0.0, alone - seconds)
     elif overlap.instructions:
         waited = 0.0
-    return dataclasses.replace(collective, overlapped=overlap, alone_s=alone, exposed_s=waited)
+    latency_s = links.latency_s(axes_of(links, collective), collective.kind, collective.wire_bytes)
+    return dataclasses.replace(collective, overlapped=overlap, alone_s=alone, exposed_s=waited, latency_s=latency_s)
 
 
 def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
-    """Fills in ``timing``, ``alone_s`` and ``exposed_s`` of the collectives of a GPU program.
+    """Fills in ``timing``, ``alone_s``, ``exposed_s`` and ``latency_s`` of the collectives of a GPU program.
 
     Args:
       least, expected: kernels of the program at published rates, and at reached rates.
@@ -80,9 +81,8 @@ def _timed_in(
         run = sum(runs[slice(*site.span)], Spent())
         overlap = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)
         timing = dataclasses.replace(alone_timing, waited_s=waited_s, waited_by_bandwidth_s=bandwidth_s)
-        yield dataclasses.replace(
-            collective, overlapped=overlap, timing=timing, alone_s=alone_timing.seconds, exposed_s=waited_s
-        )
+        times = {"alone_s": alone_timing.seconds, "exposed_s": waited_s, "latency_s": alone_timing.latency_s}
+        yield dataclasses.replace(collective, overlapped=overlap, timing=timing, **times)
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:

@@ -9,6 +9,7 @@ as much in an all-reduce. Across the border of a host go s bytes too, shared by 
     seconds    max(s / NVLink, s / (g x NIC)) by published rates; on one host s / NVLink alone
     nic_bytes  s / g, and 0 on one host; a staged collective needs payload x (h-1)/h / g, the least possible
     choice     NCCL's algorithm and its time, latency included, by measured rates: ``nccl``
+    latency_s  latency of a collective: assumed for a torus (``latency``), of ``choice`` for GPUs
 
 "Host" means a set of GPUs joined by NVLink.
 """
@@ -17,14 +18,29 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from xlstm_jax.forecast.hardware import nccl
 from xlstm_jax.forecast.hardware.chips import Chip
+from xlstm_jax.forecast.hardware.latency import torus_latency_s
 from xlstm_jax.forecast.hardware.topologies import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
+
+
+class _Line(NamedTuple):
+    """Chips of a group along one torus dim: their number, the distance of neighbours, whether the ring is closed."""
+
+    chips: int
+    stride: int
+    closed: bool
+
+    @property
+    def hops(self) -> int:
+        """Hops to the farthest chip."""
+        return self.stride * (self.chips // 2 if self.closed else self.chips - 1)
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class Links:
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
         """Returns NCCL's algorithm for a GPU collective with its time; None for a single device.
 
-        Returns None for TPUs, too: the latency of TPU collectives is unknown.
+        Returns None for TPUs, too, whose collectives have one algorithm.
         """
         if not self.networks(axes):
             return None
@@ -91,6 +107,17 @@ class Links:
         # Rates measured with NCCL's tests, not published rates.
         reached = self._switched_bandwidth(axes, nccl.NVLINK_FRACTION, nccl.network_fraction(kind, group.hosts))
         return nccl.choice(kind, group, sent, reached)
+
+    def latency_s(self, axes: Sequence[str], kind: str, sent: float) -> float:
+        """Returns the latency of a collective in seconds, of which no byte has a part; 0 for a single device.
+
+        TPUs: an assumption, see ``hardware.latency``. GPUs: the latency of NCCL's ``choice`` for ``sent`` bytes.
+        """
+        if not self.chip.torus_axes:
+            chosen = self.choice(axes, kind, sent)
+            return chosen.latency_s if chosen else 0.0
+        hops = sum(line.hops for line in self._lines(axes).values())
+        return torus_latency_s(self.chip.name, kind, hops)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
         """Returns the device numbers of each group in a collective over these axes: [groups, devices]."""
@@ -119,17 +146,21 @@ class Links:
         If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
         goes both ways. On an open line data must return along the same line, so a single direction is left.
         """
+        bandwidth = self.chip.link_bandwidth
+        return {dim: bandwidth * (2 if line.closed else 1) / line.stride for dim, line in self._lines(axes).items()}
+
+    def _lines(self, axes: Sequence[str]) -> dict[int, "_Line"]:
+        """Returns how a group of TPUs lies along each torus dim on which its devices differ."""
         assert self.topology is not None  # a TPU
         # The first group represents all groups, which have the same layout on the torus.
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
-        bandwidths = {}
+        lines = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
-            line = np.unique(coords[:, dim])
-            if len(line) > 1:
-                stride = int(np.diff(line).min())
-                closed = wraps and len(line) * stride == size
-                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
-        return bandwidths
+            at = np.unique(coords[:, dim])
+            if len(at) > 1:
+                stride = int(np.diff(at).min())
+                lines[dim] = _Line(len(at), stride, bool(wraps and len(at) * stride == size))
+        return lines
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
         """Returns a GPU's bytes/s at these fractions of the rates: NVLink; between hosts also the group's adapters."""

@@ -248,9 +248,9 @@ class Fit:
         """Returns the trials with their totals as JSON; for a full forecast see ``Forecast.to_json``."""
         rows = []
         for trial in self.trials:
-            least, expected = (trial.forecast and trial.forecast.step_time) or (None, None)
+            least, expected, most = (trial.forecast and trial.forecast.step_time) or (None, None, None)
             sizes = {"bytes_per_device": trial.bytes_per_device}
-            times = {"step_seconds": expected, "least_step_seconds": least}
+            times = {"step_seconds": expected, "least_step_seconds": least, "most_step_seconds": most}
             outcome = {"fits": trial.fits, "problem": trial.problem}
             rows.append(dataclasses.asdict(trial.options) | sizes | outcome | times)
         data = {"topology": self.topology, "budget_bytes": self.budget_bytes, "trials": rows}
@@ -268,7 +268,10 @@ def _row(trial: Trial) -> list[str]:
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
     fits = "yes" if trial.fits else "no"
-    return [*cells, format_bytes(trial.forecast.total_bytes), f"{trial.seconds * 1e3:.1f} ms", fits]
+    step = f"{trial.seconds * 1e3:.1f} ms"
+    if times := trial.forecast.step_time:
+        step += f" ({times.least * 1e3:.1f} to {times.most * 1e3:.1f})"
+    return [*cells, format_bytes(trial.forecast.total_bytes), step, fits]
 
 
 def fit(
