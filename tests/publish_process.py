@@ -3,6 +3,7 @@
 versions  publishes two versions of leaves of every kind and a delta, and prints what was received here
 killed    publishes a version; then a second one, while process 1 is killed at its write number ARGUMENT
 measure   publishes and exports ARGUMENT MB, and prints seconds and the peak of host memory above the parameters
+padded    as measure, of leaves that are padded to be split
 """
 
 import json
@@ -25,6 +26,8 @@ from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, initial
 from xlstm_jax.distributed.checkpoint import Stored, publish
 from xlstm_jax.distributed.checkpoint.publication import publish as publishing
 from xlstm_jax.distributed.checkpoint.publication import writers
+from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 
 MODE, FOLDER, RANK, COUNT, PORT = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 ARGUMENT = int(sys.argv[6]) if len(sys.argv) > 6 else 0
@@ -32,6 +35,7 @@ DISK_BYTES_PER_S = 20e6  # of each process, in "measure"
 
 NAMES = {
     r"blocks/(\w+)": Stored(r"model.layers.{layer}.\1.weight", "i o -> o i"),
+    r"odd_blocks/(\w+)": r"odd_layers.{layer}.\1",
     r"(.+)": r"\1",
 }
 # By path: shape, dtype, and the axes of each dim; None for a NumPy array, "own" for one on a device of the process.
@@ -47,7 +51,11 @@ LEAVES = {
     "own": ((7,), "float32", "own"),
     "blocks/up": ((3, 8, 32), "bfloat16", P(None, None, ("dp", "fsdp"))),
     "blocks/down": ((8, 16, 3), "float32", P(("dp", "fsdp"))),
+    "odd": ((37, 3), "float32", P(("dp", "fsdp"))),
+    "blocks/odd": ((3, 13, 5), "bfloat16", P(None, ("dp", "fsdp"))),
+    "odd_blocks/odd": ((3, 5, 2), "float32", P(("dp", "fsdp"))),
 }
+STORED = {"odd": (40, 3), "blocks/odd": (3, 16, 5), "odd_blocks/odd": (4, 5, 2)}  # with zeros at the ends of dims
 
 
 def values_of(seed):
@@ -62,10 +70,19 @@ def values_of(seed):
 def tensors_of(seed):
     """The tensors that a reader must find."""
     tensors = values_of(seed)
-    for name in ("up", "down"):
+    for name in ("up", "down", "odd"):
         for layer, values in enumerate(tensors.pop(f"blocks/{name}")):
             tensors[f"model.layers.{layer}.{name}.weight"] = values.T
+    for layer, values in enumerate(tensors.pop("odd_blocks/odd")):
+        tensors[f"odd_layers.{layer}.odd"] = values
     return tensors
+
+
+def padded(values, spec, stored, mesh):
+    sizes = tuple(size if size != of_stored else None for size, of_stored in zip(values.shape, stored, strict=True))
+    values = np.pad(values, [(0, of_stored - size) for size, of_stored in zip(values.shape, stored, strict=True)])
+    names = (*spec, *[None] * (values.ndim - len(spec)))
+    return Sharded(put(values, spec, mesh), names, store=ZeroPadding(sizes))
 
 
 def put(values, spec, mesh):
@@ -83,7 +100,8 @@ def params_of(seed, mesh):
         place = tree
         for folder in folders:
             place = place.setdefault(folder, {})
-        place[name] = put(values, LEAVES[path][2], mesh)
+        spec = LEAVES[path][2]
+        place[name] = padded(values, spec, STORED[path], mesh) if path in STORED else put(values, spec, mesh)
     return tree
 
 
@@ -134,6 +152,9 @@ def measure(mesh):
     make = jax.jit(lambda i: jnp.full((1024, 1024), i, jnp.float32), out_shardings=split)
     params = {f"w{i:04}": make(i) for i in range(count)}
     jax.block_until_ready(params)
+    if MODE == "padded":
+        names, store = (("dp", "fsdp"), None), ZeroPadding((1023, None))
+        params = {name: Sharded(w, names, store=store) for name, w in params.items()}
     publish({"warm": params["w0000"]}, FOLDER / "warm")
     write = publishing.write_tensors
 
@@ -168,7 +189,10 @@ def main():
     if COUNT > 1:
         initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
-    print(json.dumps({"versions": versions, "killed": killed, "measure": measure}[MODE](mesh)), flush=True)
+    print(
+        json.dumps({"versions": versions, "killed": killed, "measure": measure, "padded": measure}[MODE](mesh)),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_same_bits, mesh_of
+from xlstm_jax.distributed import export_safetensors
 from xlstm_jax.distributed.checkpoint import (
     Divided,
     Joined,
@@ -17,6 +18,7 @@ from xlstm_jax.distributed.checkpoint import (
     Unstacked,
     apply_publication,
     from_layout,
+    import_in_layout,
     publish,
     to_layout,
 )
@@ -202,8 +204,28 @@ def test_from_layout_raises_for_tensors_inconsistent_with_the_layout():
         from_layout(arrays | {"again": arrays["ab"] + 1}, layout, like)
 
 
+def test_import_in_layout_raises_for_files_inconsistent_with_the_layout(tmp_path):
+    like = {"ab": np.arange(6.0).reshape(3, 2), "on": np.array([True, False])}
+    layout = [Divided("ab", ("a", "b"), (1, 2)), Repeated("again", "b")]
+    publish(like, tmp_path / "right", layout=layout)
+    assert_same_bits(import_in_layout(tmp_path / "right", like, layout), like)
+    right = apply_publication({}, tmp_path / "right").arrays
+    changes = {
+        "it has no 'again'": {"again": None},
+        "it has 'x', which the layout has not": {"x": np.zeros(1)},
+        r"'b' is \[2, 3\] in the file, and \[2, 2\] by the layout": {"b": np.zeros((2, 3))},
+        "the parts of 'ab' have different dtypes: 'a' is float64, and 'b' is float32": {"b": np.zeros((2, 2), "f4")},
+        "'again' repeats 'ab', and its values differ": {"again": right["again"] + 1},
+    }
+    for number, (message, change) in enumerate(changes.items()):
+        folder = tmp_path / str(number)
+        export_safetensors({name: x for name, x in (right | change).items() if x is not None}, folder)
+        with pytest.raises(ValueError, match=message):
+            import_in_layout(folder, like, layout)
+
+
 @pytest.mark.parametrize("repeated_first", [True, False])
-def test_a_tensor_that_is_split_and_repeated_has_equal_values_in_all_places(repeated_first):
+def test_a_tensor_that_is_split_and_repeated_has_equal_values_in_all_places(repeated_first, tmp_path):
     like = {"ab": np.arange(6.0).reshape(3, 2)}
     split = Divided("ab", ("a", "b"), (1, 2))
     layout = [Repeated("again", "ab"), split] if repeated_first else [split, Repeated("again", "b")]
@@ -211,6 +233,8 @@ def test_a_tensor_that_is_split_and_repeated_has_equal_values_in_all_places(repe
     again = like["ab"][0 if repeated_first else 1 :]
     assert_same_bits(arrays, {"a": like["ab"][:1], "b": like["ab"][1:], "again": again})
     assert_same_bits(from_layout(arrays, layout, like), like)
+    publish(like, tmp_path, layout=layout)
+    assert_same_bits(import_in_layout(tmp_path, like, layout), like)
     with pytest.raises(ValueError, match=r"repeats 'ab', and its values differ"):
         from_layout(arrays | {"again": arrays["again"] + 1}, layout, like)
 

@@ -24,6 +24,7 @@ from xlstm_jax.distributed.checkpoint import (
     Unstacked,
     apply_publication,
     from_layout,
+    import_in_layout,
     publish,
 )
 
@@ -219,6 +220,12 @@ def test_a_published_model_is_that_of_transformers(case, tmp_path):
     publish(split, tmp_path / "model", names=NAMES)
     plain = apply_publication({}, tmp_path / "model").arrays
     assert_same_bits(from_layout(got, layout, plain), plain)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh_of(4, 2), x.sharding.spec)), split
+    )
+    imported = import_in_layout(tmp_path / "reader", like, layout, names=NAMES)
+    assert jax.tree.map(lambda x: x.sharding, imported) == jax.tree.map(lambda x: x.sharding, like)
+    assert_same_bits(imported, params)
 
 
 def test_stacking_is_the_inverse_of_unstacking(tmp_path):

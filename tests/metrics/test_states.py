@@ -85,6 +85,19 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("metric", [WeightedMean(), Perplexity()], ids=lambda metric: type(metric).__name__)
+def test_accumulated_weight_is_the_sum_of_the_weights_of_all_devices(metric):
+    values, weights = uneven()
+    synced = run(metric, mesh_of(2, 4), AXES, True, values, weights)
+    np.testing.assert_allclose(metric.accumulated_weight(synced), weights.astype(np.float64).sum(), rtol=1e-6)
+    assert not np.isclose(weights[:, :ROWS].sum(), weights.sum(), rtol=1e-3)  # guard: the first device alone
+    both = Compose({"loss": metric, "largest": Max()})
+    composed = both.state_of(both.observe(loss=(values, weights), largest=values))
+    np.testing.assert_allclose(composed.cells["loss"]["weight"].value, weights.astype(np.float64).sum(), rtol=1e-6)
+    with pytest.raises(ValueError, match="the state is that of another metric"):
+        metric.accumulated_weight(Max().state_of({}))
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4)])
 def test_catalogue_metrics_equal_numpy_on_uneven_shards(dp, fsdp, check_vma):

@@ -18,6 +18,7 @@ from xlstm_jax.distributed.checkpoint.publication.layout import (
     to_layout,
 )
 from xlstm_jax.distributed.checkpoint.publication.publish import publish
+from xlstm_jax.distributed.checkpoint.publication.reading import import_in_layout
 from xlstm_jax.distributed.checkpoint.safetensors_io import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint.tensor_names import TRANSFORMERS, Stored
 
@@ -36,6 +37,7 @@ __all__ = [
     "apply_publication",
     "export_safetensors",
     "from_layout",
+    "import_in_layout",
     "import_safetensors",
     "latest_version",
     "publish",

@@ -55,15 +55,15 @@ PYTHON_DTYPES = {"bool": np.bool_, "int": np.int64, "float": np.float64, "comple
 _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
-def bare_leaves(state: PyTree) -> Leaves:
-    """Returns the unboxed, unpadded leaves by path.
+def bare_leaves(state: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
+    """Returns the unboxed, unpadded leaves by path; or ``value_of`` each leaf.
 
     Raises:
       TypeError: a leaf is not numeric.
       ValueError: the state has no leaves, an integer needs more than 64 bits, or two leaves have the same name on disk.
     """
     pairs = sharded_leaves(state)
-    leaves = {path: _checked(path, _unpadded(leaf)) for path, leaf in pairs}
+    leaves = {path: _checked(path, (value_of or _unpadded)(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
     if len(leaves) < len(pairs):

@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,10 @@ from xlstm_jax.distributed.checkpoint.record import (
     target_leaves,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, StoredPart, compiled, stored_at
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.store import Store
 from xlstm_jax.distributed.processes.collective_errors import raise_on_all
+from xlstm_jax.explicit_axes import outside_set_mesh
 from xlstm_jax.formatting import is_unicode, listed
 
 DEFAULT_MAX_FILE_BYTES = 5 * 10**9
@@ -136,7 +139,7 @@ def export_safetensors(
 
 def tensors_to_write(params: PyTree, names: NameMap | None) -> dict[str, "TensorToWrite"]:
     """Returns the tensors of parameters by name, after the checks of names and dtypes of ``export_safetensors``."""
-    tensors = _as_stored(bare_leaves(params), names)
+    tensors = _as_stored(bare_leaves(params, _to_be_read), names)
     for name, tensor in tensors.items():
         if name == METADATA:
             raise ValueError(
@@ -170,8 +173,56 @@ class TensorToWrite(NamedTuple):
 
     def values(self) -> np.ndarray:
         """Gathers the unsharded tensor, in every process."""
-        leaf = self.leaf if self.layer is None else self.leaf[self.layer]
-        return np.ascontiguousarray(self.place.to_tensor(_whole(leaf)))
+        leaf, layer = self.to_gather()
+        values = self.read(_whole(leaf if layer is None else leaf[layer]))
+        return np.ascontiguousarray(self.place.to_tensor(values))
+
+    def to_gather(self) -> tuple[Any, int | None]:
+        """Returns the array to gather, as devices store it, and the layer of the array to gather (None for all)."""
+        if not isinstance(self.leaf, LeafInStore):
+            return self.leaf, self.layer
+        return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
+
+    def read(self, gathered: np.ndarray) -> np.ndarray:
+        """Returns the values of the leaf, or of the layer, from what was gathered."""
+        return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
+
+
+class LeafInStore:
+    """Leaf that devices store in another form than its value (padded, say), with the value's shape and dtype.
+
+    The stored array is gathered, and a host reads the value: unpadding on the devices would replicate the leaf there.
+    """
+
+    def __init__(self, leaf: Sharded) -> None:
+        self.stored, self.dtype, self.shape = leaf.value, np.dtype(leaf.value.dtype), leaf.true_shape
+        self._store = leaf.store
+
+    @property
+    def has_layers_first(self) -> bool:
+        """Whether the first dim of the value is the first dim of the stored array, and a layer can be gathered."""
+        return self._store.order(len(self.shape))[0] == 0
+
+    def read(self, gathered: np.ndarray, layer: int | None) -> np.ndarray:
+        """Returns the value, or one layer of the value, from the stored array or one layer of the stored array."""
+        of_layer = layer is not None and self.has_layers_first
+        store = self._store.without_dim(0) if of_layer else self._store
+        value = _read_on_host(store, gathered)
+        return value if layer is None or of_layer else value[layer]
+
+
+def _to_be_read(leaf: Sharded) -> Any:
+    return leaf.value if leaf.stores_value or not isinstance(leaf.value, jax.Array) else LeafInStore(leaf)
+
+
+@outside_set_mesh
+def _read_on_host(store: Store, gathered: np.ndarray) -> np.ndarray:
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+        device = jax.local_devices()[0]
+    with jax.default_device(device):
+        return np.asarray(store.read(jnp.asarray(gathered), (False,) * gathered.ndim))
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, TensorToWrite]:
@@ -333,11 +384,25 @@ def import_safetensors(
     Traceback (most recent call last):
     FileNotFoundError: there is no no_such_folder/model.safetensors, and no model.safetensors.index.json beside it.
     """
-    likes = target_leaves(abstract_params)
-    places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
+    return placed(stored_tensors(path, ignore), abstract_params, names, path)
+
+
+def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
+    """Returns the tensors of a model in safetensors files, by name, without those that ``ignore`` matches."""
     # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
-    tensors = {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
+    return {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
+
+
+def placed(
+    tensors: "Mapping[str, ReadableTensor]",
+    abstract_params: PyTree,
+    names: NameMap | None,
+    path: str | os.PathLike[str],
+) -> PyTree:
+    """Returns the parameters that are stored in ``tensors``, placed as ``abstract_params``; ``path`` is for errors."""
+    likes = target_leaves(abstract_params)
+    places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
     _check_fits(tensors, likes, places, path)
 
     def read(leaf: str) -> Callable[[], Any]:
@@ -349,8 +414,8 @@ def import_safetensors(
         ]
         return read_like(StoredLeaf(parts, place.in_layers), like)
 
-    placed = (place() for place in _ahead(read, likes))
-    return boxed_like(abstract_params, dict(zip(likes, placed, strict=True)))
+    leaves = (place() for place in _ahead(read, likes))
+    return boxed_like(abstract_params, dict(zip(likes, leaves, strict=True)))
 
 
 def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Result]:
@@ -363,6 +428,20 @@ def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Res
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+class ReadableTensor(Protocol):
+    """Tensor whose values can be read by index: ``StoredTensor``, or one that consists of several."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def values(self) -> np.ndarray: ...
+
+    def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray: ...
 
 
 class StoredTensor(NamedTuple):
@@ -521,7 +600,7 @@ def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
 
 
 def _check_fits(
-    tensors: Mapping[str, StoredTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
+    tensors: Mapping[str, ReadableTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
 ) -> None:
     """Raises a ``ValueError`` if a stored tensor does not fit the leaf that it is read into."""
     needed = {name for place in places.values() for name in place.tensors}

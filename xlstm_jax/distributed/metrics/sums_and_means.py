@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, like_rows, wide_float
 from xlstm_jax.distributed.metrics.layout import Cells
-from xlstm_jax.distributed.metrics.pure_metric import PureMetric
+from xlstm_jax.distributed.metrics.pure_metric import PureMetric, Synced
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,20 @@ class WeightedMean(PureMetric):
 
     def result(self, cells: Cells) -> jax.Array:
         return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
+
+    def accumulated_weight(self, state: Synced) -> jax.Array:
+        """Returns the sum of the weights that a synchronized state has observed: the number of tokens, say.
+
+        Raises:
+          ValueError: the state belongs to another metric.
+
+        >>> mean = WeightedMean()
+        >>> synced = mean.state_of(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1])))
+        >>> float(mean.accumulated_weight(synced))
+        4.0
+        """
+        self._check_own(state)
+        return state.cells["weight"].value
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:

@@ -5,4 +5,5 @@ writers.py   which process writes which tensor, and the way of the tensor to the
 delta.py     the entries of a tensor that changed
 publish.py   the trainer's side
 follow.py    the reader's side
+reading.py   import of files in the layout of another program, onto a mesh
 """

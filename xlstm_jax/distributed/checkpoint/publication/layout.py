@@ -44,12 +44,17 @@ class Tensor(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def leaves(self) -> Iterator["Tensor"]:
+        """Yields the model's tensors, or parts of these, in the order of ``assembled`` and ``taken_apart``."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.leaves()
+
     def sources(self) -> Iterator[str]:
         """Yields the names of the model's tensors, in the order in which ``assembled`` takes them."""
-        if not self.parts:
-            yield self.name
-        for part in self.parts:
-            yield from part.sources()
+        for leaf in self.leaves():
+            yield leaf.name
 
     def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
         """Builds the tensor from the model's tensors."""

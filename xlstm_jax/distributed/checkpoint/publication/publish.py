@@ -152,14 +152,11 @@ def _received(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of this process, in their layout in the file."""
     to_send = [
-        [
-            (source, Source(sources[source].leaf, sources[source].layer))
-            for name in some
-            for source in tensors[name].sources()
-        ]
+        [(source, Source(*sources[source].to_gather())) for name in some for source in tensors[name].sources()]
         for some in by_process
     ]
-    arrays = (sources[name].place.to_tensor(array) for name, array in received_in_rounds(to_send))
+    received = received_in_rounds(to_send)
+    arrays = (sources[name].place.to_tensor(sources[name].read(array)) for name, array in received)
     for name in by_process[jax.process_index()]:
         yield name, np.ascontiguousarray(tensors[name].assembled(arrays)).reshape(tensors[name].shape)
     for _ in arrays:  # rounds in which other processes alone receive something
