@@ -62,7 +62,7 @@ class Value(NamedTuple):
     @property
     def number(self) -> float | None:
         """Value of a scalar literal; None for anything else."""
-        literal = getattr(self.held, "val", None)
+        literal: Any = getattr(self.held, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
         return float(literal) if is_scalar and np.isrealobj(literal) else None

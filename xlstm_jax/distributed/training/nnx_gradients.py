@@ -16,7 +16,7 @@ the mesh again.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,8 @@ def nnx_value_and_grad(
         nodes = (module, *(arg for arg, node in zip(args, is_node, strict=True) if node))
         batch = tuple(arg for arg, node in zip(args, is_node, strict=True) if not node)
         takes = nnx.filterlib.to_predicate(wrt)
-        graphdef, live, rest = nnx.split(nodes, lambda path, x: path[0] == 0 and takes(path[1:], x), ...)
+        of_nodes: Any = nnx.split(nodes, lambda path, x: path[0] == 0 and takes(path[1:], x), ...)
+        graphdef, live, rest = of_nodes
         if not nnx.to_flat_state(live):
             raise ValueError(
                 f"nnx_value_and_grad: wrt={wrt!r} selects no variable of {type(module).__name__}. Pass the filter of "
@@ -262,7 +263,8 @@ class _Program:
                 before[name] = variable.get_raw_value()
         for _, node in nnx.iter_graph(nodes):
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-                node.axis_name = self.axes  # statistics of all rows, as on a single device
+                # Statistics of all rows, as on a single device. Flax annotates one name, and takes several.
+                node.axis_name = cast(Any, self.axes)
         others, rows = iter(nodes[1:]), iter(batch)
         args = [next(others if node else rows) for node in self.is_node]
         found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)

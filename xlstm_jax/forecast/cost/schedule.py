@@ -81,8 +81,14 @@ def _timed_in(
         run = sum(runs[slice(*site.span)], Spent())
         overlap = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)
         timing = dataclasses.replace(alone_timing, waited_s=waited_s, waited_by_bandwidth_s=bandwidth_s)
-        times = {"alone_s": alone_timing.seconds, "exposed_s": waited_s, "latency_s": alone_timing.latency_s}
-        yield dataclasses.replace(collective, overlapped=overlap, timing=timing, **times)
+        yield dataclasses.replace(
+            collective,
+            overlapped=overlap,
+            timing=timing,
+            alone_s=alone_timing.seconds,
+            exposed_s=waited_s,
+            latency_s=alone_timing.latency_s,
+        )
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:

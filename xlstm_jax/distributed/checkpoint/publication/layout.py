@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def leaves(self) -> Iterator["Tensor"]:
-        """Yields the model's tensors, or parts of these, in the order of ``assembled`` and ``taken_apart``."""
+        """Yields the model's tensors, or parts of these, in the order of ``assembled`` and ``split_tensor``."""
         if not self.parts:
             yield self
         for part in self.parts:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, laid_out
+from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, tensors_in_layout
 from xlstm_jax.distributed.checkpoint.record import names_problem, target_leaves
 from xlstm_jax.distributed.checkpoint.safetensors_io import StoredTensor, placed, stored_tensors
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, stored_at
@@ -56,7 +56,7 @@ def import_in_layout(
         for place in [stored_at(name_of_leaf, np.shape(leaf), names)]
         for name in place.tensors
     }
-    tensors = laid_out(like, layout)
+    tensors = tensors_in_layout(like, layout)
     if problem := names_problem(stored.keys(), set(tensors), "the layout has"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")
     pieces: dict[str, list[_Piece]] = defaultdict(list)
@@ -86,7 +86,7 @@ class _Piece(NamedTuple):
     source: Tensor
 
     def values(self) -> np.ndarray:
-        return next(islice(self.tensor.taken_apart(self.stored.values()), self.number, None))[1]
+        return next(islice(self.tensor.split_tensor(self.stored.values()), self.number, None))[1]
 
 
 class TensorOfPieces:
