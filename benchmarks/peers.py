@@ -45,7 +45,7 @@ from benchmarks.forecasts import GIB, compiled
 from benchmarks.ranges import as_dict, range_in, times_of
 from benchmarks.report import save
 from benchmarks.traffic import axis_loads
-from xlstm_jax.forecast import Ratio, parse_topology
+from xlstm_jax.forecast import TimeRatio, parse_topology
 from xlstm_jax.formatting import rich_table
 
 OUT = Path(__file__).parent / "results" / "peers"
@@ -143,7 +143,7 @@ def ratio(pair: Mapping[str, Row], what: str) -> float:
     return ours / jit if jit else 1.0 if ours == jit else float("inf")
 
 
-def ratios(pair: Mapping[str, Row]) -> Ratio:
+def ratios(pair: Mapping[str, Row]) -> TimeRatio:
     """Returns the step time of this library relative to ``jit`` as a range, under equal assumptions."""
     return range_in(pair["ours"]).over(range_in(pair["jit"]))
 

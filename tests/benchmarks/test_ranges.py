@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import forecasts, ranges
-from xlstm_jax.forecast.cost.time_range import Range, Ratio
+from xlstm_jax.forecast.cost.time_range import Range, TimeRatio
 from xlstm_jax.forecast.hardware import latency
 from xlstm_jax.forecast.hardware.chips import CHIPS
 
@@ -57,7 +57,7 @@ def test_times_of_a_program_with_zero_fills_charge_them_at_the_memory_rate_in_th
 
 def test_ratio_takes_each_set_of_assumptions_for_both_sides_alike():
     ours, jit = Range(1.0, 3.0, 6.0), Range(2.0, 3.0, 4.0)
-    assert ours.over(jit) == Ratio(lowest=0.5, expected=1.0, highest=1.5)
+    assert ours.over(jit) == TimeRatio(lowest=0.5, expected=1.0, highest=1.5)
     assert str(ours.over(jit)) == "1.00 (0.50 to 1.50)"
     assert ours.over(jit).highest < ours.most / jit.least  # guard: not the ends of different assumptions
 

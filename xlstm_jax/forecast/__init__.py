@@ -16,7 +16,7 @@ from xlstm_jax.forecast.compiling.report_cache import ReportCache
 from xlstm_jax.forecast.cost.axis_traffic import AxisTraffic
 from xlstm_jax.forecast.cost.collective_traffic import Collective
 from xlstm_jax.forecast.cost.roofline import Roofline
-from xlstm_jax.forecast.cost.time_range import Range, Ratio
+from xlstm_jax.forecast.cost.time_range import Range, TimeRatio
 from xlstm_jax.forecast.forecasting import Forecast, forecast
 from xlstm_jax.forecast.hardware import CHIPS, Chip, Topology, parse_topology
 
@@ -28,9 +28,9 @@ __all__ = [
     "CompileError",
     "Forecast",
     "Range",
-    "Ratio",
     "ReportCache",
     "Roofline",
+    "TimeRatio",
     "Topology",
     "forecast",
     "parse_topology",

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 
-class Ratio(NamedTuple):
+class TimeRatio(NamedTuple):
     """A ratio of two times under the assumptions of ``Range``: the least and the largest value, and the expected value.
 
-    >>> f"{Ratio(0.944, 0.97, 1.011)}"
+    >>> f"{TimeRatio(0.944, 0.97, 1.011)}"
     '0.97 (0.94 to 1.01)'
     """
 
@@ -58,14 +58,14 @@ class Range(NamedTuple):
         """Raises each of the three times to ``seconds`` where it is shorter."""
         return Range(*(max(one, seconds) for one in self))
 
-    def over(self, base: "Range") -> Ratio:
+    def over(self, base: "Range") -> TimeRatio:
         """Divides by ``base``, under equal assumptions for both: least by least, expected by expected, most by most.
 
         >>> Range(1.0, 3.0, 5.0).over(Range(2.0, 4.0, 4.0))
-        Ratio(lowest=0.5, expected=0.75, highest=1.25)
+        TimeRatio(lowest=0.5, expected=0.75, highest=1.25)
         """
         ratios = [one / other for one, other in zip(self, base, strict=True)]
-        return Ratio(min(ratios), ratios[1], max(ratios))
+        return TimeRatio(min(ratios), ratios[1], max(ratios))
 
 
 def total(parts: Iterable[tuple[int, Range]]) -> Range:
