@@ -556,7 +556,7 @@ def test_plan_check_raises_for_exceeded_limits_with_the_worst_leaves():
         ValueError,
         match=re.escape(f"({format_bytes(sum(whole))} of {format_bytes(plan.parameters.total)})")
         + r" are replicated on each of 8 devices; max_replicated_fraction=0.02 allows 2%. The largest: 'bare/kernel' .*"
-        r"no wrapped module owns it; .*; and 2 more. Wrap the modules",
+        r"no wrapped module owns it; .*; and 2 more. Wrap their modules",
     ):
         plan.check()
     with pytest.raises(

@@ -68,7 +68,7 @@ class ShardingPlan:
 
     >>> plan = plan_sharding(nn.Dense(256), mesh.shape, jnp.ones((8, 1024)))
     >>> plan
-    <ShardingPlan on dp=2,fsdp=4: 1 of 2 leaves whole; parameters 1 MiB, 129 KiB per device; all 258 KiB per device>
+    <ShardingPlan on dp=2,fsdp=4: 1 of 2 replicated; parameters 1 MiB, 129 KiB per device; all 258 KiB per device>
     >>> plan.parameters, [row.path for row in plan.replicated]
     (ByteCount(total=1049600, per_device=132096), ['bias'])
     """
@@ -153,7 +153,7 @@ class ShardingPlan:
     def __repr__(self) -> str:
         parameters, per_device = map(format_bytes, self.parameters)
         return (
-            f"<ShardingPlan on {format_mesh(self.axis_sizes)}: {len(self.replicated)} of {len(self.rows)} leaves whole;"
+            f"<ShardingPlan on {format_mesh(self.axis_sizes)}: {len(self.replicated)} of {len(self.rows)} replicated;"
             f" parameters {parameters}, {per_device} per device; all {format_bytes(self.bytes_per_device)} per device>"
         )
 

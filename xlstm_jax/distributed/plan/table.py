@@ -203,7 +203,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
     cells = [total, per_device, gradient if row.trainable else "frozen", *state]
-    return [name, f"{_short(row.dtype)} {shape}", split or "replicated", *cells, gathered, *line.beside]
+    return [name, f"{_short(row.dtype)} {shape}", split or "no", *cells, gathered, *line.beside]
 
 
 def _times(count: int) -> str:
