@@ -49,16 +49,18 @@ class Tpu(NamedTuple):
       slices: shapes of the slices for rent, the largest last.
       xla_options: XLA's switches that make collectives asynchronous, each with the slices for which a program was
         compiled with the switch; None if no switch is known.
+      devices_per_chip: number of devices that JAX counts on a chip.
     """
 
     device_kinds: tuple[str, ...]
     torus_axes: int
     slices: Shapes
     xla_options: Mapping[str, Shapes] | None = None
+    devices_per_chip: int = 1
 
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-CUBE = 4  # side of the cubes that form larger slices of v4 and v5p
+CUBE = 4  # side of the cubes that form larger slices of v4, v5p and tpu7x
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
@@ -73,7 +75,7 @@ def slices_up_to(pod: tuple[int, ...]) -> Shapes:
     return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
 
 
-V4, V5P = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24))
+V4, V5P, TPU7X = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24)), slices_up_to((16, 16, 36))
 # The similar option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
@@ -92,6 +94,8 @@ TPUS: dict[str, Tpu] = {
     "v5e": Tpu(("TPU v5 lite", "TPU v5e"), 2, FLAT, V5E_OPTIONS),
     "v5p": Tpu(("TPU v5", "TPU v5p"), 3, V5P, dict.fromkeys(SPARSE_CORE_OPTIONS, V5P)),
     "v6e": Tpu(("TPU v6 lite", "TPU v6e"), 2, FLAT, dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT)),
+    # JAX counts each of the chip's two chiplets as a device.
+    "tpu7x": Tpu(("TPU7x",), 3, TPU7X, dict.fromkeys(SPARSE_CORE_OPTIONS, TPU7X), devices_per_chip=2),
 }
 
 # From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.

@@ -25,6 +25,7 @@ from xlstm_jax.forecast.hardware.chips import Chip
 from xlstm_jax.forecast.hardware.topologies import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
+CHIP = -1  # number of the connection between the devices of a chip, beside the numbers of the torus dims
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Links:
       chip: the device.
       axis_sizes: mesh axes and sizes, outermost axis first.
       topology: always given for TPUs; None for GPUs at hand, which are assumed to have the usual number per host.
-      coords: TPUs: torus coordinates of each device in mesh order, [devices, 3].
+      coords: TPUs: torus coordinates of each device's chip in mesh order, [devices, 3].
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
@@ -117,18 +118,24 @@ class Links:
         """Returns the bytes/s sent by a device along each torus dim on which the devices of a group differ.
 
         If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
-        goes both ways. On an open line data must return along the same line, so a single direction is left.
+        goes both ways. On an open line data must return along the same line, so a single direction is left. The devices
+        of a chip share its links: groups with one device of each chip have half of the bandwidth on TPU7x. A group
+        within a chip uses the connection between its devices, as dim ``CHIP``.
         """
         assert self.topology is not None  # a TPU
         # The first group represents all groups, which have the same layout on the torus.
         coords = np.asarray(self.coords)[self._groups(axes)[0]]
+        chips = np.unique(coords, axis=0)
+        if len(chips) == 1 < len(coords) and self.chip.chip_bandwidth:
+            return {CHIP: self.chip.chip_bandwidth}
+        sharing = self.chip.devices_per_chip * len(chips) / len(coords)  # groups that use the links of a chip
         bandwidths = {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
             line = np.unique(coords[:, dim])
             if len(line) > 1:
                 stride = int(np.diff(line).min())
                 closed = wraps and len(line) * stride == size
-                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / stride
+                bandwidths[dim] = self.chip.link_bandwidth * (2 if closed else 1) / (stride * sharing)
         return bandwidths
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:

@@ -508,7 +508,7 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
     smallest pieces. Then follow a flat axis, replicas along the first dim, and for GPUs also replicas of groups of
     hosts.
     """
-    dims = [size for size in topology.shape if size > 1]
+    dims = [size for size in topology.dims if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
     if len(dims) <= 1:
         return [flat]
