@@ -10,9 +10,9 @@ Sources. TPU: "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter
 specifications and of interconnect figures; cloud.google.com/tpu/docs, pages v4, v5e, v5p, v6e, tpu7x. A chip of TPU7x
 is two devices, so the table has half of the figures of the page (2,307 TFLOP/s in bfloat16, 4,614 in float8, 7,380 GB/s
 of HBM; 206e9 bytes by ``jax._src.tpu_info``, which a test compares with all rows). The page gives TPU7x the
-interconnect bandwidth of v5p (1,200 GB/s per chip, both ways), so its links have v5p's figure.
-GPU: NVIDIA's data sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200, HGX B300, GB200 NVL72 and GB300 NVL72,
-the last four divided by the number of GPUs, rates without sparsity; for networks the DGX data sheets, and for B300 and
+interconnect bandwidth of v5p (1,200 GB/s per chip, both ways), so its links have v5p's figure. GPU: NVIDIA's data
+sheets of A100 (SXM4 80 GB), H100 (SXM5), H200 (SXM), DGX B200, HGX B300, GB200 NVL72 and GB300 NVL72, the last four
+divided by the number of GPUs, rates without sparsity; for networks the DGX data sheets, and for B300 and
 GB300 one ConnectX-8 of 800 Gb/s for each GPU. B300 and GB300 have 288 GB of HBM3e installed.
 
 Eight bits. TPU: "Peak compute per chip (Int8)" of the same pages; TPU7x has float8 units and no int8 units, the others
@@ -23,7 +23,7 @@ Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5 (also B300, whose 
 GB200 and GB300, 900 GB/s both ways for two GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no
 figure is published for later TPUs, so the table uses the same, for TPU7x half for each of the two devices.
 
-Between the two devices of a chip of TPU7x: no figure in bytes is published. The table assumes six links of the torus, so
+Between the two devices of a chip of TPU7x: we found no figure in bytes. The table assumes six links of the torus, so
 that this connection never bounds a collective that also crosses chips.
 """
 

@@ -1,8 +1,8 @@
 """Descriptions of absent GPUs for XLA's compiler: a ``GpuTargetConfigProto``, as text.
 
 The facts come from XLA's descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80, h100_sxm,
-h200, b200, gb200, b300, gb300). XLA uses them to choose and to weigh kernels. The library computes with the makers' figures in
-``chips``, which may differ by some percent.
+h200, b200, gb200, b300, gb300). XLA uses them to choose and to weigh kernels. The library computes with the makers'
+figures in ``chips``, which may differ by some percent.
 """
 
 from typing import NamedTuple

@@ -43,9 +43,9 @@ class Topology:
     def wraps(self) -> tuple[bool, ...]:
         """Whether each dim of ``shape`` is a ring: v5e, v6e: as long as the pod; v4, v5p, tpu7x: every dim, or none.
 
-        The source is the scaling book: v4 and v5p (and tpu7x, by its page of the documentation) close their rings by optical switches between full cubes of 4x4x4,
-        so smaller slices have no rings. A dim without a ring has half the bandwidth for collectives. Switches join
-        GPUs, so GPUs have no rings.
+        The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4, so
+        smaller slices have no rings; the same is assumed for tpu7x. A dim without a ring has half the bandwidth for
+        collectives. Switches join GPUs, so GPUs have no rings.
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
