@@ -335,7 +335,7 @@ def forecast_of(row: Row) -> Forecast:
     """Forecasts a row, with the library's compiler options for the chip."""
     place = parse_topology(row.topology)
     step, args = build(row)
-    options = compiler_options(place.chip.device_kinds[0], shape=place.shape)
+    options = compiler_options(place.chip.device_kinds[0], shape=place.shape, chosen_by="forecast")
     return forecast(step, *args, topology=row.topology, tokens=row.rows * row.context, compiler_options=options)
 
 

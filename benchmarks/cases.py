@@ -339,7 +339,7 @@ def options_of(case: Case, place: Topology) -> dict[str, Any] | None:
     """Returns the XLA options of a case; None without options."""
     if not case.tuned:
         return dict(case.xla_options) or None
-    return {**compiler_options(place.chip.device_kinds[0], shape=place.shape), **case.xla_options}
+    return {**compiler_options(place.chip.device_kinds[0], shape=place.shape, chosen_by="forecast"), **case.xla_options}
 
 
 @functools.cache

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.large_models import CONTEXT, Size, inputs_of, next_token_loss
 from benchmarks.models import Attention
@@ -109,17 +110,21 @@ class Block(nn.Module):
     def __call__(self, x, _=None):
         c, width = self.size, self.size.dim // self.size.heads
         linear, norm = partial(Linear, dtype=self.dtype), partial(nn.RMSNorm, dtype=self.dtype)
+        # The names are MaxText's, for policies that keep activations by name, on the device or the host.
+        x = checkpoint_name(x, "decoder_layer_input")
         y = norm(name="attention_norm")(x)
-        q = rotary(linear((c.heads, width), name="query")(y), c.rotary_base)
-        k = rotary(linear((c.kv_heads, width), name="key")(y), c.rotary_base)
-        v = linear((c.kv_heads, width), name="value")(y)
-        x = x + linear(c.dim, axis=(-2, -1), name="out")(self.attention(q, k, v))
+        q = checkpoint_name(rotary(linear((c.heads, width), name="query")(y), c.rotary_base), "query_proj")
+        k = checkpoint_name(rotary(linear((c.kv_heads, width), name="key")(y), c.rotary_base), "key_proj")
+        v = checkpoint_name(linear((c.kv_heads, width), name="value")(y), "value_proj")
+        context = checkpoint_name(self.attention(q, k, v), "context")
+        attended = linear(c.dim, axis=(-2, -1), name="out")(context)
+        x = x + checkpoint_name(attended, "out_proj")
         y = norm(name="mlp_norm")(x)
         if c.experts:
             x = x + self.mixture(c, name="experts")(y)
         else:
             y = nn.silu(linear(c.hidden, name="gate")(y)) * linear(c.hidden, name="up")(y)
-            x = x + linear(c.dim, name="down")(y)
+            x = x + checkpoint_name(linear(c.dim, name="down")(y), "mlpwo")
         return self.constrain(x) if self.constrain else x, None
 
 

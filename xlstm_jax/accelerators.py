@@ -10,8 +10,8 @@ some gathers. XLA's options change this; the code of the step stays unchanged, a
   v5p, v6e   the SparseCores run collectives                        every collective is asynchronous
   v5e        gathers in a loop over layers begin a layer ahead      nearly every gather is; scatters are not
   all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
-  NVIDIA     several collectives may run at once (by default one), and gathers in a loop over layers begin a layer
-             ahead                                                  steps wait for nearly no collective in the loops
+  NVIDIA     four collectives may run at once (by default one)      steps wait for fewer collectives
+             ``chosen_by="forecast"``: eight, and gathers in a loop over layers begin a layer ahead
 
 ``TPUS`` has the options of each TPU, each with the slices for which a program was compiled with the option: another
 slice may refuse an option. docs/compiler_options.md describes the effect of each option on compiled programs.
@@ -49,16 +49,18 @@ class Tpu(NamedTuple):
       slices: shapes of the slices for rent, the largest last.
       xla_options: XLA's switches that make collectives asynchronous, each with the slices for which a program was
         compiled with the switch; None if no switch is known.
+      devices_per_chip: number of devices that JAX counts on a chip.
     """
 
     device_kinds: tuple[str, ...]
     torus_axes: int
     slices: Shapes
     xla_options: Mapping[str, Shapes] | None = None
+    devices_per_chip: int = 1
 
 
 FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
-CUBE = 4  # side of the cubes that form larger slices of v4 and v5p
+CUBE = 4  # side of the cubes that form larger slices of v4, v5p and tpu7x
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
@@ -73,7 +75,7 @@ def slices_up_to(pod: tuple[int, ...]) -> Shapes:
     return below + tuple(shape for shape in of_cubes if list(shape) == sorted(shape))
 
 
-V4, V5P = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24))
+V4, V5P, TPU7X = slices_up_to((16, 16, 16)), slices_up_to((16, 16, 24)), slices_up_to((16, 16, 36))
 # The similar option for reduce-scatters is left out: no scatter becomes asynchronous, and a step takes more memory.
 ICI_PIPELINING = "xla_tpu_enable_ici_ag_pipelining"
 ASYNC_ALL_TO_ALL = "xla_tpu_enable_async_all_to_all"
@@ -92,12 +94,19 @@ TPUS: dict[str, Tpu] = {
     "v5e": Tpu(("TPU v5 lite", "TPU v5e"), 2, FLAT, V5E_OPTIONS),
     "v5p": Tpu(("TPU v5", "TPU v5p"), 3, V5P, dict.fromkeys(SPARSE_CORE_OPTIONS, V5P)),
     "v6e": Tpu(("TPU v6 lite", "TPU v6e"), 2, FLAT, dict.fromkeys(SPARSE_CORE_OPTIONS, FLAT)),
+    # JAX counts each of the chip's two chiplets as a device. A program was compiled with the options on 2x2x1 and
+    # 2x2x2; MaxText's recipes pass the first three on 4x4x4 and 4x8x8; for other slices they are assumed.
+    "tpu7x": Tpu(("TPU7x",), 3, TPU7X, dict.fromkeys(SPARSE_CORE_OPTIONS, TPU7X), devices_per_chip=2),
 }
 
 # From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.
 PIPELINES_BY_MODE = (0, 11, 1)
-# Parallel collectives on a GPU: four do nearly as well, two do not.
-AT_ONCE = 8
+# How the options for GPUs were chosen. Others measured four parallel collectives on GB200 with FSDP in JAX: 0.3 and
+# 0.65 % faster, where eight were 1.1 % slower (marin-community/marin#8279), and flags that pipeline collectives 2.35 %
+# slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
+MEASUREMENT, FORECAST = "measurement", "forecast"
+AT_ONCE = {MEASUREMENT: 4, FORECAST: 8}
+AUTO = {"auto": MEASUREMENT, "forecast": FORECAST}  # strings that users pass as compiler_options
 # Bytes up to which GPUs combine scatters; by default a step combines its last scatters, and waits for them.
 APART = 2**20
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # prefixes of the device kinds
@@ -115,7 +124,9 @@ def tpu_of(device_kind: str) -> Tpu | None:
 # ------------------------------------------------------------------------------------------------------- XLA's options
 
 
-def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pipelined: bool = True) -> dict[str, Any]:
+def compiler_options(
+    device_kind: str, *, shape: Sequence[int] | None = None, pipelined: bool = True, chosen_by: str = MEASUREMENT
+) -> dict[str, Any]:
     """Returns the options for ``jax.jit(..., compiler_options=...)`` that make collectives asynchronous.
 
     >>> compiler_options("TPU v5 lite", shape=(4, 4))
@@ -128,17 +139,25 @@ def compiler_options(device_kind: str, *, shape: Sequence[int] | None = None, pi
       shape: slice of a TPU, as (16, 16): returns the options with which a program was compiled on this slice. None:
         the options that were compiled on every slice of the chip. The options for GPUs do not depend on the number of
         GPUs.
-      pipelined: whether the compiler begins gathers in loops a layer ahead. False: for ``scan_layers``, which begins
-        gathers a layer ahead, and scatters a layer later, without the compiler.
+      pipelined: whether the compiler begins gathers in loops a layer ahead, if the options do so. False: for
+        ``scan_layers``, which begins gathers a layer ahead, and scatters a layer later, without the compiler.
+      chosen_by: GPUs: "measurement", the options that others measured on cards as the fastest: four collectives at
+        once; or "forecast", the options with the least waiting in compiled programs, which no card has confirmed:
+        eight collectives at once and pipelined gathers. TPUs have one set, chosen from compiled programs.
     Returns:
       A new dict, which the caller may change; {} for a CPU, where nothing is asynchronous.
     Raises:
-      ValueError: no options are known for this kind; the error lists the kinds with known options.
+      ValueError: no options are known for this kind (the error lists the kinds with known options), or ``chosen_by``
+        is unknown.
     """
+    if chosen_by not in AT_ONCE:
+        raise ValueError(f"chosen_by={chosen_by!r}: pass {MEASUREMENT!r}, as others measured, or {FORECAST!r}.")
     if device_kind == CPU:
         return {}
     if device_kind.startswith(GPUS):
-        at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE}
+        at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE[chosen_by]}
+        if chosen_by == MEASUREMENT:
+            return at_once
         if not pipelined:
             return at_once | {"xla_gpu_reduce_scatter_combine_threshold_bytes": APART}
         if jax.__version_info__ >= PIPELINES_BY_MODE:
@@ -164,29 +183,30 @@ def resolved(
 ) -> dict[str, Any] | None:
     """Converts a user's ``compiler_options`` to options for ``jax.jit``: copies a dict; "auto" becomes known options.
 
-    None and {} become None.
+    "forecast" becomes the known options with ``chosen_by="forecast"``. None and {} become None.
 
     Raises:
-      ValueError: ``options`` is another string; or "auto", and no options are known for the kind.
+      ValueError: ``options`` is another string; or "auto" or "forecast", and no options are known for the kind.
     """
-    chosen = compiler_options(device_kind, shape=shape) if options == "auto" else options
-    if isinstance(chosen, str):
-        raise ValueError(f"compiler_options={chosen!r}: pass a dict of XLA's options, 'auto' or None.")
-    return dict(chosen or {}) or None
+    if isinstance(options, str) and options in AUTO:
+        return compiler_options(device_kind, shape=shape, chosen_by=AUTO[options]) or None
+    if isinstance(options, str):
+        raise ValueError(f"compiler_options={options!r}: pass a dict of XLA's options, 'auto', 'forecast' or None.")
+    return dict(options or {}) or None
 
 
 def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Converts ``compiler_options`` by ``resolved``, for the devices of a mesh or (None) the devices at hand.
 
     Raises:
-      ValueError: as of ``resolved``; or ``options`` is "auto", and the mesh has no devices.
+      ValueError: as of ``resolved``; or ``options`` is "auto" or "forecast", and the mesh has no devices.
     """
-    if options != "auto":
+    if not isinstance(options, str) or options not in AUTO:
         return resolved(options, "")
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            "compiler_options='auto' needs devices, and this mesh is abstract. Pass compiler_options(device_kind, "
-            "shape=...), or hand the options to forecast."
+            f"compiler_options={options!r} needs devices, and this mesh is abstract. Pass "
+            "compiler_options(device_kind, shape=...), or hand the options to forecast."
         )
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     return resolved(options, device.device_kind, slice_shape(device))

@@ -11,6 +11,7 @@ from benchmarks import published
 from benchmarks.decoder import SIZES, DecoderSize
 from benchmarks.published import (
     KEPT,
+    LATER,
     RUNS,
     Run,
     flash_flops,
@@ -19,6 +20,7 @@ from benchmarks.published import (
     ratio,
     settings,
     table,
+    waiting,
     workload,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
@@ -28,25 +30,38 @@ STORED = json.loads(KEPT.read_text())
 
 
 def test_published_runs_page_has_the_table_of_stored_figures():
-    assert list(STORED) == list(RUNS) and len(STORED) >= 6
-    assert table(STORED) in PAGE.read_text() and settings(STORED) in PAGE.read_text()
+    assert list(STORED) == [name for name in RUNS if name in STORED] and len(STORED) >= 6
+    page = PAGE.read_text()
+    assert table(STORED) in page and settings(STORED) in page and waiting(STORED) in page
+
+
+def test_every_run_is_either_forecast_or_listed_as_waiting_with_its_role_set_by_rule():
+    listed = waiting(STORED)
+    assert not [name for name in RUNS if (name in STORED) == (f"[{name}](" in listed)]
+    assert [run.fixed for run in LATER.values()] == [place % 2 == 0 for place in range(len(LATER))]
+    assert not [name for name in STORED if RUNS[name].cannot]
+    (name,) = [name for name, run in LATER.items() if run.cannot][:1]
+    with pytest.raises(ValueError, match="this run has no forecast: float8 products"):
+        forecast_of(RUNS[name])
 
 
 def test_every_stored_forecast_is_within_the_stated_ratio_of_the_published_time():
     ratios = {name: ratio(RUNS[name], found) for name, found in STORED.items()}
-    assert not {name: r for name, r in ratios.items() if not 1 / published.CLOSE <= r <= published.CLOSE}
+    outside = {name for name, r in ratios.items() if not 1 / published.CLOSE <= r <= published.CLOSE}
+    assert outside == set(published.OUTSIDE) & set(STORED), "a run left the stated range, or came back into it"
+    assert all(why in PAGE.read_text() for why in published.OUTSIDE.values())
 
 
 def test_chip_efficiencies_are_checked_by_runs_not_used_for_calibration():
     chips = {run.chip.name for run in RUNS.values() if run.chip.efficiency}
     for chip in chips:
-        roles = {run.fixed for run in RUNS.values() if run.chip.name == chip}
+        roles = {RUNS[name].fixed for name in STORED if RUNS[name].chip.name == chip}
         assert roles >= {False} and (roles == {True, False} or chip == "h200"), chip
 
 
 def test_least_forecast_time_is_below_measured_and_expected_time():
     for name, found in STORED.items():
-        assert ratio(RUNS[name], found, "least") < 1.0, name
+        assert ratio(RUNS[name], found, "least") < 1.0 or name in published.OUTSIDE, name
         assert found["step_seconds"]["least"] <= found["step_seconds"]["expected"], name
 
 
@@ -57,10 +72,11 @@ def test_least_forecast_time_is_below_measured_and_expected_time():
         (published.LLAMA2_13B, 13.0),
         (published.LLAMA3_70B, 70.6),
         (published.LLAMA_34B, 33.7),
+        (published.LLAMA3_405B, 405.9),
         (SIZES["llama3.1_8B"], 8.03),
         (SIZES["llama3.2_1B"], 1.24),
     ],
-    ids=["7B", "13B", "70B", "34B", "8B", "1B"],
+    ids=["7B", "13B", "70B", "34B", "405B", "8B", "1B"],
 )
 def test_published_models_have_the_parameter_count_of_the_model_name(size, billions):
     run = Run(size=size, topology="h100:1x8", rows=1, context=128, seconds=1.0, source="", said="")

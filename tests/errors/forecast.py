@@ -160,7 +160,8 @@ ROWS = [
             lambda name=name: parse_topology(name),
             ValueError,
             "topology=…",
-            "is not <chip>:<shape> with a chip among v4, v5e, v5p, v6e (TPUs), a100, h100, h200, b200, gb200 (GPUs)",
+            "is not <chip>:<shape> with a chip among v4, v5e, v5p, v6e, tpu7x (TPUs), a100, h100, h200, b200, gb200, "
+            "b300, gb300 (GPUs)",
             "'v5e:16x16'",
         )
         for name in ["v5e", "v5e-256", "v7:2x2", "v100:1x8", "h100", "h100:32*8", "", "v5e:16x16 "]
@@ -289,10 +290,17 @@ ROWS = [
         "options-as-text", lambda: resolved("best", "cpu"), ValueError, "compiler_options=…", "compiler_options='best'"
     ),
     forecasts(
+        "options-chosen-by",
+        lambda: compiler_options("NVIDIA H100", chosen_by="me"),
+        ValueError,
+        "chosen_by=…",
+        "chosen_by='me': pass 'measurement', as others measured, or 'forecast'",
+    ),
+    forecasts(
         "options-without-devices",
         lambda: resolved_on(DeviceMeshManager.create_abstract_mesh({"fsdp": 8}), "auto"),
         ValueError,
-        "compiler_options='auto'",
+        "compiler_options=…",
         "this mesh is abstract",
     ),
     # ----- fit

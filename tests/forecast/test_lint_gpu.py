@@ -111,7 +111,7 @@ def test_forecast_step_time_adds_kernel_seconds_and_exposed_seconds():
 
 @pytest.mark.slow
 def test_compiler_options_for_gpus_reduce_exposed_collective_time():
-    options = compiler_options(CHIPS["h100"].device_kinds[0])
+    options = compiler_options(CHIPS["h100"].device_kinds[0], chosen_by="forecast")
     before, after = findings(**WAITING), findings(**WAITING, options=tuple(options.items()))
     waiting = of_rule(before, "exposed-collective")
     assert waiting and not [f.cure for f in waiting if "compiler_options='auto'" not in f.cure]

@@ -140,6 +140,7 @@ class Figures:
     step_seconds: float
     memory: Arguments = NO_ARGUMENTS
     host: HostTraffic | None = None
+    has_margin: bool | None = None
 
     @property
     def step_time(self):

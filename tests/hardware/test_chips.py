@@ -22,7 +22,7 @@ from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.topologies import parse_topology
 
 TPUS = [chip for chip in CHIPS.values() if chip.torus_axes]
-MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2}
+MULTIPLIERS = {"v4": 8 * 128**2, "v5e": 4 * 128**2, "v5p": 8 * 128**2, "v6e": 4 * 256**2, "tpu7x": 4 * 256**2}
 
 
 @pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
@@ -51,10 +51,32 @@ def test_compute_to_wire_ratio_of_tpus_matches_the_published_ratio(name, ratio):
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
+        ("TPU7x", "tpu7x"),
+        ("NVIDIA B300", "b300"),
+        ("NVIDIA GB300", "gb300"),
     ],
 )
 def test_chip_of_finds_the_chip_by_device_kind(device_kind, name):
     assert chip_of(device_kind) is CHIPS[name]
+
+
+@pytest.mark.parametrize("chip", TPUS, ids=lambda chip: chip.name)
+def test_tpu_figures_agree_with_jax_within_an_eighth(chip):
+    """JAX's figures are per core. The eighth is v5p's bandwidth: 2.46 TB/s in JAX, 2.765 in the documentation."""
+    tpu_info = pytest.importorskip("jax._src.tpu_info")
+    names = {"v4": "TPU_V4", "v5e": "TPU_V5E", "v5p": "TPU_V5P", "v6e": "TPU_V6E", "tpu7x": "TPU_7X"}
+    if not hasattr(tpu_info, "ChipVersion") or not hasattr(tpu_info.ChipVersion, names[chip.name]):
+        pytest.skip("this release of JAX has no such row")
+    version = getattr(tpu_info.ChipVersion, names[chip.name])
+    physical = version.num_physical_tensor_cores_per_chip
+    cores = physical // chip.devices_per_chip
+    info = tpu_info.get_tpu_info_for_chip(version, cores)
+    assert {kind for kind in chip.device_kinds if tpu_info.chip_version_from_device_kind(kind) == version}
+    assert cores * info.bf16_ops_per_second == pytest.approx(chip.peak_flops["bfloat16"], rel=0.003)
+    assert cores * info.hbm_capacity_bytes == pytest.approx(chip.hbm_bytes, rel=0.002)
+    assert cores * info.mem_bw_bytes_per_second == pytest.approx(chip.hbm_bandwidth, rel=0.125)
+    if chip.name == "tpu7x":  # else JAX counts widened products as float8
+        assert cores * info.fp8_ops_per_second == pytest.approx(chip.peak_flops["float8"], rel=0.004)
 
 
 def test_chip_positional_fields_keep_the_order():
@@ -120,6 +142,8 @@ def test_parse_topology_marks_torus_dims_with_wrap_around_links(name, wraps):
         ("a100:2x4", (2, 4), "1x2x4"),
         ("gb200:4x72", (4, 72), "4x18x4"),  # hosts have 4 GPUs each, and NVLink joins 18 of them
         ("gb200:6", (1, 6), "1x3x2"),
+        ("b300:2x8", (2, 8), "1x2x8"),
+        ("gb300:2x72", (2, 72), "2x18x4"),
     ],
 )
 def test_parse_topology_reads_gpus_as_hosts_by_gpus_per_host(name, shape, told):
@@ -153,6 +177,7 @@ for arguments in json.loads(sys.argv[1]):
 @pytest.mark.libtpu
 def test_libtpu_accepts_topology_descriptions_and_agrees_on_chips_and_shapes():
     names = ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:16x16", "v6e:1x1", "v6e:8x8", "v4:2x2x1", "v4:4x4x4", "v4:16x16x16"]
+    names += ["tpu7x:2x2x1", "tpu7x:4x4x8", "tpu7x:16x16x36"]
     names += ["v5p:2x2x1", "v5p:2x4x4", "v5p:4x4x8", "v5p:16x16x24"]
     topologies = [parse_topology(name) for name in names]
     command = [sys.executable, "-c", LIBTPU_CHILD, json.dumps([topology.description() for topology in topologies])]
@@ -173,7 +198,8 @@ def on_torus(name, *dims_of_axes):
     """Links of a mesh whose axes lie along dims of the torus, or along parts of one: {axis: size} for each dim."""
     topology = parse_topology(name)
     sizes = {axis: size for dim in dims_of_axes for axis, size in dim.items()}
-    coords = np.stack(np.unravel_index(np.arange(topology.num_devices), topology.shape), axis=-1)
+    places = np.unravel_index(np.arange(topology.num_devices), topology.dims)
+    coords = np.stack(places[: len(topology.shape)], axis=-1)
     return Links(topology.chip, sizes, topology, coords.tolist())
 
 
@@ -208,6 +234,7 @@ def test_step_bounds_name_the_largest_time_as_the_bound():
         ("a100", "uint8", 624e12),
         ("h100", "float8_e4m3fn", 1979e12),
         ("b200", "float8_e5m2", 4.5e15),
+        ("gb300", "float8_e4m3fn", 5e15),
         # no units for it: widened to bfloat16
         ("a100", "float8_e4m3fn", 312e12),
         ("v6e", "float8_e5m2", 918e12),
@@ -237,6 +264,10 @@ def test_step_bounds_use_the_peak_rate_of_each_dtype(chip, dtype, rate):
         # 64 devices over a part of one dim, one way, and the whole of the other, both ways
         ("v5e:16x16", [{"dp": 4, "x": 4}, {"y": 16}], {("x", "y"): 13.5e9}, 0.1),
         ("v5p:2x4x4", [{"x": 2}, {"y": 4}, {"z": 4}], {("z",): 9e9}, 0.1),  # less than a cube has no rings
+        # two devices a chip: one ring through both, two groups that share a link, and the connection on the chip
+        ("tpu7x:4x4x4", [{"x": 4}, {"y": 4}, {"z": 4}, {"c": 2}], {("z", "c"): 18e9}, 0.1),
+        ("tpu7x:4x4x4", [{"x": 4}, {"y": 4}, {"z": 4}, {"c": 2}], {("z",): 9e9}, 0.1),
+        ("tpu7x:4x4x4", [{"x": 4}, {"y": 4}, {"z": 4}, {"c": 2}], {("c",): 54e9}, 0.1),
     ],
 )
 def test_wire_time_on_a_torus_follows_rings_and_shared_links(name, dims, wire_bytes, seconds):

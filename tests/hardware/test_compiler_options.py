@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xlstm_jax.accelerators import TPUS, compiler_options, slice_shape
+from xlstm_jax.accelerators import TPUS, compiler_options, resolved, slice_shape
 from xlstm_jax.forecast import CHIPS
 from xlstm_jax.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 
@@ -145,9 +145,21 @@ def test_compiler_options_on_v5e_make_gathers_in_a_loop_and_all_to_alls_asynchro
 # --------------------------------------------------------------------------------------------------------------- kinds
 
 
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_gpu_options_by_default_are_the_measured_four_at_once_without_pipelining(pipelined):
+    assert compiler_options("NVIDIA GB200", pipelined=pipelined) == {LIMIT: 4}
+    assert resolved("auto", "NVIDIA GB200") == {LIMIT: 4}
+    ours = resolved("forecast", "NVIDIA GB200")
+    assert ours == compiler_options("NVIDIA GB200", chosen_by="forecast") and ours[LIMIT] == 8 and len(ours) == 2
+    assert resolved("forecast", "TPU v6 lite", (4, 4)) == resolved("auto", "TPU v6 lite", (4, 4))
+
+
 def test_xla_accepts_gpu_compiler_options_and_raises_for_wrong_names_or_values():
     """XLA refuses a name, or a value, that it does not know, also on a CPU, where these have no effect."""
-    options = compiler_options("NVIDIA H100 80GB HBM3")
+    options = compiler_options("NVIDIA H100 80GB HBM3", chosen_by="forecast")
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
     for wrong in ({"xla_gpu_enable_pipelined_everything": True}, dict.fromkeys(options, "sideways")):
         with pytest.raises(Exception, match=r"No such compile option|is not a valid"):
@@ -168,7 +180,8 @@ def test_compiler_options_are_equal_for_all_device_kinds_of_a_chip_and_empty_for
 
 def test_compiler_options_without_pipelining_leave_out_all_gather_pipelining():
     def left_out(kind):
-        return sorted(compiler_options(kind).keys() - compiler_options(kind, pipelined=False).keys())
+        every, without = (compiler_options(kind, pipelined=some, chosen_by="forecast") for some in (True, False))
+        return sorted(every.keys() - without.keys())
 
     assert ["all_gather" in name for name in left_out("NVIDIA H100 80GB HBM3")] == [True]
     assert left_out("TPU v5 lite") == ["xla_tpu_enable_ici_ag_pipelining"]

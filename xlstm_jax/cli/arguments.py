@@ -140,8 +140,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true", "help": "keep optimizer state in host memory (default: the Workload's choice)",
     },
     "--compiler-options": {
-        "choices": ("auto",), "metavar": "auto",
-        "help": "compile with the options that hide collectives on this chip (default: XLA's defaults)",
+        "choices": ("auto", "forecast"), "metavar": "auto",
+        "help": "compile with the options that hide collectives on this chip; forecast: on GPUs more of them, which no "
+        "card has confirmed (default: XLA's defaults)",
     },
     "--no-cache": {
         "action": "store_true",

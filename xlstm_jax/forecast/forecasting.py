@@ -35,6 +35,7 @@ from xlstm_jax.forecast.cost.flops import Flops, count_flops
 from xlstm_jax.forecast.cost.host import HostTraffic, host_buffers, host_traffic
 from xlstm_jax.forecast.cost.memory import Memory, memory_of_totals, operation_names, read_memory
 from xlstm_jax.forecast.cost.products import executed_flops, pallas_seconds, unknown_calls
+from xlstm_jax.forecast.cost.rematerialization import MARGIN, limit_bytes, rematerialized
 from xlstm_jax.forecast.cost.roofline import Roofline, step_bounds
 from xlstm_jax.forecast.cost.schedule import axes_of, timed, with_waits
 from xlstm_jax.forecast.cost.time_range import Range, total
@@ -89,6 +90,7 @@ class Forecast:
         expected at the rates of ``Chip.efficiency``; else None.
       pallas_seconds: TPUs: time of Pallas kernels by their roofline; None without Pallas kernels.
       fills: TPUs: zero-fills that stand for gathers, whose cycles ``step_time`` corrects; None for other devices.
+      rematerialized: instructions that the compiler itself runs again to save memory: {name: executions in a step}.
 
     >>> x = abstract_batch(jax.ShapeDtypeStruct((64, 512), jnp.float32), mesh, ("dp", "fsdp"))
     >>> found = forecast(jax.jit(lambda x: x @ x.T), x)
@@ -120,6 +122,7 @@ class Forecast:
     expected_kernel_seconds: float | None = None
     pallas_seconds: float | None = None
     fills: Fills | None = None
+    rematerialized: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -138,6 +141,22 @@ class Forecast:
         if self.available_bytes is None or self.platform == "cpu":
             return None
         return self.total_bytes <= self.available_bytes
+
+    @property
+    def rematerialization_bytes(self) -> int | None:
+        """``total_bytes`` at which XLA begins to compute values again on its own; None if unknown."""
+        if self.available_bytes is None or self.platform == "cpu":
+            return None
+        io = self.memory.argument_bytes + self.memory.output_bytes
+        return limit_bytes(self.available_bytes, io, on_gpu=self.platform == "gpu")
+
+    @property
+    def has_margin(self) -> bool | None:
+        """Whether the step stays 5 % below ``rematerialization_bytes`` with nothing computed again; None if unknown."""
+        limit = self.rematerialization_bytes
+        if limit is None:
+            return None
+        return self.total_bytes <= (1 - MARGIN) * limit and not self.rematerialized
 
     @property
     def wire_bytes(self) -> float:
@@ -332,8 +351,9 @@ def forecast(
       kwargs: keyword arguments of the step, as ``{"train": True}``.
       tokens: tokens in the global batch, for the number of tokens at which the step becomes compute-bound.
       compiler_options: XLA options, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": the result
-        of ``compiler_options`` for the chip and the slice. Options of the step itself (``make_train_step(...,
-        compiler_options=...)``) are for the devices of the step's mesh and are not used.
+        of ``compiler_options`` for the chip and the slice, "forecast": with ``chosen_by="forecast"``. Options of the
+        step itself (``make_train_step(..., compiler_options=...)``) are for the devices of the step's mesh and are not
+        used.
       cache: True: read programs compiled before for a topology from the user's folder (docs/forecast.md explains the
         cache key); False: always compile; a ``ReportCache``: use another folder.
     Raises:
@@ -399,6 +419,7 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
         versions=compiled.versions,
         notes=(*notes_on(compiled, flops, chip), *(unknown_calls(program, moved) if moved else ())),
         shared_flops=shared_flops(program, flops),
+        rematerialized=rematerialized(program),
     )
     return _with_times(result, program, moved, links_of(compiled, chip)) if chip and moved else result
 

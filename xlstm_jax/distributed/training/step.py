@@ -107,7 +107,8 @@ def make_train_step(
         first state with ``metric.empty(axes, mesh)`` for the axes of the batch, and read it with ``make_log_step``.
       learning_rate: adds the ``learning_rate`` of this update to the metrics. Pass the schedule of the optimizer, or
         for groups of parameters a dict of schedules by group name, reported as ``learning_rate/<name>``.
-      compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice.
+      compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice,
+        "forecast" those with ``chosen_by="forecast"``.
       allow_replicated: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``

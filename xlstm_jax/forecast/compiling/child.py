@@ -38,14 +38,18 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
     except NotImplementedError:  # for (2, 2, 4) on 2 x 2 x 4 JAX puts the 4 on 2 x 2 chips and has no 2 left
         if (box := _box(devices)) is None or [n for n in axes.values() if n > 1] != [n for n in box if n > 1]:
             raise
-    ordered = np.array(sorted(devices, key=lambda device: tuple(device.coords)), dtype=object)
+    ordered = np.array(sorted(devices, key=_place), dtype=object)
     return Mesh(ordered.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
 
 
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
-    """Returns the dims of the box that the devices fill; None if the box has gaps."""
-    box = tuple(1 + max(column) for column in zip(*(device.coords for device in devices), strict=True))
+    """Returns the dims of the box that the devices fill, the last for those on a chip; None if the box has gaps."""
+    box = tuple(1 + max(column) for column in zip(*map(_place, devices), strict=True))
     return box if math.prod(box) == len(devices) else None
+
+
+def _place(device: Any) -> tuple[int, ...]:
+    return (*device.coords, device.core_on_chip)
 
 
 def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:

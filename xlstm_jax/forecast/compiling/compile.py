@@ -109,8 +109,8 @@ class StepCall:
       args, kwargs: arguments of the step: arrays or ``ShapeDtypeStruct`` with shardings on a mesh (possibly an
         ``AbstractMesh``) with as many devices as the topology.
       topology: devices that need not be present; None: the devices that hold the arguments.
-      compiler_options: XLA options; "auto": the library's options for the chip and the slice. LIBTPU_INIT_ARGS reaches
-        the compiler too.
+      compiler_options: XLA options; "auto" or "forecast": the library's options for the chip and the slice.
+        LIBTPU_INIT_ARGS reaches the compiler too.
       cache: cache of compiler reports for topologies, read first and then written; None: always compile and store
         nothing.
     """

@@ -1,8 +1,8 @@
 """Descriptions of absent GPUs for XLA's compiler: a ``GpuTargetConfigProto``, as text.
 
 The facts come from XLA's descriptions (openxla/xla, ``xla/backends/gpu/target_config/specs``: a100_sxm_80, h100_sxm,
-h200, b200, gb200). XLA uses them to choose and to weigh kernels. The library computes with the makers' figures in
-``chips``, which may differ by some percent.
+h200, b200, gb200, b300, gb300). XLA uses them to choose and to weigh kernels. The library computes with the makers'
+figures in ``chips``, which may differ by some percent.
 """
 
 from typing import NamedTuple
@@ -27,9 +27,9 @@ runtime_version { major: 12 minor: 9 patch: 0 }"""
 
 
 class _Target(NamedTuple):
-    """XLA's facts about a GPU: major compute capability, number of NVLinks, and values of ``_FACTS``."""
+    """XLA's facts about a GPU: compute capability, number of NVLinks, and values of ``_FACTS``."""
 
-    compute_capability: int
+    compute_capability: tuple[int, int]
     active_links: int
     facts: tuple[float, ...]
 
@@ -38,17 +38,19 @@ class _Target(NamedTuple):
 _FACTS = "core_count fpus_per_core shared_memory_per_core shared_memory_per_block_optin memory_bandwidth".split()
 _FACTS += ["device_memory_size", "l2_cache_size", "clock_rate_ghz"]
 _TARGETS = {
-    "a100": _Target(8, 12, (108, 64, 167936, 166912, 2039040000000, 85100068864, 41943040, 1.41)),
-    "h100": _Target(9, 18, (132, 128, 233472, 232448, 3352320000000, 84942979072, 52428800, 1.98)),
-    "h200": _Target(9, 18, (132, 128, 233472, 232448, 4800000000000, 151397597184, 52428800, 1.98)),
-    "b200": _Target(10, 18, (148, 128, 233472, 232448, 7672320000000, 191514411008, 132644864, 1.965)),
-    "gb200": _Target(10, 18, (152, 128, 233472, 232448, 7928064000000, 197897748480, 135528448, 2.062)),
+    "a100": _Target((8, 0), 12, (108, 64, 167936, 166912, 2039040000000, 85100068864, 41943040, 1.41)),
+    "h100": _Target((9, 0), 18, (132, 128, 233472, 232448, 3352320000000, 84942979072, 52428800, 1.98)),
+    "h200": _Target((9, 0), 18, (132, 128, 233472, 232448, 4800000000000, 151397597184, 52428800, 1.98)),
+    "b200": _Target((10, 0), 18, (148, 128, 233472, 232448, 7672320000000, 191514411008, 132644864, 1.965)),
+    "b300": _Target((10, 3), 18, (158, 128, 233472, 232448, 7936000000000, 297021865984, 135528448, 1.965)),
+    "gb200": _Target((10, 0), 18, (152, 128, 233472, 232448, 7928064000000, 197897748480, 135528448, 2.062)),
+    "gb300": _Target((10, 3), 18, (152, 128, 233472, 232448, 7928064000000, 297021079552, 135528448, 2.07)),
 }
 
 
 def compute_capability(chip: Chip) -> tuple[int, int]:
     """Returns the compute capability of a GPU, as (9, 0)."""
-    return _TARGETS[chip.name].compute_capability, 0
+    return _TARGETS[chip.name].compute_capability
 
 
 def target_config(chip: Chip) -> str:
@@ -59,13 +61,14 @@ def target_config(chip: Chip) -> str:
     True
     """
     target = _TARGETS[chip.name]
+    major, minor = target.compute_capability
     # sm_90a and later: instructions of this generation alone, such as matrix unit instructions.
-    extension = " feature_extension: ACCELERATED_FEATURES" if target.compute_capability >= 9 else ""
+    extension = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     facts = "\n".join(f"  {name}: {value}" for name, value in zip(_FACTS, target.facts, strict=True))
     return f"""\
 gpu_device_info {{
 {_SAME_FOR_ALL}
-  cuda_compute_capability {{ major: {target.compute_capability} minor: 0{extension} }}
+  cuda_compute_capability {{ major: {major} minor: {minor}{extension} }}
 {facts}
   device_interconnect_info {{ active_links: {target.active_links} }}
 }}

@@ -28,6 +28,7 @@ from xlstm_jax.forecast.hardware.latency import torus_latency_s
 from xlstm_jax.forecast.hardware.topologies import Topology
 
 NVLINK, NETWORK = "NVLink", "network"
+CHIP = -1  # number of the connection between the devices of a chip, beside the numbers of the torus dims
 
 
 class _Line(NamedTuple):
@@ -51,7 +52,7 @@ class Links:
       chip: the device.
       axis_sizes: mesh axes and sizes, outermost axis first.
       topology: always given for TPUs; None for GPUs at hand, which are assumed to have the usual number per host.
-      coords: TPUs: torus coordinates of each device in mesh order, [devices, 3].
+      coords: TPUs: torus coordinates of each device's chip in mesh order, [devices, 3].
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> nodes = Links(CHIPS["h100"], {"dp": 32, "fsdp": 8})
@@ -116,7 +117,9 @@ class Links:
         if not self.chip.torus_axes:
             chosen = self.choice(axes, kind, sent)
             return chosen.latency_s if chosen else 0.0
-        hops = sum(line.hops for line in self._lines(axes).values())
+        coords = self._coords(axes)
+        between_devices = len(coords) > len(np.unique(coords, axis=0))  # a hop between the devices of a chip
+        hops = sum(line.hops for line in self._lines(axes).values()) + between_devices
         return torus_latency_s(self.chip.name, kind, hops)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
@@ -144,19 +147,28 @@ class Links:
         """Returns the bytes/s sent by a device along each torus dim on which the devices of a group differ.
 
         If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
-        goes both ways. On an open line data must return along the same line, so a single direction is left.
+        goes both ways. On an open line data must return along the same line, so a single direction is left. The devices
+        of a chip share its links: groups with one device of each chip have half of the bandwidth on TPU7x. A group
+        within a chip uses the connection between its devices, as dim ``CHIP``.
         """
-        bandwidth = self.chip.link_bandwidth
+        devices, chips = len(self._coords(axes)), len(np.unique(self._coords(axes), axis=0))
+        if chips == 1 < devices and self.chip.chip_bandwidth:
+            return {CHIP: self.chip.chip_bandwidth}
+        sharing = self.chip.devices_per_chip * chips / devices  # groups that use the links of a chip
+        bandwidth = self.chip.link_bandwidth / sharing
         return {dim: bandwidth * (2 if line.closed else 1) / line.stride for dim, line in self._lines(axes).items()}
+
+    def _coords(self, axes: Sequence[str]) -> np.ndarray:
+        """Returns the coordinates of the chips of a group's devices: [devices, dims of the torus]."""
+        # The first group represents all groups, which have the same layout on the torus.
+        return np.asarray(self.coords)[self._groups(axes)[0]]
 
     def _lines(self, axes: Sequence[str]) -> dict[int, "_Line"]:
         """Returns how a group of TPUs lies along each torus dim on which its devices differ."""
         assert self.topology is not None  # a TPU
-        # The first group represents all groups, which have the same layout on the torus.
-        coords = np.asarray(self.coords)[self._groups(axes)[0]]
-        lines = {}
+        chips, lines = np.unique(self._coords(axes), axis=0), {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):
-            at = np.unique(coords[:, dim])
+            at = np.unique(chips[:, dim])
             if len(at) > 1:
                 stride = int(np.diff(at).min())
                 lines[dim] = _Line(len(at), stride, bool(wraps and len(at) * stride == size))

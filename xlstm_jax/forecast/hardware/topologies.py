@@ -9,16 +9,19 @@ from xlstm_jax.forecast.hardware.chips import CHIPS, Chip
 from xlstm_jax.forecast.hardware.gpu_targets import target_config
 
 HOST = 8  # GPUs in a usual server
-GPUS_OF_TRAY = 4  # GPUs in a host (tray) of GB200; NVLink joins 18 trays
+GPUS_OF_TRAY = 4  # GPUs in a host (tray) of GB200 and GB300; NVLink joins 18 trays
 
 
 @dataclass(frozen=True)
 class Topology:
     """Devices that need not be present: ``name`` as "v5e:16x16" or "h100:32x8".
 
-    ``shape`` of TPUs is the torus of chips; JAX counts each chip as a device. ``shape`` of GPUs is (hosts, GPUs per
-    host), or for GB200 (racks, GPUs per rack): the number of NVLink domains, and the GPUs in each domain.
+    ``shape`` of TPUs is the torus of chips; JAX counts each chip as a device, and each chip of TPU7x as two. ``shape``
+    of GPUs is (hosts, GPUs per host), or for GB200 and GB300 (racks, GPUs per rack): the number of NVLink domains, and
+    the GPUs in each domain.
 
+    >>> Topology("tpu7x:2x2x1", CHIPS["tpu7x"], (2, 2, 1)).dims
+    (2, 2, 1, 2)
     >>> Topology("v5e:4x16", CHIPS["v5e"], (4, 16)).wraps
     (False, True)
     """
@@ -28,16 +31,21 @@ class Topology:
     shape: tuple[int, ...]
 
     @property
+    def dims(self) -> tuple[int, ...]:
+        """``shape``, and for chips with several devices the number of devices on a chip as the last dim."""
+        return self.shape if self.chip.devices_per_chip == 1 else (*self.shape, self.chip.devices_per_chip)
+
+    @property
     def num_devices(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.dims)
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each dim is a ring: on v5e and v6e the dims as long as the pod; on v4 and v5p every dim, or no dim.
+        """Whether each dim of ``shape`` is a ring: v5e, v6e: as long as the pod; v4, v5p, tpu7x: every dim, or none.
 
-        The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4,
-        so smaller slices have no rings. A dim without a ring has half the bandwidth for collectives. Switches join
-        GPUs, so GPUs have no rings.
+        The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4, so
+        smaller slices have no rings; the same is assumed for tpu7x. A dim without a ring has half the bandwidth for
+        collectives. Switches join GPUs, so GPUs have no rings.
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
@@ -65,7 +73,7 @@ class Topology:
         if self.chip.name == "v4":
             # Both cores form a single device, as JAX counts devices on machines with v4 chips.
             arguments["chip_config_name"] = "megacore"
-        if self.num_devices == 1:
+        if math.prod(self.shape) == 1:
             # A slice of a single chip is smaller than the default host, which has several.
             arguments["chips_per_host_bounds"] = (1, 1, 1)
         return arguments
@@ -75,8 +83,10 @@ def parse_topology(name: str) -> Topology:
     """Parses "v5e:16x16" and "h100:32x8".
 
     TPUs: the chip, and the number of chips along each torus axis. GPUs: the chip, hosts, and GPUs per host, or for a
-    single host only the GPUs ("h100:8"). GB200: racks, which are NVLink domains, and GPUs per rack, up to 72.
+    single host only the GPUs ("h100:8"). GB200 and GB300: racks, which are NVLink domains, and GPUs per rack, up to 72.
 
+    >>> parse_topology("tpu7x:4x4x4").num_devices  # 64 chips of two devices
+    128
     >>> parse_topology("v5p:4x4x8").num_devices, parse_topology("h100:32x8").num_devices
     (128, 256)
 

@@ -15,9 +15,11 @@ Each variant in 1 saves memory and usually costs time; the fastest depends on wh
 the step. A forecast takes seconds to a minute, so the search varies a single option after the other and does not try
 every combination: its result need not be optimal. The three variants of 1 compile in parallel, and so do the meshes of
 3 once something fits, because these trials are independent; the number of parallel jobs does not change the trials.
-Offload comes last, because its transfers cost time: it is tried only if nothing fits without it. Options that fail
-(they do not divide the batch, the compiler refuses the step, the user's code raises) become a row with the reason; if
-the very first options fail, or all three of 1, the search raises.
+A step within 5 % of the memory at which XLA itself begins to compute values again (``Forecast.has_margin``) is slower
+than its forecast may say: trials with that margin come first, and if the best has none, twice the minibatches are
+tried. Offload comes last, because its transfers cost time: it is tried only if nothing fits without it. Options that
+fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row with the reason;
+if the very first options fail, or all three of 1, the search raises.
 """
 
 import contextlib
@@ -153,6 +155,11 @@ class Trial:
         return math.inf if seconds is None else seconds
 
     @property
+    def tight(self) -> bool:
+        """Whether the step fits, but within 5 % of the memory at which XLA computes values again, or beyond."""
+        return self.fits and self.forecast is not None and self.forecast.has_margin is False
+
+    @property
     def bytes_per_device(self) -> int | None:
         """Peak memory of a device in bytes; None without a forecast."""
         return self.forecast.total_bytes if self.forecast else None
@@ -164,7 +171,7 @@ class Fit:
 
     Attributes:
       topology, budget_bytes: as passed to ``fit``, or the default of the budget.
-      trials: every trial, fitting trials first, the fastest first.
+      trials: every trial, fitting trials first, of these the trials with a margin of memory, the fastest first.
       considered: with ``model_axes``, every mesh that was estimated, the best first.
       batch_specs: the PartitionSpec of the steps' batch, by mesh as text; None if leaves are split differently.
       layout: the layout of tokens of the steps, as for ``make_train_step``; None if unknown.
@@ -182,7 +189,7 @@ class Fit:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest trial that fits; None if nothing fits."""
+        """The fastest trial that fits with a margin, or else that fits; None if nothing fits."""
         return next((trial for trial in self.trials if trial.fits), None)
 
     def __str__(self) -> str:
@@ -267,7 +274,7 @@ def _row(trial: Trial) -> list[str]:
     cells += [str(options.num_minibatches), offload]
     if trial.forecast is None:
         return [*cells, "", "", shortened(trial.problem, MAX_PROBLEM)]
-    fits = "yes" if trial.fits else "no"
+    fits = "yes, near the limit" if trial.tight else "yes" if trial.fits else "no"
     step = f"{trial.seconds * 1e3:.1f} ms"
     if times := trial.forecast.step_time:
         step += f" ({times.least * 1e3:.1f} to {times.most * 1e3:.1f})"
@@ -416,7 +423,7 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
-        """Runs the search and returns every trial: fitting trials first, the fastest first."""
+        """Runs the search and returns every trial, in the order of ``Fit.trials``."""
         self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
         compiled = [trial for trial in self.trials if trial.forecast]
         if not compiled:
@@ -431,12 +438,12 @@ class Search:
         if self.best is not None:
             self.attempt(*[dataclasses.replace(self.best.options, mesh=mesh) for mesh in rest])
             self.attempt(dataclasses.replace(self.best.options, min_weight_size=OTHER_MIN_WEIGHT_SIZE))
-        return tuple(sorted(self.trials, key=lambda trial: (not trial.fits, trial.seconds)))
+        return tuple(sorted(self.trials, key=_rank))
 
     @property
     def best(self) -> Trial | None:
-        """The fastest fitting trial so far; None if nothing fits yet."""
-        return min((trial for trial in self.trials if trial.fits), key=lambda trial: trial.seconds, default=None)
+        """The first trial so far, in the order of ``Fit.trials``; None if nothing fits yet."""
+        return min((trial for trial in self.trials if trial.fits), key=_rank, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
         """Tries meshes in order, each with increasing minibatches, until a trial fits; returns the remaining meshes."""
@@ -449,9 +456,14 @@ class Search:
     def try_minibatches(self, trial: Trial) -> None:
         """Doubles the minibatches until a trial fits or fails, the maximum is reached, or minibatches cannot help.
 
-        Parameters, optimizer state and the batch take the same memory for any number of minibatches.
+        Parameters, optimizer state and the batch take the same memory for any number of minibatches. If ``trial`` is
+        the best, but near the limit of memory, the next number of minibatches is tried.
         """
-        while self.best is None and trial.forecast and trial.forecast.memory.argument_bytes <= self.budget_bytes:
+        while (
+            (self.best is None or (self.best is trial and trial.tight))
+            and trial.forecast
+            and trial.forecast.memory.argument_bytes <= self.budget_bytes
+        ):
             # Doubled, since each trial is a compilation.
             count = 2 * trial.options.num_minibatches
             if count > MAX_MINIBATCHES:
@@ -500,6 +512,10 @@ class Search:
         return Trial(options, None, False, problem)
 
 
+def _rank(trial: Trial) -> tuple[bool, bool, float]:
+    return not trial.fits, trial.tight, trial.seconds
+
+
 def _no_forecast(options: Options, problem: str) -> ValueError:
     return ValueError(f"no forecast of the first options, {options}: {problem}")
 
@@ -512,7 +528,7 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
     smallest pieces. Then follow a flat axis, replicas along the first dim, and for GPUs also replicas of groups of
     hosts.
     """
-    dims = [size for size in topology.shape if size > 1]
+    dims = [size for size in topology.dims if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}
     if len(dims) <= 1:
         return [flat]

@@ -71,8 +71,13 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
     """Returns a mesh with these axes, each within a dim of the torus or of (hosts, GPUs per host); else None."""
     gpus = topology.platform == "cuda"
-    dims = [(size, ring) for size, ring in zip(topology.shape, topology.wraps, strict=True) if size > 1] or [(1, False)]
-    shape = [size for size, _ in dims]
+    # The devices of a chip form the last dim, which is no ring.
+    rings = (*topology.wraps, False)[: len(topology.dims)]
+    named = "xyz"[: len(topology.shape)] + "c"
+    dims = [
+        (size, ring, letter) for size, ring, letter in zip(topology.dims, rings, named, strict=False) if size > 1
+    ] or [(1, False, "x")]
+    shape = [size for size, *_ in dims]
     left = list(shape)
     within: list[list[tuple[str, int]]] = [[] for _ in shape]
     for axis, size in sizes.items():
@@ -86,8 +91,8 @@ def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | No
         dim = (full_dims or fitting)[0]
         left[dim] //= size
         within[dim].insert(0, (axis, size))
-    names = [HOST_AXIS, "fsdp_device"] if gpus else [f"fsdp_{'xyz'[dim]}" for dim in range(len(shape))]
-    names = names[-len(shape) :]
+    on_torus = [f"fsdp_{'core' if letter == 'c' else 'xyz'[dim]}" for dim, (*_, letter) in enumerate(dims)]
+    names = ([HOST_AXIS, "fsdp_device"] if gpus else on_torus)[-len(shape) :]
     rest = [dim for dim in range(len(shape)) if left[dim] > 1] or [len(shape) - 1]
     mesh: dict[str, int] = {}
     for dim in range(len(shape)):
@@ -186,8 +191,8 @@ def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
 
 def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
     """Returns the links of a mesh with devices in the order of the topology's dims."""
-    shape = (*topology.shape, 1, 1)[:3]
-    coords = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), shape), axis=1).tolist()
+    shape = (*(*topology.shape, 1, 1)[:3], topology.chip.devices_per_chip)
+    coords = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), shape)[:3], axis=1).tolist()
     return Links(topology.chip, dict(mesh), topology, coords if topology.chip.torus_axes else ())
 
 

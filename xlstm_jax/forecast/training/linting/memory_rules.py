@@ -1,6 +1,7 @@
-"""Lint rule for a step whose time is bound by device memory, not by arithmetic; the table is in ``rules``.
+"""Lint rules for device memory; the table is in ``rules``.
 
-The rule compares times at the rates that kernels reach:
+``near_memory_limit`` finds a step so near to the limit that XLA computes values again, or soon will. ``memory_bound``
+finds a step whose time is bound by memory, not by arithmetic. It compares times at the rates that kernels reach:
 
     bytes read and written in device memory / bandwidth    >    FLOP of products / their rate
 """
@@ -8,9 +9,10 @@ The rule compares times at the rates that kernels reach:
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from xlstm_jax.forecast.cost.rematerialization import MARGIN
 from xlstm_jax.forecast.training.linting.product_rules import SCORES_PASSES, WIDE
 from xlstm_jax.forecast.training.linting.step import Defect, Step
-from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
+from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds, listed
 
 MIN_MEMORY_FRACTION = 0.5  # fraction of a step's time
 MIN_CAUSE_FRACTION = 0.1  # fraction of the bytes, from which on a cause is named
@@ -36,6 +38,25 @@ def memory_bound(step: Step) -> Iterator[Defect]:
         moved,
         " ".join([*(cause.cure for cause in causes), GENERAL_CURE]),
     )
+
+
+def near_memory_limit(step: Step) -> Iterator[Defect]:
+    """Finds a step in which XLA computes values again because memory is scarce, or that is 5 % below that limit."""
+    forecast, limit = step.forecast, step.forecast.rematerialization_bytes
+    if limit is None or forecast.has_margin:
+        return
+    above = forecast.total_bytes - (1 - MARGIN) * limit
+    taken = f"{format_bytes(forecast.total_bytes)}; from {format_bytes(limit)} on XLA computes values again"
+    if forecast.rematerialized:
+        runs, names = sum(forecast.rematerialized.values()), listed(list(forecast.rematerialized))
+        yield Defect(
+            "the step",
+            f"is so large that XLA computes {runs} instructions again to save memory, which nn.remat did not ask for: "
+            f"{names}. It takes {taken}.",
+            max(above, 0),
+        )
+    elif forecast.fits:
+        yield Defect("the step", f"is within {MARGIN:.0%} of the limit of memory: it takes {taken}.", above)
 
 
 class Cause(NamedTuple):

@@ -488,6 +488,9 @@ _TABLE = (
     Rule("held-scores", product_rules.held_scores,
          "Use a kernel: attention(q, k, v) of docs/kernels.md chooses the platform's kernel."),
     Rule("memory-bound", memory_rules.memory_bound),
+    Rule("near-memory-limit", memory_rules.near_memory_limit,
+         "Take less memory, 5% below that limit: fewer rows per device, more minibatches, nn.remat of another block, "
+         "or offload. xlstm-jax fit keeps the margin."),
     Rule("needless-offload", needless_offload, "Leave offload out."),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _TABLE}
