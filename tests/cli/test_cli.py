@@ -527,7 +527,7 @@ def forecasts_by_formula(monkeypatch):
         on_host = any(leaf.sharding.memory_kind == "pinned_host" for leaf in moments)
         host = HostTraffic(2**10, 2**10, 2**10, 1e-3, 1e-3) if on_host else None  # 1 KiB
         total_bytes = STEP_BYTES - BYTES_TO_HOST * on_host
-        times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0, 1.25)}
+        times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0, 1.25), "has_margin": True}
         memory = SimpleNamespace(argument_bytes=0)
         figures = SimpleNamespace(total_bytes=total_bytes, memory=memory, host=host, **times)
         program = (call.traced.jaxpr.pretty_print(), on_host)
@@ -589,7 +589,7 @@ def test_fit_command_reports_offload_if_no_step_fits_without_offload(command, fo
 
 def test_fit_command_with_model_axes_tries_meshes_and_prints_the_batch_spec(command, monkeypatch):
     def by_formula(call):
-        times = {"step_seconds": 1.0 / call.axis_sizes["tp"], "step_time": Range(0.5, 1.0, 1.25)}
+        times = {"step_seconds": 1.0 / call.axis_sizes["tp"], "step_time": Range(0.5, 1.0, 1.25), "has_margin": True}
         figures = SimpleNamespace(total_bytes=1, memory=SimpleNamespace(argument_bytes=0), host=None, **times)
         return Job(lambda: figures, key=call.traced.jaxpr.pretty_print())
 
@@ -634,7 +634,7 @@ def test_fit_and_lint_commands_warn_of_a_factory_without_shard_axes_before_compi
 def test_fit_command_compiles_once_for_options_unused_by_the_factory(command, monkeypatch):
     def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
-        times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0, 1.25)}
+        times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0, 1.25), "has_margin": True}
         return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), key="the same")
 
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)

@@ -135,9 +135,8 @@ def _tpu(
 ) -> Chip:
     """Makes a TPU's ``Chip`` from published figures, and from the entry of ``TPUS`` (kinds, torus, slices)."""
     tpu = TPUS[name]
-    memory = (hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth)
-    torus: dict[str, Any] = {"torus_axes": tpu.torus_axes, "slices": tpu.slices, "devices_per_chip": tpu.devices_per_chip}
-    return Chip(name, tpu.device_kinds, *memory, **torus, **figures)
+    figures |= {"torus_axes": tpu.torus_axes, "slices": tpu.slices, "devices_per_chip": tpu.devices_per_chip}
+    return Chip(name, tpu.device_kinds, hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth, **figures)
 
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
