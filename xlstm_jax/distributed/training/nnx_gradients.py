@@ -138,7 +138,7 @@ def nnx_value_and_grad(
     def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:
         on_mesh = auto_mesh(_mesh_of(module) if mesh is None else mesh)
         is_node = tuple(isinstance(arg, nnx.Module | nnx.Rngs) for arg in args)
-        nodes = (module, *(arg for arg, node in zip(args, is_node, strict=True) if node))
+        nodes: tuple[Any, ...] = (module, *(arg for arg, node in zip(args, is_node, strict=True) if node))
         batch = tuple(arg for arg, node in zip(args, is_node, strict=True) if not node)
         takes = nnx.filterlib.to_predicate(wrt)
         graphdef, live, rest = nnx.split(nodes, lambda path, x: path[0] == 0 and takes(path[1:], x), ...)
@@ -262,7 +262,7 @@ class _Program:
                 before[name] = variable.get_raw_value()
         for _, node in nnx.iter_graph(nodes):
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-                node.axis_name = self.axes  # statistics of all rows, as on a single device
+                node.axis_name = self.axes  # type: ignore[assignment]  # statistics of all rows, as on a single device
         others, rows = iter(nodes[1:]), iter(batch)
         args = [next(others if node else rows) for node in self.is_node]
         found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)
