@@ -141,7 +141,8 @@ def nnx_value_and_grad(
         nodes: tuple[Any, ...] = (module, *(arg for arg, node in zip(args, is_node, strict=True) if node))
         batch = tuple(arg for arg, node in zip(args, is_node, strict=True) if not node)
         takes = nnx.filterlib.to_predicate(wrt)
-        graphdef, live, rest = nnx.split(nodes, lambda path, x: path[0] == 0 and takes(path[1:], x), ...)
+        of_module = lambda path, x: path[0] == 0 and takes(path[1:], x)  # noqa: E731
+        graphdef, live, rest = nnx.split(nodes, of_module, ...)  # type: ignore[misc]
         if not nnx.to_flat_state(live):
             raise ValueError(
                 f"nnx_value_and_grad: wrt={wrt!r} selects no variable of {type(module).__name__}. Pass the filter of "
