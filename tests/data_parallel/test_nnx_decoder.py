@@ -5,6 +5,7 @@ Two steps on a mesh equal two steps of the same module on one device, by ``nnx.m
 
 from functools import partial
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +29,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_leaves
 
 WIDTH, HEADS, DIM, VOCAB = 16, 4, 8, 32
+# In Flax 0.12.8 the scales of nnx.WeightNorm are arrays and no parameters.
+SCALES = flax.__version__ != "0.12.8"
 TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, VOCAB)
 TX = optax.sgd(0.05, momentum=0.9)
 KEY = jax.random.key(0)
@@ -140,7 +143,7 @@ class Adapted(nnx.Module):
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.adapted = nnx.LoRA(WIDTH, 4, WIDTH, base_module=nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
         self.adapted.lora_b[...] = 0.1 * jax.random.normal(rngs.params(), (4, WIDTH))
-        self.normed = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
+        self.normed = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), use_scale=SCALES, rngs=rngs)
         self.ensemble = Ensemble(rngs)
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
