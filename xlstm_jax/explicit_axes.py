@@ -262,7 +262,13 @@ def _is_on_mesh(leaf: Any) -> bool:
 def _moved(leaf: Any, sharding: NamedSharding) -> Any:
     if sharding == leaf.sharding:
         return leaf
-    return leaf.update(sharding=sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(sharding=sharding)
+    if leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    # Of arrays on several processes device_put moves none to a mesh of other types. The places are the same.
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
 
 
 def _mesh_of(leaf: Any) -> AbstractMesh:
