@@ -27,6 +27,7 @@ from xlstm_jax.distributed.checkpoint import (
     VersionNeededError,
     apply_publication,
     from_layout,
+    import_in_layout,
     publish,
 )
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
@@ -271,6 +272,12 @@ def out_of_layout(arrays, *rules):
     """Reads arrays in a layout of two rows ``a`` and ``b``."""
     like = {"a": np.ones((1, 3)), "b": np.ones((1, 3))}
     return lambda: from_layout(arrays, [Joined(("a", "b"), "ab"), *rules], like)
+
+
+def imported_in_layout(written, *rules):
+    """Imports a tensor of three rows from files with the tensors ``written``."""
+    like = {"ab": np.ones((3, 2))}
+    return exported(lambda folder: import_in_layout(folder, like, rules), written)
 
 
 def with_single_file(folder):
@@ -908,6 +915,34 @@ ROWS = [
         ValueError,
         "layout: '…' repeats '…', and its values differ",
         "layout: 'again' repeats 'a', and its values differ",
+    ),
+    tensors(
+        "layout-file-other-shape",
+        imported_in_layout({"a": np.ones((1, 2)), "b": np.ones((3, 2))}, Divided("ab", ("a", "b"), (1, 2))),
+        ValueError,
+        "… does not fit the parameters",
+        "model does not fit the parameters: 'b' is [3, 2] in the file, and [2, 2] by the layout.",
+    ),
+    tensors(
+        "layout-file-other-names",
+        imported_in_layout({"a": np.ones((1, 2)), "x": np.ones((2, 2))}, Divided("ab", ("a", "b"), (1, 2))),
+        ValueError,
+        "… does not fit the parameters",
+        "model does not fit the parameters: it has no 'b'; and it has 'x', which the layout has not.",
+    ),
+    tensors(
+        "layout-file-mixed-dtypes",
+        imported_in_layout({"a": np.ones((1, 2)), "b": np.ones((2, 2), "f4")}, Divided("ab", ("a", "b"), (1, 2))),
+        ValueError,
+        "the parts of '…' have different dtypes",
+        "the parts of 'ab' have different dtypes: 'a' is float64, and 'b' is float32.",
+    ),
+    tensors(
+        "layout-file-tied-differ",
+        imported_in_layout({"ab": np.ones((3, 2)), "again": np.zeros((3, 2))}, Repeated("again", "ab")),
+        ValueError,
+        "layout: '…' repeats '…', and its values differ",
+        "layout: 'again' repeats 'ab', and its values differ",
     ),
     tensors(
         "export-again",
