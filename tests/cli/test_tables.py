@@ -270,7 +270,11 @@ def test_plan_table_has_a_single_line_per_leaf_from_80_columns(width, offload):
 def left_out(every, drawn):
     """The columns that a plan leaves out, the first one first."""
     shown_columns = {str(column.header) for column in drawn.columns}
-    return [name for name in ("decays", *LEFT_OUT) if name in {str(column.header) for column in every.columns} - shown_columns]
+    return [
+        name
+        for name in ("decays", *LEFT_OUT)
+        if name in {str(column.header) for column in every.columns} - shown_columns
+    ]
 
 
 def test_plan_table_in_a_narrow_terminal_has_all_columns():
