@@ -921,14 +921,14 @@ ROWS = [
         imported_in_layout({"a": np.ones((1, 2)), "b": np.ones((3, 2))}, Divided("ab", ("a", "b"), (1, 2))),
         ValueError,
         "… does not fit the parameters",
-        "model does not fit the parameters: 'b' is [3, 2] in the file, and [2, 2] by the layout.",
+        "does not fit the parameters: 'b' is [3, 2] in the file, and [2, 2] by the layout.",
     ),
     tensors(
         "layout-file-other-names",
         imported_in_layout({"a": np.ones((1, 2)), "x": np.ones((2, 2))}, Divided("ab", ("a", "b"), (1, 2))),
         ValueError,
         "… does not fit the parameters",
-        "model does not fit the parameters: it has no 'b'; and it has 'x', which the layout has not.",
+        "does not fit the parameters: it has no 'b'; and it has 'x', which the layout has not.",
     ),
     tensors(
         "layout-file-mixed-dtypes",
