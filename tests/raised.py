@@ -159,7 +159,7 @@ EXCUSED = {
     "cli/command_line.py:_report": "goes on as it came: SIGTERM",
     "cli/command_line.py:end": "SIGTERM as an exception, which has no text",
     "distributed/checkpoint/errors.py:read": "caught by its caller, which says what was read",
-    "distributed/checkpoint/writer.py:_opened": "goes on as it came: an error of the system",
+    "distributed/checkpoint/writer.py:_open_lock_file": "goes on as it came: an error of the system",
     "distributed/checkpoint/orbax_backend.py:patient": "goes on as it came: orbax's own",
     "distributed/data_parallel/leaf.py:as_sharded": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace": "an interface; subclasses have it",

@@ -1,6 +1,6 @@
-"""``Value``: a traced value with the equation that made it, to walk back from results to their origins.
+"""``TracedValue``: a traced value with the equation that made it, to walk back from results to their origins.
 
-  Value(tracer)          a tracer of ``jax.jit`` or ``shard_map``
+  TracedValue(tracer)          a tracer of ``jax.jit`` or ``shard_map``
   value.made()           the equation, its operands as values, and the number of the result
   inside(made)           the same result within the equation's jaxpr: a call, a ``scan``, a ``shard_map``
   is_gradient(value)     whether a backward pass made the value
@@ -27,25 +27,27 @@ MOST_VALUES = 10_000  # a longer walk is given up
 class _Scope:
     """Jaxpr of an equation, with the values of its inputs."""
 
-    def __init__(self, jaxpr: Any, inputs: list["Value"]) -> None:
+    def __init__(self, jaxpr: Any, inputs: list["TracedValue"]) -> None:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.results = jaxpr.outvars
         self.inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self.equations = {var: (eqn, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 
-    def value(self, var: Any) -> "Value":
-        return Value(var, self) if isinstance(var, core.Literal) else self.inputs.get(var) or Value(var, self)
+    def value(self, var: Any) -> "TracedValue":
+        return (
+            TracedValue(var, self) if isinstance(var, core.Literal) else self.inputs.get(var) or TracedValue(var, self)
+        )
 
 
 class Made(NamedTuple):
     """Origin of a value: result ``number`` of the equation ``eqn``."""
 
     eqn: Any
-    operands: list["Value"]
+    operands: list["TracedValue"]
     number: int
 
 
-class Value(NamedTuple):
+class TracedValue(NamedTuple):
     """Traced value: a tracer, or a variable or literal of the jaxpr ``scope`` of an equation.
 
     The value of an argument of a jaxpr is the value that the equation passes to it; a carry of a ``scan`` thus is its
@@ -61,7 +63,7 @@ class Value(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """Value of a scalar literal; None for anything else."""
+        """TracedValue of a scalar literal; None for anything else."""
         literal: Any = getattr(self.held, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
@@ -72,14 +74,14 @@ class Value(NamedTuple):
         if self.scope is None:
             if found := equation_of(self.held):
                 eqn, tracers, number = found
-                return Made(eqn, [Value(tracer) for tracer in tracers], number)
+                return Made(eqn, [TracedValue(tracer) for tracer in tracers], number)
         elif not isinstance(self.held, core.Literal) and self.held in self.scope.equations:
             eqn, number = self.scope.equations[self.held]
             return Made(eqn, [self.scope.value(var) for var in eqn.invars], number)
         return None
 
 
-def inside(made: Made) -> Value | None:
+def inside(made: Made) -> TracedValue | None:
     """Returns the value within the jaxpr of a call, a ``scan`` or a ``shard_map``; None for other equations."""
     name, params = name_and_params(made.eqn)
     jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
@@ -89,7 +91,7 @@ def inside(made: Made) -> Value | None:
     return scope.value(scope.results[made.number])
 
 
-def origins(value: Value, ends: Callable[[Value], bool]) -> Iterator[Value]:
+def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator[TracedValue]:
     """Yields the value and all values from which it was computed; the operands of a value that ``ends`` are left out.
 
     Equations within calls are not entered. After ``MOST_VALUES`` values the walk stops.
@@ -104,7 +106,7 @@ def origins(value: Value, ends: Callable[[Value], bool]) -> Iterator[Value]:
                 waiting.extend(made.operands)
 
 
-def is_gradient(value: Value) -> bool:
+def is_gradient(value: TracedValue) -> bool:
     """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value."""
     made = value.made()
     return made is not None and "transpose(" in str(made.eqn.source_info.name_stack)

@@ -20,7 +20,7 @@ import jax
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
-from xlstm_jax.origins import Value, is_gradient, origins
+from xlstm_jax.origins import TracedValue, is_gradient, origins
 
 
 class _Averages(threading.local):
@@ -75,7 +75,7 @@ def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
     if not _averages.known or not wrong_averages_raise():
         return
     ends = lambda origin: bool(averaged_axes(origin.held)) or is_gradient(origin)  # noqa: E731
-    found = frozenset[str]().union(*[averaged_axes(origin.held) for origin in origins(Value(value), ends)])
+    found = frozenset[str]().union(*[averaged_axes(origin.held) for origin in origins(TracedValue(value), ends)])
     if twice := tuple(axis for axis in axes if axis in found):
         raise ValueError(
             f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "

@@ -102,10 +102,10 @@ def plan_sharding(
         # The order in which training gathers over several axes.
         params = arranged(variables.pop(PARAMETERS, {}), sizes)
         of_params, other_rows = _optimizer_rows(tx, params, mesh, offload)
-        if tx is not None:
-            bare = jax.eval_shape(trainable_leaves, params)
-            for section in sections:
-                section.optimizer(tx, bare)
+    if tx is not None:  # outside: sections would note the matrices of this trace, too
+        bare = jax.eval_shape(trainable_leaves, params)
+        for section in sections:
+            section.optimizer(tx, bare)
     rows = []
     for path, leaf in sharded_leaves(params):
         stored = _bytes_of(path, leaf, sizes)

@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.moments import AppliedGradients, TrainingCheck
 from xlstm_jax.distributed.training.varying import followed_equation
 from xlstm_jax.equations import named_axes
-from xlstm_jax.origins import Made, Value, inside, is_gradient
+from xlstm_jax.origins import Made, TracedValue, inside, is_gradient
 
 # Equations whose results are their operands, in another shape, layout, dtype or type.
 _UNCHANGED = {
@@ -40,7 +40,7 @@ _UNCHANGED = {
 _SUMS = {"psum", "psum_invariant"}
 
 
-class Multiple(NamedTuple):
+class GradientMultiple(NamedTuple):
     """Relation of a gradient to the result of the backward pass: ``by`` times it, summed over the axes ``summed``.
 
     A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``by`` that is of ``sync_gradients``.
@@ -58,15 +58,15 @@ class _Gradient(NamedTuple):
 
     path: str
     leaf: Sharded
-    value: Value
+    value: TracedValue
     relation: "Relation"
 
 
 ZERO = "zero"  # the relation of zeros, such as the first carry of a loop over minibatches, to any gradient
-Relation = Multiple | str | None  # None: not known
+Relation = GradientMultiple | str | None  # None: not known
 
 
-def _relation(value: Value) -> Relation:
+def _relation(value: TracedValue) -> Relation:
     """Returns the relation of a traced gradient to the result of the backward pass."""
     if value.number is not None:
         return ZERO if value.number == 0 else None
@@ -75,7 +75,7 @@ def _relation(value: Value) -> Relation:
     if is_gradient(value):
         is_local = bool(value.aval.sharding.mesh.manual_axes)
         return (
-            Multiple(Fraction(1), Fraction(1), frozenset(), collectives.varying_axes_of_type(value.aval))
+            GradientMultiple(Fraction(1), Fraction(1), frozenset(), collectives.varying_axes_of_type(value.aval))
             if is_local
             else None
         )
@@ -103,17 +103,17 @@ def _scaled(made: Made) -> Relation:
     if (number := _number(other)) is None and name == "mul":
         one, number = other, _number(one)
     of = _relation(one) if number else None
-    if not isinstance(of, Multiple) or number is None:
+    if not isinstance(of, GradientMultiple) or number is None:
         return of
     return _times(of, Fraction(number) if name == "mul" else 1 / Fraction(number), made)
 
 
-def _times(of: Multiple, factor: Fraction, made: Made) -> Multiple:
+def _times(of: GradientMultiple, factor: Fraction, made: Made) -> GradientMultiple:
     is_of_sync = "sync_gradients" in str(made.eqn.source_info.name_stack)
     return of._replace(by=of.by * factor, by_sync=of.by_sync * (factor if is_of_sync else 1))
 
 
-def _number(value: Value) -> float | None:
+def _number(value: TracedValue) -> float | None:
     """Returns the number that a value, cast or broadcast, consists of; None if it is not known, or not finite."""
     while value.number is None:
         made = value.made()
@@ -126,7 +126,7 @@ def _number(value: Value) -> float | None:
 def _summed(made: Made) -> Relation:
     operand, axes = made.operands[made.number], named_axes(made.eqn)
     of = _relation(operand)
-    if not isinstance(of, Multiple) or made.eqn.params.get("axis_index_groups") is not None:
+    if not isinstance(of, GradientMultiple) or made.eqn.params.get("axis_index_groups") is not None:
         return of if of == ZERO else None
     shape = operand.aval.sharding.mesh.shape
     # Also a sum over devices that hold equal values multiplies a mean by their number.
@@ -134,7 +134,7 @@ def _summed(made: Made) -> Relation:
     return _times(of, Fraction(count), made)._replace(summed=of.summed.union(axes))
 
 
-def _shard_map_of(value: Value) -> Made | None:
+def _shard_map_of(value: TracedValue) -> Made | None:
     """Returns the ``shard_map``, as an equation with the number of the result, that a traced gradient comes from."""
     while made := value.made():
         if made.eqn.primitive.name == "shard_map":
@@ -157,7 +157,7 @@ def check_averaged_once(of: AppliedGradients) -> None:
     if not wrong_averages_raise():
         return
     grads = list(_traced_gradients(of))
-    known = [grad for grad in grads if isinstance(grad.relation, Multiple)]
+    known = [grad for grad in grads if isinstance(grad.relation, GradientMultiple)]
     for grad in known:
         _check_shards(grad)
     split = [grad for grad in known if grad.leaf.gathered_axes]
@@ -172,13 +172,13 @@ def _traced_gradients(of: AppliedGradients) -> Iterator[_Gradient]:
     for path, leaf in trees.sharded_leaves(of.params):
         held = grads[path].value if path in grads else None
         if leaf.is_differentiable and isinstance(held, Tracer):
-            value = Value(held)
+            value = TracedValue(held)
             yield _Gradient(path, leaf, value, _relation(value))
 
 
 def _check_shards(grad: _Gradient) -> None:
     """Raises if the shards of a leaf were summed over the axes that split the leaf."""
-    assert isinstance(grad.relation, Multiple)
+    assert isinstance(grad.relation, GradientMultiple)
     if over := tuple(axis for axis in grad.leaf.gathered_axes if axis in grad.relation.summed):
         raise ValueError(
             f"apply_gradients: the gradient of '{grad.path}' was averaged over {over}, axes that split the leaf: its "
@@ -190,10 +190,10 @@ def _check_shards(grad: _Gradient) -> None:
 def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
     """Raises if ``grad`` is a sum over axes over which the gradient of a leaf in ``split`` is a mean."""
     of = grad.relation
-    assert isinstance(of, Multiple)
+    assert isinstance(of, GradientMultiple)
     for other in split:
         mean = other.relation
-        assert isinstance(mean, Multiple)
+        assert isinstance(mean, GradientMultiple)
         axes = [axis for axis in other.leaf.gathered_axes if axis in mean.varying]
         # If only the parts of sync_gradients differ, the program scales some leaves on purpose.
         is_alike = (of.by, of.by_sync) == (mean.by, mean.by_sync)
