@@ -8,12 +8,15 @@ A box holds the leaf's communication options (``Communication``), so that a gath
 ``gather_array`` gathers one array.
 """
 
+from typing import Any
+
 import jax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import averages, trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.together import packed_in_tree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -48,10 +51,13 @@ def gather_params(
     """
     axes = collectives.bound_axes(axis_name, caller="gather_params")
     given = Communication.of(gather_dtype, grad_scatter_dtype)
+    together = packed_in_tree(params, axes, given)
+
+    def gathered(path: str, leaf: Any) -> Any:
+        return gather_leaf(leaf_of(leaf), axes, given, path, packed=together.get(path)) if is_box(leaf) else leaf
+
     with jax.named_scope(GATHER_SCOPE):
-        return trees.map_leaves_with_path(
-            lambda path, leaf: gather_leaf(leaf_of(leaf), axes, given, path) if is_box(leaf) else leaf, params
-        )
+        return trees.map_leaves_with_path(gathered, params)
 
 
 def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:

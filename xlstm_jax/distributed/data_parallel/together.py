@@ -1,24 +1,30 @@
 """Gathers of a unit's leaves that share collectives, as the option ``packing`` chooses (``wire/packing``).
 
-gather_here         asks ``packed_gathers`` for the leaves of a unit; leaves without an answer are gathered alone
-prefetched_scan     asks ``parcels_of`` for the leaves of a layer, and packs each layer's shards in its loop
+  packed_gathers   for ``gather_here``: gathers of the leaves of a unit; leaves that are not in the result are sent alone
+  packed_in_tree   for ``gather_params``: the same for each unit of a model
+  parcels_of       for ``prefetched_scan``, which packs the shards of each layer in its loop
+
+``is_packed`` decides from the bytes of a leaf, for the order of axes.
 """
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered, shard_to_gather
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
 from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, gather_packed
-from xlstm_jax.distributed.data_parallel.wire.packing import Parcel, ShardToSend
+from xlstm_jax.distributed.data_parallel.wire.packing import Parcel, ShardToSend, packed_unit
 
 Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
 
@@ -33,13 +39,12 @@ def packed_gathers(
     Args:
       leaves: path in the model and leaf, by name.
       axes: the axes of the unit.
-      how: the options of the unit.
+      communication: the options of the unit; options that are ``None`` are read from the boxes.
     """
-    if communication.packing is None:
-        return {}
     shards: dict[str, ShardToSend] = {}
+    options_of = {name: communication.or_else(leaf.communication) for name, (_, leaf) in leaves.items()}
     for name, (path, leaf) in leaves.items():
-        options = communication.or_else(leaf.communication)
+        options = options_of[name]
         dim = _gathered_dim(leaf, axes)
         # A leaf that the loss has gathered before is not sent again.
         if dim is not None and not is_gathered(leaf, axes, options):
@@ -55,8 +60,8 @@ def packed_gathers(
         def gathered() -> dict[str, Any]:
             values = [shard_to_gather(leaves[name][1], axes, path) for name, path in paths.items()]
             held = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
-            options = communication.or_else(leaves[first][1].communication)
-            whole = gather_packed(parcel.pack(values), parcel.wire, held, options, ", ".join(paths.values()))
+            path = ", ".join(paths.values())
+            whole = gather_packed(parcel.pack(values), parcel.wire, held, options_of[first], path)
             return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
 
         def of(name: str) -> Gathered:
@@ -66,12 +71,25 @@ def packed_gathers(
 
         return {name: functools.partial(of, name) for name in parcel.members}
 
-    found = [gathers_of(parcel) for parcel in communication.packing.parcels(shards)]
+    parcels = parcels_of({name: (shard, options_of[name]) for name, shard in shards.items()})
+    found = [gathers_of(parcel) for parcel in parcels]
     return {name: gather for gathers in found for name, gather in gathers.items()}
 
 
-def parcels_of(leaves: Mapping[int, tuple[ShardToSend, Communication]]) -> list[Parcel]:
-    """Returns the parcels of split leaves, given by position with their options; leaves of no parcel are sent alone."""
+def packed_in_tree(
+    params: PyTree, axes: tuple[str, ...], communication: Communication
+) -> dict[str, Callable[[], Gathered]]:
+    """Returns ``packed_gathers`` by path for the boxed parameters of an entire model, unit by unit."""
+    units: dict[str, dict[str, tuple[str, Sharded]]] = defaultdict(dict)
+    for path, leaf in sharded_leaves(params):
+        if (unit := packed_unit(path, leaf)) is not None:
+            units[unit][path] = path, leaf
+    found = [packed_gathers(leaves, axes, communication) for leaves in units.values()]
+    return {path: gather for gathers in found for path, gather in gathers.items()}
+
+
+def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[Parcel]:
+    """Returns the parcels of split leaves, given by key with their options; leaves of no parcel are sent alone."""
     packings = dict.fromkeys(
         communication.packing for _, communication in leaves.values() if communication.packing is not None
     )
