@@ -414,6 +414,7 @@ OPTIONS = [
         "inter_host_axes=… has",
         "inter_host_axes=('host',) has 'host', which is none of axis_name",
     ),
+    ("packing", {"packing": 2**20}, TypeError, wrapping, "packing=…: pass PackSmall", "packing=1048576: pass PackSmall"),
 ]
 ROWS = [
     # ----- wrappers
@@ -438,6 +439,20 @@ ROWS = [
         section(f"option-{name}", wrapped(nn.Dense, "fsdp", **options), error, words, *says)
         for name, options, error, section, words, *says in OPTIONS
     ],
+    wrapping(
+        "packing-below-float",
+        lambda: PackSmall(below=2.0**20),
+        TypeError,
+        "PackSmall(below=…) is not a number of bytes",
+        "PackSmall(below=1048576.0) is not a number of bytes",
+    ),
+    wrapping(
+        "packing-below-zero",
+        lambda: PackSmall(below=0),
+        ValueError,
+        "PackSmall(below=…) packs no leaf",
+        "PackSmall(below=0) packs no leaf; pass 1 or more",
+    ),
     dtypes(
         "copies-bf16",
         lambda: Replicas("dp", reduce_dtype="bf16"),
