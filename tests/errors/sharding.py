@@ -26,6 +26,7 @@ from tests.errors.shared import (
 )
 from tests.errors.table import Section
 from xlstm_jax.distributed import (
+    PackSmall,
     Replicas,
     TrainState,
     abstract_train_state,
@@ -414,7 +415,14 @@ OPTIONS = [
         "inter_host_axes=… has",
         "inter_host_axes=('host',) has 'host', which is none of axis_name",
     ),
-    ("packing", {"packing": 2**20}, TypeError, wrapping, "packing=…: pass PackSmall", "packing=1048576: pass PackSmall"),
+    (
+        "packing",
+        {"packing": 2**20},
+        TypeError,
+        wrapping,
+        "packing=…: pass PackSmall",
+        "packing=1048576: pass PackSmall",
+    ),
 ]
 ROWS = [
     # ----- wrappers

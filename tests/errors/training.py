@@ -967,7 +967,7 @@ ROWS = [
         "the gradient of 'kernel' was averaged over ('fsdp',), axes that split the leaf",
         "in place of pmean",
     ),
-    losses(
+    Section("Axis names")(
         "varying-params-outside",
         lambda: varying_params(dense().params, AXES),
         ValueError,

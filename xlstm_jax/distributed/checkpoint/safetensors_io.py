@@ -384,7 +384,7 @@ def import_safetensors(
     Traceback (most recent call last):
     FileNotFoundError: there is no no_such_folder/model.safetensors, and no model.safetensors.index.json beside it.
     """
-    return place_tensors(stored_tensors(path, ignore), abstract_params, names, path)
+    return placed_parameters(stored_tensors(path, ignore), abstract_params, names, path)
 
 
 def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
@@ -394,7 +394,7 @@ def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str,
     return {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
 
 
-def place_tensors(
+def placed_parameters(
     tensors: "Mapping[str, ReadableTensor]",
     abstract_params: PyTree,
     names: NameMap | None,

@@ -15,7 +15,7 @@ import numpy as np
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, tensors_in_layout
 from xlstm_jax.distributed.checkpoint.record import names_problem, target_leaves
-from xlstm_jax.distributed.checkpoint.safetensors_io import StoredTensor, place_tensors, stored_tensors
+from xlstm_jax.distributed.checkpoint.safetensors_io import StoredTensor, placed_parameters, stored_tensors
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, stored_at
 
 
@@ -68,7 +68,7 @@ def import_in_layout(
             )
         for number, source in enumerate(tensor.leaves()):
             pieces[source.name].append(_Piece(name, stored[name], tensor, number, source))
-    return place_tensors(
+    return placed_parameters(
         {name: TensorOfPieces(name, like[name].shape, found) for name, found in pieces.items()},
         abstract_params,
         names,
