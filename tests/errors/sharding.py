@@ -405,6 +405,7 @@ OPTIONS = [
     ),
     ("uneven", {"uneven": "cut"}, ValueError, wrapping, "uneven=… is none of", "uneven='cut'"),
     ("replicas", {"replicas": "dp"}, TypeError, wrapping, "replicas=…: pass Replicas", "pass Replicas('dp')"),
+    ("packing", {"packing": True}, TypeError, wrapping, "packing=…: pass PackSmall", "packing=True: pass PackSmall"),
     (
         "inter-host",
         {"inter_host_axes": "host"},

@@ -1,6 +1,6 @@
 """Gathers of a unit's leaves that share collectives, as the option ``packing`` chooses (``wire/packing``).
 
-  packed_gathers   for ``gather_here``: gathers of the leaves of a unit; leaves that are not in the result are sent alone
+  packed_gathers   for ``gather_here``: gathers of the leaves of a unit; leaves that are not in the result go alone
   packed_in_tree   for ``gather_params``: the same for each unit of a model
   parcels_of       for ``prefetched_scan``, which packs the shards of each layer in its loop
 
