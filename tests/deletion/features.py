@@ -50,6 +50,11 @@ FEATURES = [
         r"\bReplicas\b|extensions\.replicas\b",
     ),
     Feature(
+        "packing of small leaves (PackSmall)",
+        ("data_parallel/extensions/packed.py", "../forecast/hardware/packing.py"),
+        r"\bPackSmall\b|extensions\.packed\b|\bpacking_limit\b",
+    ),
+    Feature(
         "blocks of 8 bits on the wire",
         ("data_parallel/wire/blocks.py", "data_parallel/wire/quantized.py"),
         r"\bBlocks\b|\bInBlocks\b|\bBLOCK_FORMATS\b|wire\.(blocks|quantized)\b",

@@ -407,6 +407,7 @@ OPTIONS = [
     ),
     ("uneven", {"uneven": "cut"}, ValueError, wrapping, "uneven=… is none of", "uneven='cut'"),
     ("replicas", {"replicas": "dp"}, TypeError, wrapping, "replicas=…: pass Replicas", "pass Replicas('dp')"),
+    ("packing", {"packing": True}, TypeError, wrapping, "packing=…: pass PackSmall", "packing=True: pass PackSmall"),
     (
         "inter-host",
         {"inter_host_axes": "host"},
@@ -414,14 +415,6 @@ OPTIONS = [
         wrapping,
         "inter_host_axes=… has",
         "inter_host_axes=('host',) has 'host', which is none of axis_name",
-    ),
-    (
-        "packing",
-        {"packing": 2**20},
-        TypeError,
-        wrapping,
-        "packing=…: pass PackSmall",
-        "packing=1048576: pass PackSmall",
     ),
 ]
 ROWS = [

@@ -22,7 +22,8 @@ from flax import linen as nn
 from tests.exactness.case import ADAMW, DECAY, Case, Trained, decisions
 from tests.exactness.model import TWIN_FIELDS
 from tests.support import FLOAT32_ROUNDING
-from xlstm_jax.distributed import Offload, Replicas, muon, skip_nonfinite, with_ema
+from xlstm_jax.distributed import Offload, PackSmall, Replicas, muon, skip_nonfinite, with_ema
+from xlstm_jax.distributed.data_parallel.wire.packing import PACKED
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 
 MESHES = ("1x8", "2x4", "8x1")  # devices along "dp" and along "fsdp"
@@ -143,6 +144,14 @@ ROWS = [
         "2x4-vma",
         ("2x4",),
         because="copies need devices along both axes",
+    ),
+    Row(
+        "packed",
+        {"wrapping": {"packing": PackSmall()}},
+        some(lambda leaf: any(mark.startswith(PACKED) for mark in leaf.marks)),
+        "2x4-no_vma",
+        GATHERED,
+        because=NOTHING_GATHERED,
     ),
     Row(
         "several axes",

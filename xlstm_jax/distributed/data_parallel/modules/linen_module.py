@@ -97,7 +97,7 @@ def shard_module_params(
         ``create_fsdp_mesh`` makes. These axes are gathered first, when the fewest bytes are sent; the order of the
         other axes rotates.
       packing: leaves of the module that share collectives: ``PackSmall(below=...)`` sends the leaves with fewer bytes
-        together, with one collective for each axis (docs/howto/small_leaves.md). None: each leaf is sent alone.
+        together, with one collective for each axis. None: each leaf is sent alone.
     Raises:
       ValueError: (when the module runs) some mesh axes are bound, but not ``axis_name``; lists the bound axes. A
         parameter is not a shard, or the module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
