@@ -444,7 +444,7 @@ ROWS = [
         "packing-below-float",
         lambda: PackSmall(below=2.0**20),
         TypeError,
-        "PackSmall(below=…) is not a number of bytes",
+        "PackSmall(below=…) is not a number",
         "PackSmall(below=1048576.0) is not a number of bytes",
     ),
     wrapping(
