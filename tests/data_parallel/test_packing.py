@@ -42,8 +42,11 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values
+from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
+from xlstm_jax.distributed.data_parallel.together import packed_gathers
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
@@ -183,6 +186,7 @@ def test_packed_leaves_of_a_unit_have_one_order_of_axes_in_state_and_plan():
 
 def test_frozen_leaves_are_packed_apart_and_have_no_scatter():
     make_model, _, making, _ = CASES["frozen"]
+    making = {"trainable": making["trainable"]}  # in one dtype, which alone does not keep them apart
     wrap = fsdp(min_weight_size=8, packing=PackSmall())
     state = create_train_state(make_model(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, **making)
     found = equations(jax.make_jaxpr(make_train_step(mean_loss, mesh_of(2, 4), AXES))(state, BATCH, KEY))
@@ -232,6 +236,28 @@ def test_gather_params_packs_the_leaves_of_each_unit():
     (packed, fewer), (alone, most) = counted(PackSmall()), counted(None)
     assert_same_bits(packed, alone)
     assert fewer == 5 < most, f"one gather for each of five units, not {fewer}"
+
+
+def test_leaf_that_was_gathered_alone_before_is_left_out_of_the_parcel():
+    params = state_over(("fsdp",), PackSmall()).params["block_0"]
+    mesh, found = mesh_of(2, 4), []
+
+    def on_device(params):
+        leaves = {path: (path, leaf) for path, leaf in sharded_leaves(params)}
+        first = next(path for path, (_, leaf) in leaves.items() if leaf.axes)
+        with inside_loss(RunningLoss(axes=AXES)):
+            found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))
+            gather_leaf(leaves[first][1], ("fsdp",), DEFAULT_COMMUNICATION, first)
+            found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))
+        return first
+
+    def shape(params):
+        found.append(on_device(params))
+        return jnp.zeros(())
+
+    jax.eval_shape(on_mesh(shape, mesh, False, (partition_specs(params, mesh),), jax.P()), params)
+    before, after, first = found
+    assert first in before and after == before - {first}, f"{first} is packed again: {after}"
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
