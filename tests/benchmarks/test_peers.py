@@ -12,6 +12,8 @@ from rich.console import Console
 from benchmarks import peers
 from benchmarks.cases import CASES, SIZES, build
 from tests.compiled_cases import compiled, kept_folder
+from tests.house.test_readme import figures_said
+from tests.house.test_readme import peers as all_peers
 
 ROOT = Path(peers.__file__).parents[1]
 COMMITTED = json.loads((peers.OUT / "peers.json").read_text())
@@ -177,3 +179,20 @@ def test_committed_peer_rows_are_recomputed_from_the_stored_forecasts():
     for pair in pairs:
         lowest, expected, highest = peers.ratios(pair)
         assert lowest <= expected <= highest and pair["ours"]["zero_fill_seconds"] == 0.0
+
+
+def test_readme_comparison_with_jit_equals_stored_results():
+    said = figures_said(
+        "README.md",
+        r"take ([\d.]+) to ([\d.]+) of the expected step time of `jit` with shardings \(less in (\d+) of (\d+) "
+        r"cases\) and ([\d.]+) to ([\d.]+) of its peak memory \(less in (\d+)\).* under all of them the step is "
+        r"shorter than that of `jit` in (\d+) cases, under none in (\d+) ",
+    )
+    step, memory = (
+        [pair["ours"][what] / pair["jit"][what] for _, pair in all_peers()] for what in ("step_seconds", "total_bytes")
+    )
+    wanted = [f"{min(step):.2f}", f"{max(step):.2f}", sum(x < 1 for x in step), len(step)]
+    wanted += [f"{min(memory):.2f}", f"{max(memory):.2f}", sum(x < 1 for x in memory)]
+    ranges = [peers.ratios(pair) for _, pair in all_peers()]
+    wanted += [sum(one.highest < 1 for one in ranges), sum(one.lowest > 1 for one in ranges)]
+    assert said == [str(value) for value in wanted]

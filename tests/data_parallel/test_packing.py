@@ -38,11 +38,15 @@ from xlstm_jax.distributed import (
     plan_sharding,
     scan_layers,
     shard_modules,
+    sync_gradients,
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
+from xlstm_jax.distributed.data_parallel.together import packed_gathers
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION
+from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
@@ -106,19 +110,12 @@ def stepped(case, packing, check_vma, mesh=(2, 4)):
     return before, jax.device_get(unbox(state.params)), {name: counts[name] for name in SENT}
 
 
-# XLA fuses some sums of these steps otherwise, so that the last bit of a sum may differ; before JAX 0.12, of any step.
-FUSED_OTHERWISE = {"prefetched", "copies", "nnx"} if jax.__version_info__ >= (0, 12) else set(CASES)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_packed_step_equals_step_of_leaves_alone(case):
     check_vma = list(CASES).index(case) % 2 == 0  # ``tests/exactness`` has both modes
     before, alone, most = stepped(case, None, check_vma)
     _, packed, fewer = stepped(case, PackSmall(), check_vma)
-    if case in FUSED_OTHERWISE:
-        assert_same_params(packed, alone)
-    else:
-        assert_same_bits(packed, alone)
+    assert_same_params(packed, alone)  # XLA fuses some sums otherwise: the last bit of a sum may differ
     # Guards: something was packed, and the steps did train.
     assert all(fewer[name] < most[name] for name in SENT), f"packed {fewer}, alone {most}"
     assert not np.allclose(jax.tree.leaves(before)[-1], jax.tree.leaves(packed)[-1])
@@ -189,11 +186,9 @@ def test_packed_leaves_of_a_unit_have_one_order_of_axes_in_state_and_plan():
 
 def test_frozen_leaves_are_packed_apart_and_have_no_scatter():
     make_model, _, making, _ = CASES["frozen"]
-    wrap, trainable = fsdp(min_weight_size=8, packing=PackSmall()), making["trainable"]
-    # Frozen leaves keep their dtype, so that nothing else sets them apart from trained leaves.
-    state = create_train_state(
-        make_model(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, trainable=trainable
-    )
+    making = {"trainable": making["trainable"]}  # in one dtype, which alone does not keep them apart
+    wrap = fsdp(min_weight_size=8, packing=PackSmall())
+    state = create_train_state(make_model(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES, **making)
     found = equations(jax.make_jaxpr(make_train_step(mean_loss, mesh_of(2, 4), AXES))(state, BATCH, KEY))
     sent = {name: sum(e.invars[0].aval.size for _, e in found if e.primitive.name == name) for name in SENT}
     trained = [leaf_of(leaf) for _, leaf in leaves_with_path(state.params) if leaf_of(leaf).axes]
@@ -241,6 +236,54 @@ def test_gather_params_packs_the_leaves_of_each_unit():
     (packed, fewer), (alone, most) = counted(PackSmall()), counted(None)
     assert_same_bits(packed, alone)
     assert fewer == 5 < most, f"one gather for each of five units, not {fewer}"
+
+
+def test_leaf_that_was_gathered_alone_before_is_left_out_of_the_parcel():
+    params = state_over(("fsdp",), PackSmall()).params["block_0"]
+    mesh, found = mesh_of(2, 4), []
+
+    def on_device(params):
+        leaves = {path: (path, leaf) for path, leaf in sharded_leaves(params)}
+        first = next(path for path, (_, leaf) in leaves.items() if leaf.axes)
+        with inside_loss(RunningLoss(axes=AXES)):
+            found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))
+            gather_leaf(leaves[first][1], ("fsdp",), DEFAULT_COMMUNICATION, first)
+            found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))
+        return first
+
+    def shape(params):
+        found.append(on_device(params))
+        return jnp.zeros(())
+
+    jax.eval_shape(on_mesh(shape, mesh, False, (partition_specs(params, mesh),), jax.P()), params)
+    before, after, first = found
+    assert first in before and after == before - {first}, f"{first} is packed again: {after}"
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_packed_gradient_equals_gradient_of_leaves_alone_to_the_bit(check_vma):
+    # Sums of small integers are exact, in any order.
+    x = jnp.arange(16 * 8).reshape(16, 8) % 5 - 2.0
+
+    class Linear(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8, name="up")(x) @ self.param("down", nn.initializers.ones, (8, 4))
+
+    def gradient(packing):
+        model = fsdp(Linear, min_weight_size=8, packing=packing)()
+        params = create_train_state(model, TX, mesh_of(2, 4), KEY, x, batch_axes=AXES).params
+        params = map_values(lambda leaf: jnp.round(8 * leaf.value), params)
+        specs = partition_specs(params, mesh_of(2, 4))
+
+        def of_device(params, x):
+            return sync_gradients(jax.grad(lambda p: jnp.sum(model.apply({"params": p}, x)))(params), AXES)
+
+        return unbox(on_mesh(of_device, mesh_of(2, 4), check_vma, (specs, jax.P(AXES)), specs)(params, x))
+
+    alone = gradient(None)
+    assert_same_bits(gradient(PackSmall()), alone)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(alone))  # guard
 
 
 def test_columns_join_and_split_are_inverse_along_every_dim():

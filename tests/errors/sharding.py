@@ -419,6 +419,20 @@ OPTIONS = [
 ]
 ROWS = [
     # ----- wrappers
+    wrapping(
+        "packing-below-float",
+        lambda: PackSmall(below=2.0**20),
+        TypeError,
+        "PackSmall(below=…) is not a number",
+        "PackSmall(below=1048576.0) is not a number of bytes",
+    ),
+    wrapping(
+        "packing-below-zero",
+        lambda: PackSmall(below=0),
+        ValueError,
+        "PackSmall(below=…) packs no leaf",
+        "PackSmall(below=0) packs no leaf",
+    ),
     *[
         wrapping(
             f"wrap-{name}",

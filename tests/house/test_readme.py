@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.peers import ratios
 from tests.house.test_docs import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -40,23 +39,6 @@ def test_readme_step_times_equal_stored_results():
         "README.md", r"takes ([\d.]+) \(quartiles ([\d.]+) to ([\d.]+)\).* FSDP2 ([\d.]+) \(([\d.]+) to ([\d.]+)\)"
     )
     assert said == [f"{ratio[part]:.2f}" for ratio in ratios for part in ("median", "low", "high")]
-
-
-def test_readme_comparison_with_jit_equals_stored_results():
-    said = figures_said(
-        "README.md",
-        r"take ([\d.]+) to ([\d.]+) of the expected step time of `jit` with shardings \(less in (\d+) of (\d+) "
-        r"cases\) and ([\d.]+) to ([\d.]+) of its peak memory \(less in (\d+)\).* under all of them the step is "
-        r"shorter than that of `jit` in (\d+) cases, under none in (\d+) ",
-    )
-    step, memory = (
-        [pair["ours"][what] / pair["jit"][what] for _, pair in peers()] for what in ("step_seconds", "total_bytes")
-    )
-    wanted = [f"{min(step):.2f}", f"{max(step):.2f}", sum(x < 1 for x in step), len(step)]
-    wanted += [f"{min(memory):.2f}", f"{max(memory):.2f}", sum(x < 1 for x in memory)]
-    ranges = [ratios(pair) for _, pair in peers()]
-    wanted += [sum(one.highest < 1 for one in ranges), sum(one.lowest > 1 for one in ranges)]
-    assert said == [str(value) for value in wanted]
 
 
 def test_readme_figures_of_third_party_models_equal_stored_outcomes():

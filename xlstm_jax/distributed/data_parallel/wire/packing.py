@@ -11,6 +11,7 @@ Without a packing each leaf has its own collectives. A packing puts shards into 
 ``Packing`` in a separate file, as ``extensions/packed`` is; users pass an instance as ``packing=``.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -66,16 +67,16 @@ class Parcel(Protocol):
 
 
 @dataclass(frozen=True)
-class Packing:
+class Packing(ABC):
     """Base class: choice of the shards of a unit that are sent together."""
 
+    @abstractmethod
     def takes(self, full_bytes: float) -> bool:
         """Returns whether a leaf is packed whose shards have ``full_bytes`` bytes in all, in the sent format."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
         """Returns the parcels, of two or more shards each; the shards of no parcel are sent alone."""
-        raise NotImplementedError
 
 
 def packed_mark(path: str) -> str:
