@@ -21,6 +21,7 @@ CAPTIONS = {
     "optimizers": "norms, clipping, states",
     "model_parallel": "split layers",
     "data_parallel": "the life of a parameter: boxes, gather, gradients, wrapped modules, collectives",
+    "origins": "equations that made a traced value",
     "formatting": "numbers as text",
     "accelerators": "XLA options by chip",
     "equations": "of a traced program",
