@@ -77,8 +77,10 @@ FEATURES = [
             "training/carries/kept_collections.py",
             "training/carries/overwritten_scales.py",
             "training/checks/collections.py",
+            "training/nnx_gradients.py",  # variables that a module changes are collections
         ),
-        r"\bKeptCollections\b|\bCollectionCarry\b|training\.collections\b",
+        r"\bKeptCollections\b|\bCollectionCarry\b|training\.collections\b"
+        r"|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
         own=("tests/training/test_collections.py", "tests/training/test_carries.py"),
     ),
     Feature(
