@@ -165,8 +165,6 @@ EXCUSED = {
     "distributed/data_parallel/leaf.py:replace": "an interface; subclasses have it",
     "distributed/data_parallel/leaf.py:replace_boxed": "an interface; subclasses have it",
     "distributed/data_parallel/extensions/pieces.py:from_shards": "an interface; modules have it",
-    "distributed/data_parallel/wire/packing.py:takes": "an interface; packings have it",
-    "distributed/data_parallel/wire/packing.py:parcels": "an interface; packings have it",
     "distributed/data_parallel/wire/wires.py:wire": "an interface; formats have it",
     "distributed/data_parallel/wire/wires.py:itemsize": "an interface; formats have it",
     "distributed/data_parallel/wire/wires.py:nbytes": "an interface; formats have it",

@@ -454,20 +454,6 @@ ROWS = [
         section(f"option-{name}", wrapped(nn.Dense, "fsdp", **options), error, words, *says)
         for name, options, error, section, words, *says in OPTIONS
     ],
-    wrapping(
-        "packing-below-float",
-        lambda: PackSmall(below=2.0**20),
-        TypeError,
-        "PackSmall(below=…) is not a number",
-        "PackSmall(below=1048576.0) is not a number of bytes",
-    ),
-    wrapping(
-        "packing-below-zero",
-        lambda: PackSmall(below=0),
-        ValueError,
-        "PackSmall(below=…) packs no leaf",
-        "PackSmall(below=0) packs no leaf; pass 1 or more",
-    ),
     dtypes(
         "copies-bf16",
         lambda: Replicas("dp", reduce_dtype="bf16"),
