@@ -65,6 +65,7 @@ test-pairs: $(VENV)/has-test
 # nn.scan refuses a block with context attention (a data dependency on the body).
 test-flags: $(VENV)/has-test
 	JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 $(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/exactness $(ARGS) \
+	  --ignore tests/exactness/test_set_meshes.py \
 	  --deselect "tests/exactness/test_exactness.py::test_quick_cells_match_a_single_device[scan + context @ 2x4-vma]"
 
 test-targets: $(VENV)/has-test,forecast-gpu
