@@ -1,6 +1,6 @@
 """``TracedValue``: a traced value with the equation that made it, to walk back from results to their origins.
 
-  TracedValue(tracer)          a tracer of ``jax.jit`` or ``shard_map``
+  TracedValue(tracer)    a tracer of ``jax.jit`` or ``shard_map``
   value.made()           the equation, its operands as values, and the number of the result
   inside(made)           the same result within the equation's jaxpr: a call, a ``scan``, a ``shard_map``
   is_gradient(value)     whether a backward pass made the value
@@ -34,9 +34,8 @@ class _Scope:
         self.equations = {var: (eqn, number) for eqn in jaxpr.eqns for number, var in enumerate(eqn.outvars)}
 
     def value(self, var: Any) -> "TracedValue":
-        return (
-            TracedValue(var, self) if isinstance(var, core.Literal) else self.inputs.get(var) or TracedValue(var, self)
-        )
+        is_input = not isinstance(var, core.Literal) and var in self.inputs
+        return self.inputs[var] if is_input else TracedValue(var, self)
 
 
 class Made(NamedTuple):
@@ -63,7 +62,7 @@ class TracedValue(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """TracedValue of a scalar literal; None for anything else."""
+        """Value of a scalar literal; None for anything else."""
         literal: Any = getattr(self.held, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0

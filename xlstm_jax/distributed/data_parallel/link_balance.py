@@ -140,8 +140,8 @@ def _sent_bytes(box: Sharded) -> float:
     shape = np.shape(box.value)
     if avoids_gather(box):
         return 0.0
-    gathered, summed = box.communication.dtypes(box.value)
-    sent = sent_itemsize(box.communication.format_of(box.value) or np.dtype(gathered).name)
+    _, summed = box.communication.dtypes(box.value)
+    sent = sent_itemsize(box.communication.sent_as(box.value))
     return math.prod(shape) * (sent + (np.dtype(summed).itemsize if box.is_differentiable else 0))
 
 

@@ -107,8 +107,7 @@ def shard_to_send(
 ) -> ShardToSend:
     """Returns the description of a shard that is gathered along ``dim`` over ``axes``."""
     spread = collectives.spread_axes(axes)
-    name = communication.format_of(shard) or jnp.dtype(communication.dtypes(shard)[0]).name
-    full = sent_bytes(shard.shape, dim, name) * collectives.axis_size(spread)
+    full = sent_bytes(shard.shape, dim, communication.sent_as(shard)) * collectives.axis_size(spread)
     # Equal kinds have equal dtypes, sums, copies and types, and all of their leaves or none take a gradient.
     kind = (spread, shard.dtype, communication, trains, shard.varying, shard.batched)
     return ShardToSend(shard.shape, shard.dtype, dim, communication.wire(shard, dim, axes), full, kind)
@@ -118,8 +117,7 @@ def is_packed(value: Any, communication: Communication) -> bool:
     """Returns whether the leaf with the global or abstract array ``value`` is packed where a unit gathers it."""
     if communication.packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
         return False
-    name = communication.format_of(value) or jnp.dtype(communication.dtypes(value)[0]).name
-    return communication.packing.takes(math.prod(value.shape) * sent_itemsize(name))
+    return communication.packing.takes(math.prod(value.shape) * sent_itemsize(communication.sent_as(value)))
 
 
 def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:

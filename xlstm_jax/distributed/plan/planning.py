@@ -279,7 +279,7 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
     layers = math.prod(shape) // math.prod(stored) // added
     # Dims that no wrapper gathers (tensor parallel) stay split.
     shard = [size // _count(entry_axes(entry), sizes) for size, entry in zip(stored, last.names, strict=True)]
-    dtype = last.gather_dtype if leaf.trainable else _gathered_as(leaf)
+    dtype = last.gather_dtype if leaf.trainable else leaf.communication.sent_as(leaf.value)
     sent = _count(seen & gathered, sizes) * sent_bytes(shard, dim, dtype)
     return {
         "use_shape": last.shape,
@@ -301,11 +301,6 @@ def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[s
         return 0
     parts = _count(entry_axes(box.names[along]), sizes)
     return min(max(1, part.entries // parts) * parts, box.value.shape[along])
-
-
-def _gathered_as(leaf: Sharded) -> str:
-    """Returns the dtype, or the block format such as "int8", in which a frozen leaf is stored and gathered."""
-    return leaf.communication.format_of(leaf.value) or str(np.dtype(leaf.communication.dtypes(leaf.value)[0]))
 
 
 def _optimizer_rows(

@@ -88,6 +88,10 @@ class Communication:
         """Returns the name of the 8-bit format in which ``value`` is sent by a gather; ``None``: sent as an array."""
         return packed_format(value, self.gather_dtype)
 
+    def sent_as(self, value: Any) -> str:
+        """Returns the name of the 8-bit format, or else of the dtype, in which ``value`` is sent by a gather."""
+        return self.format_of(value) or jnp.dtype(self.dtypes(value)[0]).name
+
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
         """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``Unchanged`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
