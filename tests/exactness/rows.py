@@ -335,7 +335,7 @@ APART: list[tuple[set[str], set[str], str]] = [
     ({"muon", "adafactor"}, ROUNDED, "they divide by gradients, so that rounding in small ones is a whole step"),
 ]
 
-# Pairs that the library refuses: the rows, a part of the columns' names, and its words.
+# Rows and pairs that the library refuses: the rows, a part of the columns' names, and its words.
 REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
     ({"prefetch", "statistics"}, "", "collection is empty"),
