@@ -1,5 +1,7 @@
 """The plan's column of weight decay says what optax does to parameters without a gradient."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,6 +137,20 @@ def test_plan_has_a_column_of_weight_decay_that_narrow_terminals_leave_out(name)
     assert sum("kernel" in line for line in narrow.splitlines()) == len(kernels)  # a leaf is a line
     assert ShardingPlan.from_json(plan.to_json()) == plan
     assert not plan_sharding(model, {"dp": 2, "fsdp": 4}, x).decay
+
+
+def test_optimizer_is_traced_for_weight_decay_when_a_plan_is_read_not_when_it_is_made():
+    traced = []
+
+    def update(updates, state, params=None):
+        traced.append(params)
+        return optax.adamw(1e-3).update(updates, state, params)
+
+    tx = optax.GradientTransformation(optax.adamw(1e-3).init, update)
+    plan = plan_sharding(Linen(), {"fsdp": 8}, jnp.ones((8, 512)), tx=tx)
+    assert plan.optimizer.total and not traced
+    assert plan.decay[0].decays == "yes" and len(traced) == 1
+    assert "yes" in text_of(plan, 160) and pickle.loads(pickle.dumps(plan)) == plan and len(traced) == 1
 
 
 def test_leaves_that_decay_differently_have_lines_of_their_own():

@@ -5,10 +5,13 @@ section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, an
 equal entries (``uniform_arrays``): with gradients of 0 for two sizes of p, and with a gradient of 0.5, which shows that
 the step moves the parameter at all. Steps are repeated, as a schedule may begin at a learning rate of 0. So masks,
 ``inject_hyperparams``, ``partition`` and transforms of users are seen by what they do, not by their names.
+
+Tracing takes seconds for hundreds of leaves, so a plan traces when its text or ``decay`` is first read.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
-from xlstm_jax.distributed.plan.section import Section
+from xlstm_jax.distributed.plan.section import Section, WhenRead
 from xlstm_jax.distributed.plan.uniform_arrays import evaluate
 from xlstm_jax.formatting import listed, path_pattern, rich_table
 
@@ -116,12 +119,12 @@ class DecaySection(Section[DecayPlan]):
     column = "decays"
 
     def __init__(self) -> None:
-        self.plans: tuple[DecayPlan, ...] = ()
+        self.plans: Sequence[DecayPlan] = ()
 
     def optimizer(self, tx: optax.GradientTransformation, params: PyTree) -> None:
-        self.plans = decay_plans(tx, params)
+        self.plans = WhenRead(partial(decay_plans, tx, params))
 
-    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[DecayPlan, ...]:
+    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[DecayPlan]:
         return self.plans
 
     @staticmethod

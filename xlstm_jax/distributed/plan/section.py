@@ -15,9 +15,10 @@ that updates each matrix. Hooks of ``Section``, in the order of their calls:
 ``plan/__init__`` registers each section with one line. Without sections a plan has rows alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Generic, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import optax
 from rich.console import RenderableType
@@ -26,6 +27,45 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 
 Entry = TypeVar("Entry")  # a frozen dataclass
+
+
+class WhenRead(Sequence[Entry]):
+    """Entries that are computed when they are first read, for a section whose entries take long to compute.
+
+    >>> entries = WhenRead(lambda: print("computing") or (1, 2))
+    >>> len(entries), entries == (1, 2), tuple(entries)
+    computing
+    (2, True, (1, 2))
+    """
+
+    def __init__(self, compute: Callable[[], tuple[Entry, ...]]) -> None:
+        self._compute = compute
+
+    @cached_property
+    def _entries(self) -> tuple[Entry, ...]:
+        return self._compute()
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | Sequence[Entry]:
+        return self._entries[index]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return self._entries == (other._entries if isinstance(other, WhenRead) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._entries,)  # the function may hold what cannot be pickled
 
 
 class Section(Generic[Entry]):
@@ -45,8 +85,11 @@ class Section(Generic[Entry]):
     def optimizer(self, tx: optax.GradientTransformation, params: PyTree, /) -> None:
         """Receives the transform of a plan with an optimizer, and the trained parameters without boxes, abstract."""
 
-    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> tuple[Entry, ...]:
-        """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections."""
+    def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
+        """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections.
+
+        A tuple, or ``WhenRead``.
+        """
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:

@@ -61,7 +61,8 @@ class ShardingPlan:
       matrices: the matrices that an optimizer such as ``muon`` updates unsharded, and the devices that update them.
       experts: the mixtures of experts, and the device that stores each expert.
       units: the modules that ``shard_modules`` without ``where`` has chosen to gather their parameters, and why.
-      decay: the parameters to which the optimizer applies weight decay.
+      decay: the parameters to which the optimizer applies weight decay. The optimizer is traced when ``decay`` or the
+        plan's text is first read, seconds for hundreds of leaves.
       roles: how the parameters use each axis: "fsdp" (parameters are gathered over the axis), "tensor" (layers are
         split over the axis), "experts", or several roles; () if all devices along the axis have equal parameters, as
         along a batch axis ("dp") or a sequence axis.
@@ -80,7 +81,7 @@ class ShardingPlan:
     matrices: tuple[Any, ...] = ()
     experts: tuple[Any, ...] = ()
     units: tuple[Any, ...] = ()
-    decay: tuple[Any, ...] = ()
+    decay: Sequence[Any] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
