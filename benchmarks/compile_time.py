@@ -106,14 +106,15 @@ def before_seconds(name: str, layers: int, rounds: int) -> dict[str, Any]:
     found: dict[str, list[tuple[float, float]]] = {"ours": [], "jit": []}
     for _ in range(rounds + 1):
         for case, seconds in found.items():
-            seconds.append(_traced_and_lowered(*_built_in_a_loop(size, case)))
+            seconds.append(_traced_and_lowered(*built_in_a_loop(size, case)))
     ours, jit = (np.array(found[case][1:]) for case in ("ours", "jit"))
     tracing, lowering = map(float, np.median(ours / jit, 0))
     seconds = {case: np.median(found[case][1:], 0).tolist() for case in found}
     return {"model": name, "layers": layers, "tracing": tracing, "lowering": lowering, "seconds": seconds}
 
 
-def _built_in_a_loop(size: Size, case: str) -> tuple[Any, Any]:
+def built_in_a_loop(size: Size, case: str) -> tuple[Any, Any]:
+    """Builds the step of a case for ``BEFORE_CHIPS`` chips with layers in a Python loop, and its arguments."""
     shape = parse_topology(CHIPS[BEFORE_CHIPS]).shape
     if not isinstance(size, DecoderSize):
         return build(size, CASES[case], shape, loop=type(size) is Size)

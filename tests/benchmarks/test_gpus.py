@@ -157,6 +157,37 @@ def test_gpu_measures_also_run_on_a_cpu_device():
     assert set(times) == {measures.PLAIN, measures.WRAPPED, "jit"}
 
 
+@pytest.mark.slow
+def test_dry_run_of_the_gpu_program_answers_every_question_on_simulated_devices(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu", "--dry-run", "--out", str(tmp_path)]
+    run = subprocess.run(command, cwd=on_card.ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    found = json.loads((tmp_path / "cpu.json").read_text())
+    assert found["dry_run"] and found["left_out"] == ["suite"]
+    sets = found["option_sets"]["sets"]
+    assert set(sets) == set(measures.OPTION_SETS) and len(sets) == 9
+    for one in sets.values():
+        assert one["seconds"] > 0 and one["ratio"] > 0 and one["collectives"] > 0 < one["temporary_bytes"]
+    assert found["step_time"]["cases"]["ours"]["ratios"]["time over jit"]["median"] > 0
+    assert found["attention"]["implementations"]["xla"]["seconds"] > 0
+    assert "problem" in found["attention"]["implementations"]["cudnn"]  # a CPU has no cuDNN
+
+
+def test_gpu_measures_that_begin_too_late_or_raise_do_not_hide_the_others(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such card")
+
+    kept = []
+    for name in ("step_times", "attention", "same_text", "options_accepted"):
+        monkeypatch.setattr(measures, name, lambda *_: {})
+    monkeypatch.setattr(measures, "option_sets", broken)
+    found = measures.everything(jax.devices(), measures.DRY, 1e6, lambda found: kept.append(len(found["seconds"])))
+    assert kept == list(range(1, 8)) and found["left_out"] == []
+    assert measures.failures(found) == ["option_sets: RuntimeError: no such card"]
+    late = measures.everything(jax.devices(), measures.DRY, -1.0, kept.append)
+    assert len(late["left_out"]) == 7 and not late["seconds"] and measures.failures(late) == []
+
+
 def test_failures_lists_every_unmet_expectation_of_gpu_measures():
     good = {
         "suite": {"exit code": 0, "passed": 9},
@@ -166,7 +197,7 @@ def test_failures_lists_every_unmet_expectation_of_gpu_measures():
         "options": {"an option": "accepted"},
         "training": {"tokens_per_s": 1e5, "mfu": 0.4},
     }
-    assert measures.failures(good) == []
+    assert measures.failures(good) == [] and measures.failures({"left_out": list(good)}) == []
     bad = {
         "suite": {"exit code": 1, "failed": 1},
         "same_text": {"instructions": 1500, "differing": 3},

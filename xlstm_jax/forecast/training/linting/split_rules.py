@@ -48,8 +48,8 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
                 f"{format_milliseconds(traffic.seconds or 0.0)} of a step, which waits {format_milliseconds(waited)}, "
                 "because the overlapped products end earlier.",
                 traffic.wire_bytes,
-                "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto', which hides "
-                "more on TPUs and GPUs; use context_attention with impl='ulysses', which sends less.",
+                "Give each device more tokens, or the axis fewer devices; pass compiler_options='auto' if the step was "
+                "compiled without options; use context_attention with impl='ulysses', which sends less.",
             )
 
 
