@@ -12,6 +12,7 @@ parameters. The model has no code for devices except ``constrain``, which ``jit`
   llama3.2_1B       16 x 2048    32, 8            8,192    128,256          1.24e9
   llama3.1_8B       32 x 4096    32, 8            14,336   128,256, untied  8.03e9
   mixture_0.5B      12 x 1024    16, 4            8 x 1408 32,768           0.48e9
+  held_out_1k, _8k  8 x 3072     24, 8            8,192    32,000           0.90e9, 1,024 and 8,192 tokens a row
 
 A mixture has experts in place of the MLP, and every expert computes every token (dense dispatch): the output of a token
 is the sum of its two best experts, weighted by the router.
@@ -47,6 +48,7 @@ class DecoderSize(Size):
       tied: whether the embedding is also the head.
       rotary_base: base of the rotary frequencies.
       experts: number of experts in place of each MLP; 0 for an MLP.
+      context: tokens of a row.
     """
 
     hidden: int
@@ -54,6 +56,7 @@ class DecoderSize(Size):
     tied: bool = True
     rotary_base: float = 500_000.0
     experts: int = 0
+    context: int = CONTEXT
     block: str = "decoder"
 
 
@@ -62,6 +65,8 @@ SIZES = {
     "llama3.2_1B": DecoderSize(2048, 16, 32, 128_256, hidden=8192, kv_heads=8),
     "llama3.1_8B": DecoderSize(4096, 32, 32, 128_256, hidden=14_336, kv_heads=8, tied=False),
     "mixture_0.5B": DecoderSize(1024, 12, 16, 32_768, hidden=1408, kv_heads=4, experts=8),
+    "held_out_1k": DecoderSize(3072, 8, 24, 32_000, hidden=8192, kv_heads=8, context=1024),
+    "held_out_8k": DecoderSize(3072, 8, 24, 32_000, hidden=8192, kv_heads=8, context=8192),
     "mixture_small": DecoderSize(256, 2, 4, 2048, hidden=352, kv_heads=2, experts=8),
     "decoder_small": DecoderSize(256, 2, 4, 2048, hidden=704, kv_heads=2),
 }
@@ -159,7 +164,7 @@ def decoder(
     devices: int,
     shard_axes: tuple[str, ...] = (),
     rows: int = 1,
-    context: int = CONTEXT,
+    context: int | None = None,
     attention: Attention = xla_attention,
     remat: Any = True,
     dtype: Any = jnp.bfloat16,
@@ -170,7 +175,7 @@ def decoder(
 
     Args:
       size: see ``SIZES``.
-      devices: the number of devices; the batch has ``rows`` rows of ``context`` tokens per device.
+      devices: the number of devices; the batch has ``rows`` rows of ``context`` tokens (None: of ``size``) per device.
       shard_axes: the ``axis_name`` of ``shard_modules``.
       attention: XLA's attention, or a kernel with the same signature.
       remat, dtype: fields of ``Decoder``.
@@ -180,7 +185,8 @@ def decoder(
     if shard_axes:
         options = {"gather_dtype": dtype, "min_weight_size": min_weight_size} | sharding
         model = shard_modules(model, _is_unit, shard_axes, **options)
-    tokens = jax.ShapeDtypeStruct((devices * rows, context + 1), jnp.int32)
+    length = size.context if context is None else context
+    tokens = jax.ShapeDtypeStruct((devices * rows, length + 1), jnp.int32)
     return Workload(model, optax.adamw(3e-4), tokens, next_token_loss, inputs=(inputs_of(tokens),))
 
 

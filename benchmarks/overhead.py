@@ -18,13 +18,14 @@ machine. Results are written to ``<out>/leaves.json``.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,23 @@ def calls_of(work: Work) -> int:
     return count - 1  # without ``work`` itself
 
 
-def seconds_of(work: Work) -> float:
-    """Returns the processor seconds of this thread in ``work()``, without the collection of garbage."""
+@contextlib.contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collects garbage, and then none within the context."""
     gc.collect()
     gc.disable()
     try:
+        yield
+    finally:
+        gc.enable()
+
+
+def seconds_of(work: Work) -> float:
+    """Returns the processor seconds of this thread in ``work()``, without the collection of garbage."""
+    with without_garbage():
         start = time.thread_time()
         work()
         return time.thread_time() - start
-    finally:
-        gc.enable()
 
 
 def compared(seconds: dict[str, list[float]], calls: dict[str, int]) -> dict[str, Any]:
@@ -171,14 +179,20 @@ def dispatch(leaves: int, rounds: int) -> dict[str, Any]:
         state, *rest = args[side]
         args[side] = (steps[side](state, *rest)[0], *rest)
 
+    def turn(side: str) -> float:
+        taken = []
+        for _ in range(CALLS):
+            start = time.thread_time()
+            call(side)
+            taken.append(time.thread_time() - start)
+            jax.block_until_ready(args[side])
+        return float(np.median(taken))
+
     calls = {}
     for _ in range(rounds + 1):
         for side, found in seconds.items():
-            taken = []
-            for _ in range(CALLS):
-                taken.append(seconds_of(lambda side=side: call(side)))
-                jax.block_until_ready(args[side])
-            found.append(float(np.median(taken)))
+            with without_garbage():
+                found.append(turn(side))
     for side in steps:
         calls[side] = calls_of(lambda side=side: call(side))
         jax.block_until_ready(args[side])
@@ -218,10 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = json.loads(path.read_text()) if path.exists() else dict.fromkeys(measures, ())
     if not options.redraw:
         found |= {"versions": installed_versions(), "cores": os.cpu_count(), "rounds": options.rounds}
-        for what in options.only:
-            found[what] = [measures[what](leaves, options.rounds) for leaves in options.leaves]
         options.out.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        for what in options.only:
+            found[what] = []
+            for leaves in options.leaves:
+                found[what].append(measures[what](leaves, options.rounds))
+                path.write_text(json.dumps(found, indent=1) + "\n")
     Console(width=140).print(table(found))
     return 0
 

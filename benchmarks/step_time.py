@@ -5,7 +5,6 @@
     python -m benchmarks.step_time --redraw                      table and picture of the last results
     python -m benchmarks.step_time --dtype bfloat16              computed, gathered and scattered in bfloat16
     python -m benchmarks.step_time --model decoder --cases "jit, remat" "ours, remat"    sharded from outside
-    python -m benchmarks.step_time --dispatch 10 50 200          time of a call compared with jit, by parameter count
 
 Without accelerators the devices are eight simulated CPU devices, and PyTorch runs as eight processes with one thread
 each, connected by gloo. Every case starts with the same parameters and trains on the same batch; the losses before and
@@ -33,16 +32,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import linen as nn
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import baselines
 from benchmarks.cases import WORDS, names_in_words
 from benchmarks.forecasts import installed_versions
 from benchmarks.options import positive
@@ -58,12 +53,9 @@ from benchmarks.report import (
     STRONG,
     save,
 )
-from benchmarks.step_time_variants import CASES, MODELS, TORCH_CASES, Model, Start, start_of, started, state_of
+from benchmarks.step_time_variants import CASES, MODELS, TORCH_CASES, Model, Start, start_of, started
 from benchmarks.torch_processes import MISSING, is_installed, torch_processes
-from xlstm_jax.distributed import DeviceMeshManager, shard_modules
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.processes import available_devices
-from xlstm_jax.forecast.training import Workload
 from xlstm_jax.formatting import rich_table
 
 OUT = Path(__file__).parent / "results" / "step_time"
@@ -80,7 +72,6 @@ ROUNDS, STEPS = 15, 2
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # relative tolerance of the losses of two steps
 CUT = 4  # end of the axis of a plot, relative to the median bar, so that a long bar does not hide short bars
 QUARTILES = (0.25, 0.5, 0.75)
-CALLS, DISPATCH_AIM = 30, 1.05
 
 Run = Callable[[int], float]
 
@@ -216,71 +207,6 @@ def _described(model: Model, start: Start) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- dispatch
-
-
-class Tiny(nn.Module):
-    """Stack of ``layers`` small ``nn.Dense`` of width 8, whose step takes as long as its dispatch."""
-
-    layers: int
-    constrain: Any = None  # required by ``baselines.jit_step``; unused
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(self.layers):
-            x = nn.Dense(8, name=f"layers_{i}")(x)
-        return x
-
-
-def dispatch(parameters: int, rounds: int) -> dict[str, Any]:
-    """Measures the seconds until a call of a step returns: medians over rounds, and the median ratio to ``jit``.
-
-    The seconds are processor time of the calling thread, which does not depend on other programs. Both sides train the
-    same model with AdamW on one device, in turn; each call starts after the preceding computation has ended.
-    """
-    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 1}, devices=jax.devices()[:1])
-    model, x = Tiny(max(parameters // 2, 1)), jax.ShapeDtypeStruct((8, 8), jnp.float32)
-
-    def loss_fn(params, apply_fn, batch, rng):
-        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
-
-    plain = Workload(model, optax.adamw(1e-3), x, loss_fn)
-    wrapped = dataclasses.replace(plain, model=shard_modules(model, nn.Dense, "fsdp", min_weight_size=0))
-    steps = {"jit": baselines.jit_step(plain, mesh, 0), "ours": wrapped.build_step(mesh)}
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8)))["params"]
-    values = {path: np.asarray(leaf) for path, leaf in leaves_with_path(params)}
-    states = {case: state_of(args[0], values) for case, (_, args) in steps.items()}
-    batches = {case: jax.device_put(np.ones(x.shape, x.dtype), args[1].sharding) for case, (_, args) in steps.items()}
-    seconds: dict[str, list[float]] = {case: [] for case in steps}
-    rng = jax.random.key(0)
-    for _ in range(rounds + 2):
-        for case, (step, _) in steps.items():
-            taken = []
-            for _ in range(CALLS):
-                start = time.thread_time()
-                states[case], _ = step(states[case], batches[case], rng)
-                taken.append(time.thread_time() - start)
-                jax.block_until_ready(states[case])
-            seconds[case].append(float(np.median(taken)))
-    ours, jit = (np.array(seconds[case][2:]) for case in ("ours", "jit"))
-    medians = {case: float(np.median(found[2:])) for case, found in seconds.items()}
-    return {"parameters": 2 * model.layers, "ratio": float(np.median(ours / jit)), "seconds": medians}
-
-
-def dispatch_table(rows: Sequence[dict[str, Any]]) -> Any:
-    """Builds the dispatch table, with the ratio in the first column after the number of parameters."""
-    cells = [
-        [
-            f"{row['parameters']}",
-            f"{row['ratio']:.2f}",
-            *(f"{row['seconds'][case] * 1e6:,.0f}" for case in ("ours", "jit")),
-        ]
-        for row in rows
-    ]
-    title = f"Until a call returns, over jit; aim: at most {DISPATCH_AIM} x"
-    return rich_table(title, ["parameters", "of jit", "ours, us", "jit, us"], cells)
-
-
 # ----------------------------------------------------------------------------------------------------- tables, pictures
 
 
@@ -374,7 +300,6 @@ def parser() -> argparse.ArgumentParser:
     new.add_argument("--steps", type=positive, default=STEPS, help=f"steps in a turn (default: {STEPS})")
     new.add_argument("--out", type=Path, default=OUT, help="folder of the JSON file and the picture")
     new.add_argument("--dtype", choices=TOLERANCE, help="of computation and wire (default: that of the model)")
-    new.add_argument("--dispatch", nargs="+", type=positive, metavar="PARAMETERS", help="time of a call alone")
     new.add_argument("--redraw", action="store_true", help="run nothing; table and picture of what is kept")
     return new
 
@@ -383,9 +308,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console, start = Console(), time.monotonic()
     name = options.model or ("small" if available_devices(SIMULATED_DEVICES)[0].platform == "cpu" else "medium")
-    if options.dispatch:
-        console.print(dispatch_table([dispatch(count, options.rounds) for count in options.dispatch]))
-        return 0
     model = MODELS[name]
     if options.dtype:
         name, model = f"{name}_{options.dtype}", dataclasses.replace(model, dtype=jnp.dtype(options.dtype))

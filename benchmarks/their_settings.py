@@ -48,6 +48,7 @@ from xlstm_jax.formatting import rich_table
 OUT = Path(__file__).parent / "results" / "their_settings"
 KEPT = OUT / "rows.json"
 SIDES = ("jit", "ours")
+PATIENCE_S = 7200.0  # of a compilation on a busy machine
 LONG_V5P = "https://github.com/AI-Hypercomputer/tpu-recipes/tree/1898d3e/training/v5p/Llama3.1-8B-LongContext-Maxtext"
 SETTINGS = {
     "v6e:16x16": Run(
@@ -81,7 +82,7 @@ def row_of(run: Run, side: str) -> dict[str, Any]:
     place = parse_topology(run.topology)
     step, args = step_of(run, side)
     options = compiler_options(place.chip.device_kinds[0], shape=place.shape, chosen_by="forecast")
-    asked = {"topology": run.topology, "compiler_options": options, "cache": user_cache()}
+    asked = {"topology": run.topology, "compiler_options": options, "cache": user_cache(), "timeout_s": PATIENCE_S}
     try:
         compiled = compile_for_topology(step, *args, **asked)
     except CompileError as error:
