@@ -155,7 +155,7 @@ def steps_of(leaves: int) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
 
     def with_norm(state, batch, rng):
         loss, grads = jax.value_and_grad(loss_fn)(state.params, state.apply_fn, batch, rng)
-        return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
     places = jax.tree.map(lambda leaf: leaf.sharding, built[JIT][1][0])
     same_work = jax.jit(with_norm, donate_argnums=0, out_shardings=(places, None)), built[JIT][1]

@@ -159,7 +159,7 @@ def test_gpu_measures_also_run_on_a_cpu_device():
 
 @pytest.mark.slow
 def test_dry_run_of_the_gpu_program_answers_every_question_on_simulated_devices(tmp_path):
-    command = [sys.executable, "-m", "tests.gpu", "--dry-run", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.gpu", "--dry-run", "--minutes", "60", "--out", str(tmp_path)]
     run = subprocess.run(command, cwd=on_card.ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
     found = json.loads((tmp_path / "cpu.json").read_text())

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import their_settings
 from benchmarks.decoder import SIZES
 from benchmarks.their_settings import KEPT, SETTINGS, SIDES, cells, main, ratio, step_of, stored
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.forecast import parse_topology
 
@@ -21,7 +22,7 @@ def small(topology="v6e:2x4"):
 
 
 def sharded_leaves(args):
-    return {path: leaf.sharding.spec for path, leaf in leaves_with_path(args[0].params)}
+    return {path: leaf_of(leaf).value.sharding.spec for path, leaf in leaves_with_path(args[0].params)}
 
 
 def test_settings_are_those_of_the_recipe():
