@@ -1,6 +1,6 @@
 """Overhead of Python before a step runs: tracing and dispatch compared with ``jit``, by the number of leaves.
 
-    python -m benchmarks.overhead                              10, 50, 200 and 1,000 leaves; some ten minutes
+    python -m benchmarks.overhead                              10, 50, 200 and 1,000 leaves; some twenty minutes
     python -m benchmarks.overhead --leaves 10 --rounds 2 --out DIR
 
   tracing    ``step.trace(*args)`` of a newly built step: a decoder with layers in a Python loop, each in ``nn.remat``

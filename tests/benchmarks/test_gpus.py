@@ -206,6 +206,7 @@ def test_failures_lists_every_unmet_expectation_of_gpu_measures():
         "options": {"an option": "no such option"},
         "training": {"exit code": 1, "problem": "killed"},
     }
+    assert measures.failures(bad | {"dry_run": True}) == ["training: killed"]  # only what raised
     told = measures.failures(bad)
     assert len(told) == 7 and "memory of small: the forecast is off by -20%" in told
     assert json.dumps(bad)

@@ -271,14 +271,15 @@ def training(options: str = TRAINING) -> dict[str, Any]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Returns the failed expectations, one line each; a measurement that was left out fails nothing."""
-    return list(_failures(found))
+    """Returns the failed expectations, one line each; a measurement that was left out fails nothing.
+
+    A dry run fails only by a measurement that raised: figures of tiny sizes on a CPU are no answers.
+    """
+    raised = [f"{name}: {one['problem']}" for name, one in found.items() if isinstance(one, dict) and "problem" in one]
+    return raised if found.get("dry_run") else [*raised, *_failures(found)]
 
 
 def _failures(found: dict[str, Any]) -> Iterator[str]:
-    for name, one in found.items():
-        if isinstance(one, dict) and "problem" in one:
-            yield f"{name}: {one['problem']}"
     if found.get("suite", {}).get("exit code"):
         yield f"suite: {found['suite']}"
     if found.get("same_text", {}).get("differing"):
