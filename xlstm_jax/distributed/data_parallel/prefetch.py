@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    Primal,
+    PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     shard_as_sent,
@@ -127,7 +127,7 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
-    found = zip(routes, boxes, map(Primal.of, values), strict=True)
+    found = zip(routes, boxes, map(PrimalType.of, values), strict=True)
     entries, values = _packed([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
     # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
     scan = _Scan(layer, structure, entries)
@@ -143,7 +143,7 @@ class _Leaf(NamedTuple):
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
-    stacked: Primal
+    stacked: PrimalType
     places: tuple[int, ...]
     parcel: Parcel | None = None
     members: tuple[Any, ...] = ()  # of ``_Leaf``
@@ -156,7 +156,7 @@ class _Leaf(NamedTuple):
         return self.route.communication.wire(self.of_layer, self.route.dim, self.route.axes)
 
     @property
-    def of_layer(self) -> Primal:
+    def of_layer(self) -> PrimalType:
         """Types of a layer's shard."""
         return replace(self.stacked, shape=self.stacked.shape[1:])
 
@@ -418,7 +418,7 @@ def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangent
     live, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
     (grads,) = pull(jax.tree.leaves(cotangents))
-    return put_back(grads, rest=lambda leaf: None)
+    return put_back(grads, fill_other=lambda leaf: None)
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:

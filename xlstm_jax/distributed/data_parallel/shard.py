@@ -104,7 +104,7 @@ def box_params(
         box, axes = leaf_of(leaf), order_of[order_as[path]]
         to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
-            to_split = mode.stored(to_split, math.prod(axis_sizes.values()))
+            to_split = mode.prepare_for_split(to_split, math.prod(axis_sizes.values()))
         split = split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
         return split.replace(marks=frozenset({packed_mark(path)})) if path in packed else split
 

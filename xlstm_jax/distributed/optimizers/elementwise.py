@@ -134,7 +134,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
         return value if dim is None else Sharded(value, names)
 
-    return put_back(map(small, live, dims), rest=lambda leaf: None), dims
+    return put_back(map(small, live, dims), fill_other=lambda leaf: None), dims
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:

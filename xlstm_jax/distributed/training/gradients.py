@@ -191,7 +191,7 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
     live, put_back = trees.split_differentiable(params)
     means = trees.stored_values(sync_gradients(grads, axes))
-    return put_back(map(rebox, live, means), rest=partial(trees.map_values, no_gradient))
+    return put_back(map(rebox, live, means), fill_other=partial(trees.map_values, no_gradient))
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:

@@ -296,7 +296,7 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
     cures: Counter[str] = Counter()
     to_wrap: Counter[str | None] = Counter()
     for path, nbytes in replicated.items():
-        kinds = [type(reason) for reason in facts.reasons[path].each] if path in facts.reasons else []
+        kinds = [type(reason) for reason in facts.reasons[path].all_reasons] if path in facts.reasons else []
         cls = facts.holders.get(path.rpartition("/")[0])
         if Unwrapped in kinds or (not kinds and some_are_split and cls not in units):
             cures[CURES[Unwrapped]] += nbytes

@@ -22,12 +22,12 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     Extension,
+    collections_of_extensions,
     computed_from_shards,
     computes,
     extensions_of,
     initialising,
     kwargs_from,
-    passing_collections,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
@@ -144,7 +144,7 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
         return _lifted_function(target, policy)
-    new = lifted(target, methods_to_lift(target), policy)
+    new = with_gathers(target, methods_to_lift(target), policy)
     for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
     # Linen names submodules by class name, so another name would rename the parameters of the entire model.
@@ -157,13 +157,15 @@ class MapOfLeaves(functools.partial[PyTree]):
     """Class of the library's functions for ``nn.map_variables``, by which they differ from maps of the user's model."""
 
 
-def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
+def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
 
     With ``methods=None``, ``target`` is a function of a module, and the result is a function that gathers the module's.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
-    new = nn.map_variables(target, ["params", *passing_collections()], gather, shard, mutable=True, methods=methods)
+    new = nn.map_variables(
+        target, ["params", *collections_of_extensions()], gather, shard, mutable=True, methods=methods
+    )
     if methods is not None:
         # Linen makes an __init__ for each class, without decorators around the target's __init__.
         new.__init__ = target.__init__
@@ -184,7 +186,7 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
 
     The kind is decided in each call: the first argument of a function of a module is a module.
     """
-    of_module = lifted(target, None, policy)
+    of_module = with_gathers(target, None, policy)
     wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
 
     @functools.wraps(target)
@@ -281,13 +283,13 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
-def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context that calls ``seen(module)`` whenever ``__call__`` of a Linen module has returned."""
+def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Returns a context that calls ``on_call(module)`` whenever ``__call__`` of a Linen module has returned."""
 
     def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
         if context.method_name == "__call__":
-            seen(context.module)
+            on_call(context.module)
         return result
 
     return nn.intercept_methods(intercept)
@@ -372,7 +374,7 @@ class Stacks:
     units_entered: int = 0
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
-    def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
         if watching(RunningUnit) and scans_over_params(cls):
@@ -389,7 +391,7 @@ class Stacks:
 def recording_stacks() -> Iterator[Stacks]:
     """Yields a ``Stacks``, filled with the stacked layers of models that run inside the context."""
     stacks = Stacks()
-    with nn.intercept_methods(stacks.look):
+    with nn.intercept_methods(stacks.record_stack):
         yield stacks
 
 

@@ -3,7 +3,7 @@
 The sharded model has a subclass whose public methods run under the interceptor of a ``LinenRun``. Linen calls the
 interceptor for each method of each module inside.
   init    when a chosen module is left, its parameters are split, and boxed in place
-  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``lifted``: the
+  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``with_gathers``: the
           parameters are gathered before, and dropped after
 Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by the box. The
 method then runs on a copy of the module, which runs ``setup`` again, so XLA removes the first gather.
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from xlstm_jax.distributed.data_parallel.extension import called, initialising
+from xlstm_jax.distributed.data_parallel.extension import initialising, kwargs_from_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
@@ -28,9 +28,9 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     enter,
     gathers_one_layer,
     inside_unit,
-    lifted,
     methods_to_lift,
     watching,
+    with_gathers,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -70,10 +70,10 @@ class Sharding:
     run: type["LinenRun"]
 
 
-def sharded(model: Any, sharding: Sharding) -> Any:
+def sharded_model(model: Any, sharding: Sharding) -> Any:
     """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
     if isinstance(model, functools.partial):
-        return functools.partial(sharded(model.func, sharding), *model.args, **model.keywords)
+        return functools.partial(sharded_model(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
         cls, fields = class_and_fields(model, "shard_modules({}, where, axis_name)")
         return _subclass(cls, sharding)(**fields)
@@ -140,7 +140,7 @@ class LinenRun:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = called(module, name, args, kwargs)
+        kwargs = kwargs_from_extensions(module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
@@ -159,7 +159,7 @@ class LinenRun:
                 return plain(module, *args, **kwargs)
 
             # Lifted as a function in each call, so that the module keeps the user's class.
-            gathering = lifted(sharded, None, policy)
+            gathering = with_gathers(sharded, None, policy)
             return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
         finally:
             self._entered.pop()
@@ -198,7 +198,7 @@ class LinenRun:
             self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
             gathers_one_layer(path)
             # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
-            lifted(nothing, None, policy)(module)
+            with_gathers(do_nothing, None, policy)(module)
         if len(self._entered) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
@@ -232,8 +232,8 @@ class LinenRun:
         )
 
 
-def nothing(module: nn.Module) -> None:
-    """Does nothing. ``lifted(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
+def do_nothing(module: nn.Module) -> None:
+    """Does nothing. ``with_gathers(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
 
 
 def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:

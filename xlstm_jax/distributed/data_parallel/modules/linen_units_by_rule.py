@@ -13,10 +13,10 @@ from typing import Any
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import passing_collections
+from xlstm_jax.distributed.data_parallel.extension import collections_of_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, watching
-from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, nothing, parameters
+from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, do_nothing, parameters
 from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, is_within, note_units, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
@@ -94,7 +94,7 @@ class LinenRunByRule(LinenRun):
 def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
     """Replaces the variables of a module during initialisation."""
     unchanged = MapOfLeaves(lambda variables: variables)
-    nn.map_variables(nothing, ["params", *passing_collections()], unchanged, change, mutable=True)(module)
+    nn.map_variables(do_nothing, ["params", *collections_of_extensions()], unchanged, change, mutable=True)(module)
 
 
 def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:

@@ -114,15 +114,15 @@ def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: 
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         # Per layer: keys of split streams, and arguments with a layer dim.
-        is_own = [*split_rngs.values(), *(axis == 0 for axis in axes)]
-        inputs = list(zip(is_own, [*keys, *args], strict=True))
+        is_per_layer = [*split_rngs.values(), *(axis == 0 for axis in axes)]
+        inputs = list(zip(is_per_layer, [*keys, *args], strict=True))
         per_layer, put_own = split_arrays([x if is_stacked else None for is_stacked, x in inputs])
         shared, put_shared = split_arrays([None if is_stacked else x for is_stacked, x in inputs])
 
         counted = _SameRandomCounts()
 
         def layer(weights: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree) -> Any:
-            both = zip(is_own, put_own(per_layer), put_shared(shared), strict=True)
+            both = zip(is_per_layer, put_own(per_layer), put_shared(shared), strict=True)
             merged = [x if is_stacked else y for is_stacked, x, y in both]
             scopes = make_scopes(weights, tuple(merged[: len(keys)]))
             with counted.from_the_same(scopes):

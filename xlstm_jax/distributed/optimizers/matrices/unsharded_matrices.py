@@ -11,7 +11,7 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
@@ -111,7 +111,7 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     state = jax.vmap(tx.init)(zeros)
 
     def boxed(leaf: jax.Array) -> Any:
-        store = FirstPlaces(group.count) if left_over else AS_IT_IS
+        store = FirstPlaces(group.count) if left_over else UNCHANGED_STORE
         return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), store=store) if axes else leaf
 
     if place.mesh is None and axes:

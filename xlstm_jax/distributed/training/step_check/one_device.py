@@ -155,7 +155,7 @@ class OneDevice:
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Returns gradients by path as a tree of the parameters, in the form for an optimizer."""
-        return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
+        return self._put_back([grads[path] for path in self.paths], fill_other=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
         """Returns two trees for an optimizer: gradients that are all 0, and gradients that are all 1."""
@@ -275,7 +275,7 @@ class OneDevice:
         """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
         at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
         rest = iter(weights.rest)
-        params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
+        params = self._put_back([_as_gathered(*leaf) for leaf in at_start], fill_other=lambda leaf: next(rest))
         with inside_loss(RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
             loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
         if collections:
