@@ -130,7 +130,7 @@ def progress() -> "Iterator[ShowProgress]":
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:
         task = bar.add_task("")
 
-        def say(text: str, *, stays: bool = False) -> None:
+        def show_progress(text: str, *, stays: bool = False) -> None:
             if not stays:
                 bar.update(task, description=text)
             elif on_terminal:
@@ -138,4 +138,4 @@ def progress() -> "Iterator[ShowProgress]":
             else:
                 sys.stderr.write(f"xlstm-jax: {text}\n")
 
-        yield say
+        yield show_progress

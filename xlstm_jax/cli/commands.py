@@ -131,7 +131,7 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
 
 def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
     """Reports, before anything is compiled, the options that do not reach the factory."""
-    if ignored := [option for option in factory.not_varied if option in varied]:
+    if ignored := [option for option in factory.fixed_options if option in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
             "which it passes to shard_modules, it takes all but remat, which is for its model.",

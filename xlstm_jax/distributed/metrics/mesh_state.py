@@ -67,7 +67,7 @@ class MeshState:
         """Merges the local values by one collective over the devices of the mesh; every process must call it."""
         sync_together([self])
 
-    def add_local(self, seen: Vectors, on_all_processes: bool) -> None:
+    def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
         """Merges the cells of a new value, packed in vectors, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges.
@@ -83,8 +83,8 @@ class MeshState:
         if not on_all_processes or jax.process_index() == 0:
             row = jax.tree.map(lambda x: _first_shards(x)[0].data, self.local.vectors)
             # Only on the devices of the first row: a program over the mesh would wait for the other processes.
-            seen = jax.device_put(jax.tree.map(lambda x: x[None], seen), jax.tree.leaves(row)[0].sharding)
-            merged = _merge(self.local.layout, row, seen)
+            new_cells = jax.device_put(jax.tree.map(lambda x: x[None], new_cells), jax.tree.leaves(row)[0].sharding)
+            merged = _merge(self.local.layout, row, new_cells)
             self._set_local(jax.tree.map(with_row, self.local.vectors, merged))
         self.synced = None
 

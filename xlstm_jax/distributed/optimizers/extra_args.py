@@ -24,9 +24,9 @@ from xlstm_jax.distributed.optimizers.optax_introspection import around_lookahea
 from xlstm_jax.formatting import joined
 
 VALUE, GRAD, VALUE_FN, GRAD_FN = "value", "grad", "value_fn", "grad_fn"
-OF_A_STEP = (VALUE, GRAD, VALUE_FN, GRAD_FN)
+STEP_EXTRA_ARGS = (VALUE, GRAD, VALUE_FN, GRAD_FN)
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-USUAL = 3  # gradients, state and parameters
+NUM_USUAL_ARGS = 3  # gradients, state and parameters
 
 # the wording of Python's errors
 UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
@@ -126,7 +126,8 @@ def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, A
 
 def _needs_more(who: str, needed: str) -> str:
     return (
-        f"the update of {who} needs {needed}, and a training step has {joined([f'{name}=' for name in OF_A_STEP])}. "
+        f"the update of {who} needs {needed}, and a training step has "
+        f"{joined([f'{name}=' for name in STEP_EXTRA_ARGS])}. "
         "Give the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams), and set "
         "it there between steps."
     )
@@ -156,6 +157,6 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_
 
 def _required(update: Callable[..., Any] | None) -> list[str]:
     """Returns the names of arguments that ``update`` requires and that neither optax nor a step provides."""
-    further = (_parameters(update) or [])[USUAL:] if update else []
+    further = (_parameters(update) or [])[NUM_USUAL_ARGS:] if update else []
     named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
-    return [p.name for p in named if p.default is p.empty and p.name not in OF_A_STEP]
+    return [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]

@@ -38,7 +38,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    held: dict[str, Any]
+    closure_values: dict[str, Any]
     update: Callable[..., Any] | None
     made_by: str
 
@@ -120,20 +120,20 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
     for part in of_parts:
         # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
         if part.name == "scale_by_schedule":
-            result.append(part.held["step_size_fn"])
-        elif part.name == "scale" and isinstance(part.held.get("step_size"), int | float):
-            factors.append(optax.constant_schedule(part.held["step_size"]))
-        if injected := part.held.get("sched_hps", {}).get("learning_rate"):
+            result.append(part.closure_values["step_size_fn"])
+        elif part.name == "scale" and isinstance(part.closure_values.get("step_size"), int | float):
+            factors.append(optax.constant_schedule(part.closure_values["step_size"]))
+        if injected := part.closure_values.get("sched_hps", {}).get("learning_rate"):
             result.append(injected.schedule_fn)
     return result + factors if result else []
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     """Returns by path whether weight decay applies to a parameter (bare shapes); None if ``part`` has no mask."""
-    mask = part.held.get("mask")
+    mask = part.closure_values.get("mask")
     if part.name == "inject_hyperparams":
-        mask = part.held.get("other_hps", {}).get("mask")
-    elif part.name != "masked" or name_of(part.held["inner"]) != "add_decayed_weights":
+        mask = part.closure_values.get("other_hps", {}).get("mask")
+    elif part.name != "masked" or name_of(part.closure_values["inner"]) != "add_decayed_weights":
         return None
     if mask is None:
         return None

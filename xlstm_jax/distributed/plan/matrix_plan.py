@@ -109,7 +109,7 @@ class MatrixSection(Section[MatrixPlan]):
         self.reports: list[MatrixReport] = []
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with recording_matrices() as self.reports:
             yield
 

@@ -252,7 +252,7 @@ def accumulated(
 
     # Reduce over devices: loss and auxiliary numbers first, then the gradients.
     mean, means = mean_result.values
-    aux = mean_result.each.merged() if count > 1 else mean_result.each
+    aux = mean_result.stacked.merged() if count > 1 else mean_result.stacked
     mean, aux = aux.replace(means=means).over_devices(mean, axes)
     grads = averaged(strategy.gradients(mean_result.grads, boxed, axes), params, axes)
     result = BatchResult(mean, aux, grads, {})

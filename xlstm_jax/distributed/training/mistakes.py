@@ -122,7 +122,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
     transforms = check_callable(tx, caller)
     for part in transforms:
         for argument in ("mask", "param_labels"):
-            tree = part.held.get(argument)
+            tree = part.closure_values.get(argument)
             for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
                 if is_box(leaf):
                     raise ValueError(
@@ -190,7 +190,7 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
     """Warns of step options that do not fit the optimizer."""
     transforms = optax_introspection.parts(tx)
     for part in transforms:
-        if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
+        if weighted and part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
                 "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="

@@ -299,14 +299,14 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
         modules=tuple(leaf.rpartition("/")[0] for leaf in leaves) or _modules_served(program, site, names, gathers),
         leaves=leaves,
         direction=direction,
-        asynchronous=site.during is not None,
+        asynchronous=site.overlapped_instructions is not None,
         overlapped=_overlap(site, cycles),
         slices=_pieces_in_loops(program, site) if gathers else 1,
     )
 
 
 def _overlap(site: Site, cycles: Cycles) -> Overlap:
-    work = [instruction for instruction in site.during or () if instruction.is_work]
+    work = [instruction for instruction in site.overlapped_instructions or () if instruction.is_work]
     # A loop that runs during the collective counts with all its trips.
     spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
@@ -333,7 +333,7 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     if site.own_names:
         return site.own_names
     # If a compiler built an all-reduce from other operations, the reducer (the sum of two values) may keep the name.
-    reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
+    reducers = [program.computations[name] for name in site.inner.callees_by_role.get("to_apply", ())]
     operand_names = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
     # A name without a slash belongs to an argument and names no operation.
     near = (other for value in site.arrays for other in (value, *upstream(program, value)))

@@ -69,8 +69,10 @@ def by_owners(
     # Groups are consecutive, so the number of groups that end before this device is the index of the device's group, or
     # one past the last for a device without a matrix. The switch runs a single branch; no branch has a collective.
     index = collectives.axis_index(axes)
-    mine = sum((index >= group.first + group.count).astype(jnp.int32) for group in groups)
-    sent = jax.lax.switch(mine, [*(partial(of_one, group) for group in groups), lambda received: received], received)
+    group_index = sum((index >= group.first + group.count).astype(jnp.int32) for group in groups)
+    sent = jax.lax.switch(
+        group_index, [*(partial(of_one, group) for group in groups), lambda received: received], received
+    )
     back = collectives.all_to_all(sent, axes).astype(dtype)
     new: dict[str, jax.Array] = {}
     for group, stack in zip(groups, stacks, strict=True):

@@ -29,7 +29,7 @@ class OverwrittenScales(CollectionCarry):
     overwritten = (OVERWRITTEN,)
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self | None:
+    def from_inputs(cls, inputs: Inputs) -> Self | None:
         if OVERWRITTEN not in inputs.collections:
             return None
         return cls({OVERWRITTEN: inputs.collections[OVERWRITTEN]}, inputs.axes, inputs.read_later)

@@ -214,10 +214,10 @@ class Run:
 
     def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
         """Returns result and digests, uint32 [device, send, 2]; waits for the devices."""
-        result, digests = self.jitted(*self.moved(args))
+        result, digests = self.jitted(*self.on_this_mesh(args))
         return result, np.asarray(digests)
 
-    def moved(self, args: PyTree) -> PyTree:
+    def on_this_mesh(self, args: PyTree) -> PyTree:
         """Returns the arguments on the mesh of this run: each shard on the device that has its place there."""
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
 

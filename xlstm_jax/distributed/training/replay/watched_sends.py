@@ -155,8 +155,8 @@ class _Watcher:
     def _sends(self, eqn: Any) -> bool:
         """Returns whether an equation holds a jaxpr with a collective."""
         if id(eqn) not in self._sending:
-            inner = [of for jaxpr in nested_jaxprs(eqn) for of in jaxpr.eqns]
-            self._sending[id(eqn)] = any(of.primitive.name in COLLECTIVES for of in all_equations(inner))
+            inner = [inner_eqn for jaxpr in nested_jaxprs(eqn) for inner_eqn in jaxpr.eqns]
+            self._sending[id(eqn)] = any(inner_eqn.primitive.name in COLLECTIVES for inner_eqn in all_equations(inner))
         return self._sending[id(eqn)]
 
     def _of_collective(self, eqn: Any, values: list[_Value]) -> list[_Value]:
@@ -180,7 +180,9 @@ class _Watcher:
         jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
         consts = [_Value(const, Labels()) for const in closed.consts]
         arrays = _results(eqn, eqn.params | {"jaxpr": jaxpr}, [*consts, *values])
-        return self._taken(inner, arrays[len(results) :], arrays[: len(results)], [x.labels for x in results])
+        return self._with_inner_sends(
+            inner, arrays[len(results) :], arrays[: len(results)], [x.labels for x in results]
+        )
 
     def _of_scan(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         params, (num_consts, num_carry) = eqn.params, scan_counts(eqn.params)
@@ -208,7 +210,7 @@ class _Watcher:
         result_labels[:num_carry] = [
             x | more for x, more in zip(result_labels[:num_carry], labels[num_consts:after], strict=True)
         ]
-        return self._taken(inner, digests, [*carry, *stacked], result_labels)
+        return self._with_inner_sends(inner, digests, [*carry, *stacked], result_labels)
 
     def _of_cond(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         index, *operands = values
@@ -234,7 +236,7 @@ class _Watcher:
         computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)
         return _with_labels(arrays, [send | labels for labels in computed])
 
-    def _taken(
+    def _with_inner_sends(
         self, inner: "_Watcher", digests: Sequence[jax.Array], arrays: Sequence[Any], labels: Sequence[Labels]
     ) -> list[_Value]:
         """Adds the sends of an inner jaxpr; returns its results, labelled with the names that the sends get here."""

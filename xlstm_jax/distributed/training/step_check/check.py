@@ -50,7 +50,7 @@ from xlstm_jax.distributed.training.step_check.comparison import (
     ratios,
     same_number,
 )
-from xlstm_jax.distributed.training.step_check.copies import counted
+from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like, folded, traced
 from xlstm_jax.distributed.training.step_check.objective import is_sum_over_positions, multiple_over_draws, why_no_mean
 from xlstm_jax.distributed.training.step_check.observed import (
@@ -150,7 +150,7 @@ def check_step(
         partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one_device
     )
     with wrong_averages_pass():  # the numbers show the mistake, and its factor
-        return comparison.of_ready_step() if options else comparison.of_own_step()
+        return comparison.check_ready_step() if options else comparison.check_own_step()
 
 
 def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,23 +221,29 @@ class Comparison:
     """
 
     def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one_device: OneDevice):
-        self.step, self.state, self.given, self.one_device, self.mesh = step, state, given, one_device, one_device.mesh
-        self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+        self.step, self.state, self.step_args, self.one_device, self.mesh = (
+            step,
+            state,
+            given,
+            one_device,
+            one_device.mesh,
+        )
+        self.axis_sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.sharded_leaves(state.params))
-        self.axes = {path: tuple(a for a in leaf.axes if a in self.sizes) for path, leaf in leaves.items()}
+        self.axes = {path: tuple(a for a in leaf.axes if a in self.axis_sizes) for path, leaf in leaves.items()}
         # Bounds are multiples of eps. If every leaf is float64, bounds of float32 would hide mistakes.
         wide = all(leaves[path].dtype == np.float64 for path in one_device.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one_device.paths else np.float32).eps)
         minibatches = {"num_minibatches": one_device.num_minibatches} if one_device.num_minibatches > 1 else {}
         self.compared_state = False  # whether the state of a step's custom optimizer was compared
-        self.parts = self.sizes | minibatches  # number of parts by axis, and by minibatches
+        self.parts = self.axis_sizes | minibatches  # number of parts by axis, and by minibatches
 
-    def of_ready_step(self) -> StepCheck:
+    def check_ready_step(self) -> StepCheck:
         """Checks a step of ``make_train_step``.
 
         Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
         """
-        one_device, rng = self.one_device, self.given[1]
+        one_device, rng = self.one_device, self.step_args[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
         same_key, full_batch = self.with_same_draws(key)
         if one_device.uses_mesh_axes(key):
@@ -280,10 +286,10 @@ class Comparison:
         findings += self.without_gradient(key, full_batch)
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
-    def of_own_step(self) -> StepCheck:
+    def check_own_step(self) -> StepCheck:
         """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
         one_device = self.one_device
-        key, full_batch = self.with_same_draws(self.given[1])
+        key, full_batch = self.with_same_draws(self.step_args[1])
         try:
             seen = self.observed(key, full_batch)
         except Exception:  # a step may use its key in any way, also in ways that a constant key does not support
@@ -303,7 +309,7 @@ class Comparison:
         if step.differs and (of_objective := self.own_objective(key, step.seen, full_batch)):
             return self.checked(of_objective, step.seen, method, leaves, ratio)
         tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
-        of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
+        of_loss = Multiple.of(1.0 if ratio is None else ratio, self.axis_sizes, tolerance)
         if not step.of_model:
             findings += self.of_leaves(leaves, step.seen, of_loss)
         findings += self.without_gradient(key, full_batch)
@@ -324,10 +330,10 @@ class Comparison:
             reference = self.one_device.on_full_batch(same_key)
         return same_key, reference
 
-    def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
-        """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
-        batch, _, *rest = self.given
-        return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(truth.grads), self.mesh)
+    def observed(self, rng: PyTree, expected: Reference) -> SeenStep:
+        """Runs the step with key ``rng``, and returns the observation; ``expected`` has the correct gradients."""
+        batch, _, *rest = self.step_args
+        return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(expected.grads), self.mesh)
 
     def compared_with(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
         """Compares a run of the step with the reference ``truth``: ``seen``, or if None a new run with ``rng``."""
@@ -349,12 +355,12 @@ class Comparison:
 
         narrow = {**of_wire(self.state.params, truth), **seen.rounding}
         leaves = compare_leaves(
-            flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.perturbed()), self.eps
+            flat(seen.observed_values), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.perturbed()), self.eps
         )
-        leaves = [_with_copies(leaf, seen.got[leaf.path]) for leaf in leaves]
+        leaves = [_with_copies(leaf, seen.observed_values[leaf.path]) for leaf in leaves]
         # Correct first moments, say, do not prove the updates correct: compare these next.
-        if seen.then is not None and _are_right(leaves):
-            return self.compared(seen.then, truth)
+        if seen.next_observation is not None and _are_right(leaves):
+            return self.compared(seen.next_observation, truth)
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, truth: Reference) -> list[str]:
@@ -373,8 +379,8 @@ class Comparison:
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
         """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
-        model_axes = self.one_device.model_axes(self.given[1])
-        return list(report.of_leaves(leaves, seen.compared, self.parts, of_loss, model_axes))
+        model_axes = self.one_device.model_axes(self.step_args[1])
+        return list(report.of_leaves(leaves, seen.value_kind, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
         """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
@@ -383,7 +389,7 @@ class Comparison:
         # A loss returned in bfloat16 has the rounding error of bfloat16.
         eps = max(self.eps, seen.loss.eps / 8)
         same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.perturbed().loss, eps)
-        times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
+        times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.axis_sizes, tolerance)
         if same or times.kind == "equal":
             return False, []
         axes = self.one_device.model_axes(key)
@@ -420,7 +426,7 @@ class Comparison:
         times = Multiple.of(ratio, self.parts, tolerance)
         of_draws = self.one_device.traced(key)
         if not times.is_count and of_draws.draws:
-            if not of_draws.foreign:  # what a row draws may depend on its position
+            if not of_draws.draws_from_other_keys:  # what a row draws may depend on its position
                 over = multiple_over_draws(self.one_device, key, self.parts)
             else:  # draws from other keys differ between slices and batch, whatever the loss
                 over = (
@@ -444,7 +450,7 @@ class Comparison:
         mean = self.one_device.slices(key)
         if not _are_right(self.compared(seen, mean)[1]):
             return []
-        return self.objective(key, mean, full_batch, seen, self.given[1])[2]
+        return self.objective(key, mean, full_batch, seen, self.step_args[1])[2]
 
     def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
         """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
@@ -460,14 +466,14 @@ class Comparison:
 
     def why_other_draws(self, key: PyTree) -> str:
         """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
-        if self.one_device.traced(key).foreign:
+        if self.one_device.traced(key).draws_from_other_keys:
             return "loss_fn draws from another key than the one that it is given"
-        batch, _, *rest = self.given
+        batch, _, *rest = self.step_args
         # ``observe`` ran one of the two states. Disable the state's optimizer: its noise does not affect gradients.
         silent = self.state.replace(tx=optax.set_to_zero(), opt_state=optax.EmptyState())
         for state in (recorded_state(silent, self.mesh), self.state):
             with contextlib.suppress(Exception):  # some steps do more than JAX can trace
-                foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
+                foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).draws_from_other_keys
                 return "it draws from another key than the one that it is given" if foreign else ""
         return "it cannot be traced, so that its draws are unknown"
 
@@ -479,11 +485,11 @@ class Comparison:
         cache: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-            rng = folded(self.given[1], i)
+            rng = folded(self.step_args[1], i)
             right = self.one_device.on_full_batch(rng)
-            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one_device)
+            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.step_args, self.one_device)
             seen = cache["seen"] = moved.observed(rng, right)
-            ours, truth = flat(seen.got), flat(seen.of_gradients(self.one_device.tree(right.grads)))
+            ours, truth = flat(seen.observed_values), flat(seen.of_gradients(self.one_device.tree(right.grads)))
             if seen.loss is not None:
                 ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
             return ours, truth
@@ -491,12 +497,15 @@ class Comparison:
         by_path, count = ratios(sample)
         seen = cache["seen"]
         leaves = [
-            _with_copies(LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed), seen.got[path])
+            _with_copies(
+                LeafCheck(path, self.axes.get(path, ()), of.value, of.relative_residual, of.allowed),
+                seen.observed_values[path],
+            )
             for path, of in by_path.items()
             if path != LOSS
         ]
         loss = by_path.get(LOSS)
-        of_loss = Multiple.of(loss.value, self.sizes, loss.allowed) if loss else Multiple("equal")
+        of_loss = Multiple.of(loss.value, self.axis_sizes, loss.allowed) if loss else Multiple("equal")
         findings = [report.of_loss(of_loss, self.one_device.loss.weighted)] if of_loss.kind != "equal" else []
         findings += self.of_leaves(leaves, seen, of_loss)
         method = f"means over {count} keys, since {why}"
@@ -516,7 +525,7 @@ class Comparison:
         verdict: str | None = None,
     ) -> StepCheck:
         """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
-        findings = [*findings, *drifting(seen.collections), *counted(self.one_device, *self.given[:2])]
+        findings = [*findings, *drifting(seen.collections), *padded_row_findings(self.one_device, *self.step_args[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
         unknown = verdict == CANNOT_TELL
@@ -527,18 +536,18 @@ class Comparison:
             findings, verdict = [*update.unknown], CANNOT_TELL
         verdict = verdict or (WRONG if findings else RIGHT)
         return StepCheck(
-            verdict, tuple(findings), seen.compared, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
+            verdict, tuple(findings), seen.value_kind, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
         """Checks the update that the optimizer makes from the gradients; with ``is_right`` also a second step's."""
-        if seen.compared != "gradients":
+        if seen.value_kind != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
             return UpdateCheck(tuple(frozen), unknown, ("the optimizer's state",) if self.compared_state else ())
-        rng = self.given[1]
+        rng = self.step_args[1]
         value_fn = None if self.one_device.traced(rng).draws else self.one_device.value_fn(rng)
-        again = seen.again if is_right else None
+        again = seen.run_second_step if is_right else None
         update = check_update(seen.before, seen.after, self.one_device.one_device, again, value_fn)
         if is_right and not update.findings and self.knows_collections(rng):
             of = self.of_collections(seen, rng)
@@ -560,7 +569,7 @@ class Comparison:
     def shows_gradients(self, seen: SeenStep) -> bool:
         """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
         of_state = seen.state_of_gradients
-        if seen.compared != "updates" or of_state is None:
+        if seen.value_kind != "updates" or of_state is None:
             return True
         pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one_device.two_gradients()]
         return any(not same_bits(*leaves) for leaves in zip(*map(jax.tree.leaves, pairs), strict=True))

@@ -41,7 +41,7 @@ from xlstm_jax.formatting import format_axes
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
 NO_RATIO = 1e-9  # tolerance of a leaf whose gradient is only rounding
 FEWEST_KEYS, MOST_KEYS, SURE = 8, 256, 6.0
-NEXT = 0.5  # the ratio nearest to 1 that is a number of devices, or its inverse
+NEAREST_RATIO = 0.5  # the ratio nearest to 1 that is a number of devices, or its inverse
 
 Sample = Callable[[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
 
@@ -88,30 +88,32 @@ def flat(grads: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def compare_leaves(
     got: Gradients,
-    right: Gradients,
+    expected: Gradients,
     axes: Mapping[str, tuple[str, ...]],
     wire: Mapping[str, float],
     perturbed: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
-    """Returns a ``LeafCheck`` for each leaf of ``right``.
+    """Returns a ``LeafCheck`` for each leaf of ``expected``.
 
-    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``right`` from perturbed
-    inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
+    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``expected`` from
+    perturbed inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
-    total = math.sqrt(sum(float(leaf @ leaf) for leaf in right.values()))
-    typical = total / math.sqrt(sum(leaf.size for leaf in right.values()) or 1)
-    norms = {path: float(np.linalg.norm(leaf)) for path, leaf in right.items()}
+    total = math.sqrt(sum(float(leaf @ leaf) for leaf in expected.values()))
+    typical = total / math.sqrt(sum(leaf.size for leaf in expected.values()) or 1)
+    norms = {path: float(np.linalg.norm(leaf)) for path, leaf in expected.items()}
     known = {
         path: ORDER_EPS * eps * norms[path] + NEAR_ZERO_EPS * eps * typical * math.sqrt(leaf.size) + wire.get(path, 0.0)
-        for path, leaf in right.items()
+        for path, leaf in expected.items()
     }
-    if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
+    if any(not np.linalg.norm(got[path] - expected[path]) <= known[path] for path in expected):
         # Only if the cheap bound does not explain the difference: this computes the loss once more.
         again = perturbed()
-        known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
-    return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
+        known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - expected[path])) for path in expected}
+    return [
+        _compared(path, axes.get(path, ()), got[path], expected[path], norms[path], known[path]) for path in expected
+    ]
 
 
 def _compared(
@@ -161,7 +163,7 @@ class Multiple(NamedTuple):
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"
     axes: str = ""
-    over: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
 
     @property
     def is_count(self) -> bool:
@@ -188,18 +190,18 @@ class Multiple(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """Result over many keys: the mean of a step is ``value`` times the mean of one device, plus a relative ``rest``.
+    """Result over many keys: the mean of a step is ``value`` times the mean of one device, plus ``relative_residual``.
 
     ``allowed`` is the part of both that noise explains: ``SURE`` standard errors.
     """
 
     value: float
-    rest: float
+    relative_residual: float
     allowed: float
 
     @property
     def is_known(self) -> bool:
-        return self.allowed <= NEXT / 2
+        return self.allowed <= NEAREST_RATIO / 2
 
 
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:

@@ -41,20 +41,20 @@ class SeenStep(NamedTuple):
     """Observation of one run of a step: a value per leaf to compare, and the states before and after.
 
     Attributes:
-      compared: the kind of values in ``got``: "gradients", "first moments" or "updates".
-      got: the observed value of each leaf, by path.
+      value_kind: the kind of values in ``observed_values``: "gradients", "first moments" or "updates".
+      observed_values: the observed value of each leaf, by path.
       of_gradients: computes the same kind of values from gradients.
       loss, collections: as returned by the step.
       before, after: the states passed to the step, and returned by it.
-      rounding: the norm of the rounding error from reading off ``got``.
+      rounding: the norm of the rounding error from reading off ``observed_values``.
       updates: the number of optimizer calls in the step.
-      then: a further ``SeenStep`` of the same run, to compare if this one is correct.
-      again: runs the step once more, from the returned state.
+      next_observation: a further ``SeenStep`` of the same run, to compare if this one is correct.
+      run_second_step: runs the step once more, from the returned state.
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
 
-    compared: str
-    got: dict[str, jax.Array]
+    value_kind: str
+    observed_values: dict[str, jax.Array]
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
     loss: ReportedLoss | None
     collections: PyTree
@@ -62,8 +62,8 @@ class SeenStep(NamedTuple):
     after: Any
     rounding: Mapping[str, float] = MappingProxyType({})
     updates: int = 1
-    then: Any = None
-    again: Callable[[], Any] | None = None
+    next_observation: Any = None
+    run_second_step: Callable[[], Any] | None = None
     state_of_gradients: Callable[[PyTree], dict[str, Any]] | None = None
 
 
@@ -83,10 +83,12 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
         return SeenStep("gradients", _by_path(grads), _by_path, loss, collections_of(after), before, after)
     if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
         return _of_own_optimizer(step, state, given, grads)
-    got = _by_path(_as_seen(after.opt_state.record.grads))
+    observed_values = _by_path(_as_seen(after.opt_state.record.grads))
     again = lambda: _run(step, after, given)[0]  # noqa: E731
     collections = collections_of(after)
-    return SeenStep("gradients", got, _by_path, loss, collections, before, after, updates=calls, again=again)
+    return SeenStep(
+        "gradients", observed_values, _by_path, loss, collections, before, after, updates=calls, run_second_step=again
+    )
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
@@ -124,7 +126,11 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     if any(np.any(np.asarray(leaf)) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
         return updates._replace(
-            compared="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates
+            value_kind="first moments",
+            observed_values=moments,
+            of_gradients=of_moments,
+            rounding=MappingProxyType({}),
+            next_observation=updates,
         )
     return updates
 

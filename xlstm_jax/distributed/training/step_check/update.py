@@ -72,7 +72,7 @@ def check_update(
     before: Any,
     after: Any,
     device: Mesh,
-    again: Callable[[], Any] | None,
+    run_second_step: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
     """Compares the update of a step with one device, and then the update of a further step.
@@ -80,15 +80,15 @@ def check_update(
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
       one: a mesh of one device with the axes of the step's mesh.
-      again: runs the step from ``after``, and returns the state; None to check a single step.
+      run_second_step: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
     update = _Update(before, after, device, value_fn)
     problems = update.check()
-    if problems.findings or again is None:
+    if problems.findings or run_second_step is None:
         return problems
     # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
-    later = _Update(after, again(), device, value_fn).check()
+    later = _Update(after, run_second_step(), device, value_fn).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
     return UpdateCheck(tuple(findings), problems.unknown or later.unknown, problems.compared)
 
@@ -97,13 +97,13 @@ class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
     def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.one_device, self.value_fn = before, after, device, value_fn
+        self.before, self.after, self.single_device_mesh, self.value_fn = before, after, device, value_fn
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
         self.old, self.new = values_of(params), values_of(trainable(after.params))
         self.updates = values_of(self.record.updates)
-        self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
+        self.params_seen_by_tx = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
         """Runs the checks of this update, and returns their findings."""
@@ -127,7 +127,11 @@ class _Update:
     def of_given(self) -> Iterator[str]:
         """Yields findings if the optimizer received other parameters or another state than the training state has."""
         nothing = {path: 0 * leaf for path, leaf in self.old.items()}
-        other = [path for path in self.given if not self.is_sum(path, self.given[path], self.old[path], nothing[path])]
+        other = [
+            path
+            for path in self.params_seen_by_tx
+            if not self.is_sum(path, self.params_seen_by_tx[path], self.old[path], nothing[path])
+        ]
         if other:
             yield (
                 f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state; "
@@ -152,7 +156,9 @@ class _Update:
     def of_params(self) -> Iterator[str]:
         """Yields findings if the parameters after the step are not the parameters before plus the update."""
         wrong = [
-            path for path, new in self.new.items() if not self.is_sum(path, new, self.given[path], self.updates[path])
+            path
+            for path, new in self.new.items()
+            if not self.is_sum(path, new, self.params_seen_by_tx[path], self.updates[path])
         ]
         causes: dict[str, list[str]] = defaultdict(list)
         # First try to find a common cause for every wrong leaf: a bias of zeros alone fits any factor.
@@ -164,7 +170,7 @@ class _Update:
                 cause = self.multiple([path]) or self.misplaced(path)
                 (causes[cause] if cause else rest).append(path)
             if rest:
-                causes[self.something_else(rest)] = rest
+                causes[self.unexplained_difference_text(rest)] = rest
         for cause, paths in causes.items():
             yield f"the step returns something else than the optimizer makes of {_leaves(paths)}: {cause}"
 
@@ -175,9 +181,9 @@ class _Update:
 
     def multiple(self, paths: Sequence[str]) -> str:
         """Explains wrong leaves by a single factor, of the update or of the parameters; "" if no factor fits."""
-        if any(self.new[path].shape != self.given[path].shape for path in paths):
+        if any(self.new[path].shape != self.params_seen_by_tx[path].shape for path in paths):
             return ""
-        each = (self.new, self.given, self.updates)
+        each = (self.new, self.params_seen_by_tx, self.updates)
         new, old, update = (np.concatenate([values[path].ravel() for path in paths]) for values in each)
         fits = max(FITS, max(2 * self.eps[path] for path in paths))
         if np.array_equal(new, old):
@@ -205,16 +211,16 @@ class _Update:
 
     def misplaced(self, path: str) -> str:
         """Explains a wrong leaf by another shape or by the values of another leaf; "" if neither fits."""
-        new, old = self.new[path], self.given[path]
+        new, old = self.new[path], self.params_seen_by_tx[path]
         if new.shape != old.shape:
             return f"its shape is {new.shape}, and was {old.shape}. Return each leaf in its place."
         for other in self.new.keys() - {path}:
-            if self.is_sum(path, new, self.given[other], self.updates[other]):
+            if self.is_sum(path, new, self.params_seen_by_tx[other], self.updates[other]):
                 return f"'{path}' gets the values of '{other}'. Return each leaf in its place."
         return ""
 
-    def something_else(self, paths: Sequence[str]) -> str:
-        left = [self.new[path] - self.given[path] - self.updates[path] for path in paths]
+    def unexplained_difference_text(self, paths: Sequence[str]) -> str:
+        left = [self.new[path] - self.params_seen_by_tx[path] - self.updates[path] for path in paths]
         size = sum(_size(self.updates[path]) ** 2 for path in paths) ** 0.5
         off = sum(_size(rest) ** 2 for rest in left) ** 0.5 / (size or 1)
         return (
@@ -281,7 +287,8 @@ class _Update:
             lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
         )
         inputs = jax.device_put(
-            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one_device, PartitionSpec())
+            (bare(self.record.grads), state, params, self.record.value),
+            NamedSharding(self.single_device_mesh, PartitionSpec()),
         )
         has_value = bool(int(self.record.has_value))
 
@@ -303,11 +310,11 @@ class _Update:
             jaxpr = jax.make_jaxpr(form)(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
             form = jax.shard_map(
-                update, mesh=self.one_device, in_specs=replicated, out_specs=replicated, check_vma=False
+                update, mesh=self.single_device_mesh, in_specs=replicated, out_specs=replicated, check_vma=False
             )
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
-        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one_device.devices.flat[0].platform, 0.0))
+        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.single_device_mesh.devices.flat[0].platform, 0.0))
         eps = min(narrowest, COARSEST_EPS)
         return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
 
@@ -331,9 +338,9 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
         )
 
 
-def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
+def of_updates(got: Arrays, right: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
     """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
-    wrong = [leaf for leaf in compare_each_leaf(got, right, again, eps) if not leaf.is_equal]
+    wrong = [leaf for leaf in compare_each_leaf(got, right, perturbed, eps) if not leaf.is_equal]
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
