@@ -136,7 +136,7 @@ def test_executed_includes_all_branches_but_no_fusions_or_reducers():
 def test_schedule_of_gives_fusions_the_caller_schedule_and_loop_bodies_a_separate_schedule():
     program = parse(compiled_text(scan(3), jnp.ones((8, 8))))
     calls = [(c, i) for c in program.computations.values() for i in c.instructions]
-    fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.all_called}
+    fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.called_names}
     (body,) = [i.callees_by_role["body"][0] for _, i in calls if i.opcode == "while"]
     assert body in fused.values()  # guard
     own = {name: name for name in (body, program.entry.name)}

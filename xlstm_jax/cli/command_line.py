@@ -110,10 +110,10 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
 
 def error_line(error: Exception) -> str:
     """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
-    from xlstm_jax.forecast.training.workload import is_own, one_line_text
+    from xlstm_jax.forecast.training.workload import is_raised_by_library, one_line_text
     from xlstm_jax.formatting import shortened
 
-    text = one_line_text(error) + ("" if is_own(error) else "; --traceback shows the way there")
+    text = one_line_text(error) + ("" if is_raised_by_library(error) else "; --traceback shows the way there")
     return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")
 
 

@@ -148,8 +148,8 @@ class MeshState:
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
-        rows = _restored(cells, state_dict["local"], "local", devices=True)
-        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", devices=False))
+        rows = _from_saved(cells, state_dict["local"], "local", devices=True)
+        synced = self.metric.state_of(_from_saved(cells, state_dict["synchronized"], "synchronized", devices=False))
         # Every check is above, so a rejected state dict leaves this state unchanged.
         rows = jax.vmap(self.metric.state_of)(rows).vectors
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
@@ -217,7 +217,7 @@ def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
         raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
 
 
-def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
+def _from_saved(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
     """Restores saved arrays into cells like ``like``; raises a ValueError if structure, shapes or dtypes differ.
 
     With ``devices`` the saved arrays have a leading device dim of any size.

@@ -15,7 +15,12 @@ from flax import linen as nn
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.modules.linen_module import class_and_fields, is_nnx, methods_to_lift, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    active_interceptors_of,
+    class_and_fields,
+    is_nnx,
+    methods_to_lift,
+)
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
@@ -320,7 +325,7 @@ def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[.
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Unbound, or within another method of this model: nothing to intercept, or already intercepted.
-        if self.scope is None or any(run.splitting is splitting for run in watching(_Run)):
+        if self.scope is None or any(run.splitting is splitting for run in active_interceptors_of(_Run)):
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(_Run(splitting, len(self.path)).intercept):
             result = plain(self, *args, **kwargs)

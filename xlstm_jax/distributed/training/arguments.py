@@ -320,9 +320,9 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
         leaf_mesh = jax.typeof(leaf.value).sharding.mesh
         if not leaf_mesh.empty and [(axis, size) for axis, size in leaf_mesh.shape.items() if size > 1] != ours:
             raise ValueError(
-                f"'{path}' lies on a mesh {dict(leaf_mesh.shape)}, and the step was made for a mesh {dict(mesh.shape)}. "
-                "Use one mesh for the state, shard_batch and the step; to move a state to another mesh, save it, and "
-                "restore into abstract_train_state on that mesh."
+                f"'{path}' lies on a mesh {dict(leaf_mesh.shape)}, and the step was made for a mesh "
+                f"{dict(mesh.shape)}. Use one mesh for the state, shard_batch and the step; to move a state to another "
+                "mesh, save it, and restore into abstract_train_state on that mesh."
             )
 
 

@@ -308,7 +308,7 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
 def _overlap(site: Site, cycles: Cycles) -> Overlap:
     work = [instruction for instruction in site.overlapped_instructions or () if instruction.is_work]
     # A loop that runs during the collective counts with all its trips.
-    spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
+    spent = sum(cycles.duration_of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
     known = spent or (work and not any(_lacks_cycles(cycles.program, site.computation, each) for each in work))
     return Overlap(tuple(filter(None, modules)), len(work), int(spent) if known else None)
@@ -320,7 +320,7 @@ def _lacks_cycles(program: Program, computation: Computation, instruction: Instr
         return instruction.estimated_cycles is None
     if not program.trips_of(computation, instruction):
         return False
-    called = (program.computations[name] for name in instruction.all_called)
+    called = (program.computations[name] for name in instruction.called_names)
     return any(_lacks_cycles(program, inner, each) for inner in called for each in inner.instructions if each.is_work)
 
 

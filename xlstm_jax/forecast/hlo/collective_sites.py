@@ -106,7 +106,7 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     """Yields the collectives in the computations that an instruction calls, including nested fusions."""
-    for name in caller.all_called:
+    for name in caller.called_names:
         for instruction in program.computations[name].instructions:
             if instruction.opcode.removesuffix("-start") in COLLECTIVES:
                 yield program.computations[name], instruction

@@ -163,6 +163,6 @@ def _is_call(instruction: Instruction) -> bool:
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
     """Returns the computations whose root is the instruction's result: of calls, fusions and loops."""
-    names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
+    names = instruction.called_names if instruction.opcode == "conditional" or _is_call(instruction) else ()
     names = instruction.callees_by_role["body"] if instruction.opcode == "while" else names
     return [program.computations[name] for name in names]

@@ -121,7 +121,7 @@ class Instruction:
         return roles
 
     @property
-    def all_called(self) -> tuple[str, ...]:
+    def called_names(self) -> tuple[str, ...]:
         """Names of the called computations of every role."""
         return tuple(name for names in self.callees_by_role.values() for name in names)
 

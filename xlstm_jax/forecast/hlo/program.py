@@ -147,7 +147,7 @@ class Program:
         """Yields the instruction and, for a fusion, the instructions inside, each with its computation."""
         yield computation, instruction
         if instruction.opcode == "fusion":
-            for name in instruction.all_called:
+            for name in instruction.called_names:
                 within = self.computations[name]
                 for inner in within.instructions:
                     yield from self.with_fused(within, inner)
@@ -158,7 +158,7 @@ class Program:
         callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                for name in set(instruction.all_called):
+                for name in set(instruction.called_names):
                     callers[name].append((computation, instruction))
         return callers
 

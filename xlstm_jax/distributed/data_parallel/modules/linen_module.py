@@ -175,7 +175,7 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Returns a unit's variables, gathered by ``gather_here`` with the path and extensions of the running unit."""
-    units = watching(RunningUnit)
+    units = active_interceptors_of(RunningUnit)
     if not units:
         return gather_here(policy, variables)
     return gather_here(policy, variables, units[0].path, units[0].extensions)
@@ -229,12 +229,12 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
         with initialising(self, plain.__name__):
-            return enter(self, plain.__name__, gathering, policy, args, kwargs, _returned)
+            return run_in_unit(self, plain.__name__, gathering, policy, args, kwargs, _returned)
 
     return method
 
 
-def enter(
+def run_in_unit(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
     """Runs the method ``name`` of a unit, a wrapped module.
@@ -273,7 +273,7 @@ def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dic
 # -------------------------------------------------------------------------------------------------------- running units
 
 
-def watching(kind: type[Watcher]) -> list[Watcher]:
+def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     """Returns the objects of class ``kind`` with a method among Linen's current interceptors; innermost first.
 
     The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
@@ -309,11 +309,11 @@ class RunningUnit:
 
 @contextmanager
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """Marks a module as the running unit inside the context, so that ``watching(RunningUnit)`` finds it.
+    """Marks a module as the running unit inside the context, so that ``active_interceptors_of(RunningUnit)`` finds it.
 
     Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
     """
-    for stacks in watching(Stacks):
+    for stacks in active_interceptors_of(Stacks):
         stacks.units_entered += 1
     scope: Any = module.scope
     extensions = extensions_of(lambda collection: not scope.is_collection_empty(collection))
@@ -377,7 +377,7 @@ class Stacks:
     def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
-        if watching(RunningUnit) and scans_over_params(cls):
+        if active_interceptors_of(RunningUnit) and scans_over_params(cls):
             # The layer of this scan will be the next module of its class that is called.
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
@@ -395,7 +395,7 @@ def recording_stacks() -> Iterator[Stacks]:
         yield stacks
 
 
-def gathers_one_layer(path: str) -> None:
+def forget_stack(path: str) -> None:
     """Removes the module at ``path`` from every ``Stacks``: ``shard_modules`` has made the layer itself a unit."""
-    for stacks in watching(Stacks):
+    for stacks in active_interceptors_of(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

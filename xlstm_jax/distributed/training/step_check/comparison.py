@@ -97,7 +97,7 @@ def compare_leaves(
     """Returns a ``LeafCheck`` for each leaf of ``expected``.
 
     ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``expected`` from
-    perturbed inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
+    perturbed inputs, and is called only if needed. ``eps`` is that of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
     total = math.sqrt(sum(float(leaf @ leaf) for leaf in expected.values()))

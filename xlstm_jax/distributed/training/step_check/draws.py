@@ -97,8 +97,8 @@ class Traced(NamedTuple):
     """Facts on a traced function, read off the equations of its jaxpr.
 
     ``draws``: whether the function draws random numbers; ``draws_from_other_keys``: whether it draws from keys other
-    than constant keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its narrowest floating dtype,
-    except float8.
+    than constant keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its
+    narrowest floating dtype, except float8.
     """
 
     draws: bool
