@@ -123,8 +123,8 @@ class Factory:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
         # Both argument names for the axes are options: the factory receives the name that it declares.
-        given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
-        arguments = self.arguments(given, chosen)
+        options = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
+        arguments = self.arguments(options, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         try:
             made = self.function(**arguments)

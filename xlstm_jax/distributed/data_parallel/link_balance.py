@@ -165,8 +165,8 @@ def _shared_orders(
         for path in reorderable:
             groups[key(path)].append(path)
         sizes = [sum(reorderable[path][0] for path in paths) for paths in groups.values()]
-        given = [reorderable[paths[0]][2] for paths in groups.values()]
-        orders = balanced_orders(sizes, given, axis_sizes, slow_axes)
+        default_orders = [reorderable[paths[0]][2] for paths in groups.values()]
+        orders = balanced_orders(sizes, default_orders, axis_sizes, slow_axes)
         return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
 
     def in_balance(orders: dict[str, AxisOrder]) -> bool:

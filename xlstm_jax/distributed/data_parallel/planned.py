@@ -93,8 +93,10 @@ class PlannedLeaf(Sharded, repr=False):
     def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
         """Returns the leaf as a wrapped module reads it after a gather over ``axes``: with names without ``axes``."""
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
-        ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
-        if not ours and not set(self.axes) <= set(axes):
+        is_split_over_axes = any(
+            decision.axes == axes and decision.choice.dim is not None for decision in self.decisions
+        )
+        if not is_split_over_axes and not set(self.axes) <= set(axes):
             return self
         remaining = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         stored = tuple(map(axes_entry, remaining))

@@ -83,16 +83,16 @@ def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) ->
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
-    held = entry_axes(names[dims[0]])
-    first = next(i for i, axis in enumerate(held) if axis in gathered)
-    if len(dims) > 1 or not gathered.issuperset(held[first:]):
+    split_axes = entry_axes(names[dims[0]])
+    first = next(i for i, axis in enumerate(split_axes) if axis in gathered)
+    if len(dims) > 1 or not gathered.issuperset(split_axes[first:]):
         raise ValueError(
             f"'{path_in_model(module, path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are "
             "gathered ahead only if these axes split one dim, and are its innermost axes. Pass prefetch=False, or "
             "write nn.scan(nn.remat(...))."
         )
-    left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, leaf.communication, path_in_model(module, path))
+    left = (*names[: dims[0]], axes_entry(split_axes[:first]), *names[dims[0] + 1 :])
+    return Route(dims[0], split_axes[first:], left, leaf.communication, path_in_model(module, path))
 
 
 def prefetched_scan(
@@ -415,8 +415,8 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
-    live, put_back = trees.split_differentiable(args)
-    _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
+    differentiable, put_back = trees.split_differentiable(args)
+    _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], differentiable)
     (grads,) = pull(jax.tree.leaves(cotangents))
     return put_back(grads, fill_other=lambda leaf: None)
 

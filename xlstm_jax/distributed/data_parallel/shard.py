@@ -92,8 +92,8 @@ def box_params(
     sizes = dict.fromkeys(order_as.values(), 0)
     for path, of in order_as.items():
         sizes[of] += leaves[path].stored_bytes
-    given = [tuple(axis_sizes)] * len(sizes)
-    orders = axis_orders(list(sizes.values()), given, axis_sizes, communication.inter_host_axes)
+    default_orders = [tuple(axis_sizes)] * len(sizes)
+    orders = axis_orders(list(sizes.values()), default_orders, axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(sizes, orders, strict=True))
 
     def box(path: str, leaf: Any) -> Any:

@@ -49,8 +49,8 @@ def packed_gathers(
         # A leaf that the loss has gathered before is not sent again.
         if dim is not None and not is_gathered(leaf, axes, options):
             options.dtypes(leaf.value, path)  # raises here, with the leaf's path
-            held = entry_axes(leaf.names[dim])
-            shards[name] = shard_to_send(PrimalType.of(leaf.value), dim, held, options, leaf.trainable)
+            split_axes = entry_axes(leaf.names[dim])
+            shards[name] = shard_to_send(PrimalType.of(leaf.value), dim, split_axes, options, leaf.trainable)
 
     def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
         paths = {name: leaves[name][0] for name in parcel.members}
@@ -59,9 +59,9 @@ def packed_gathers(
         @functools.cache
         def gathered() -> dict[str, Any]:
             values = [shard_to_gather(leaves[name][1], axes, path) for name, path in paths.items()]
-            held = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
+            split_axes = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
             path = ", ".join(paths.values())
-            whole = gather_packed(parcel.pack(values), parcel.wire, held, options_of[first], path)
+            whole = gather_packed(parcel.pack(values), parcel.wire, split_axes, options_of[first], path)
             return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
 
         def gathered_leaf(name: str) -> Gathered:
@@ -125,5 +125,5 @@ def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
     if not jnp.issubdtype(value_dtype(leaf.value), jnp.floating):
         return None
     dims = [dim for dim, entry in enumerate(leaf.names) if not set(entry_axes(entry)).isdisjoint(axes)]
-    held = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
-    return dims[0] if collectives.spread_axes(held) and set(held) <= set(axes) else None
+    split_axes = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
+    return dims[0] if collectives.spread_axes(split_axes) and set(split_axes) <= set(axes) else None

@@ -211,10 +211,10 @@ def _device_of(place: Device | str | int) -> Device:
         raise ValueError(f"to({place!r}): this process has no such device, but {', '.join(available)}.") from error
 
 
-def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
-    """Raises a ValueError unless a state dict has exactly the entries ``wanted``."""
-    if given.keys() != set(wanted):
-        raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
+def check_entries(saved: StateDict, expected: Iterable[str]) -> None:
+    """Raises a ValueError unless a state dict has exactly the entries ``expected``."""
+    if saved.keys() != set(expected):
+        raise ValueError(f"the state dict has the entries {sorted(saved)}, and should have {sorted(expected)}.")
 
 
 def _from_saved(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
@@ -230,11 +230,11 @@ def _from_saved(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
         # A state dict from text (JSON, YAML) has Python numbers, which have no dtype.
         shape, dtype = np.shape(got), getattr(got, "dtype", None)
         # `devices` counts as 0 or 1 leading dims, of any size: the number of devices may have changed.
-        wanted = (*shape[:devices], *want.shape)
-        if shape != wanted or len(shape) != devices + len(want.shape) or dtype != want.dtype:
+        expected_shape = (*shape[:devices], *want.shape)
+        if shape != expected_shape or len(shape) != devices + len(want.shape) or dtype != want.dtype:
             raise ValueError(
                 f"state dict[{name!r}] has an array of shape {shape} and dtype {dtype}; "
-                f"this metric's has shape {wanted} and dtype {want.dtype}."
+                f"this metric's has shape {expected_shape} and dtype {want.dtype}."
             )
     return cells
 

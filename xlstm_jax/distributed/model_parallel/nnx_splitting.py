@@ -222,9 +222,9 @@ def _name_axis(layer: Any, split: _Split) -> None:
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
     """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there."""
     metadata = variable.get_metadata()
-    given = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
+    chosen = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
     # nnx.vmap adds leading dims of layers.
-    names = (None,) * (variable.get_raw_value().ndim - len(given)) + given
+    names = (None,) * (variable.get_raw_value().ndim - len(chosen)) + chosen
     dim += len(names) - ndim
     if names[dim] not in (None, split.axis_name) or (names[dim] is None and split.axis_name in names):
         raise ValueError(

@@ -65,22 +65,22 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        given = {name: extra_args[name] for name in extra_args if _may_take(tx, name)}
+        passed = {name: extra_args[name] for name in extra_args if _may_take(tx, name)}
         while True:
             try:
-                return tx.update(updates, state, params, **given)
+                return tx.update(updates, state, params, **passed)
             except TypeError as error:
                 # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does
                 # not show: call them, and drop the arguments that they reject.
                 refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
-                if refused is None or refused[1] not in given:
-                    raise _with_names(error, extra_args, given) from error
+                if refused is None or refused[1] not in passed:
+                    raise _with_names(error, extra_args, passed) from error
                 if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in optax_introspection.parts(tx)):
                     raise ValueError(
                         "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
                         "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
                     ) from error
-                del given[refused[1]]
+                del passed[refused[1]]
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -101,13 +101,13 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, Any]) -> TypeError:
+def _with_names(error: TypeError, extra_args: dict[str, Any], passed: dict[str, Any]) -> TypeError:
     """Returns the error to raise in place of a ``TypeError`` of an update: names a missing extra argument, if any."""
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
     all_names = re.findall(r"'(\w+)'", missing[2])
-    names = [name for name in all_names if name not in given]
+    names = [name for name in all_names if name not in passed]
     who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names or all_names])
     if not names:
         # Optax passes extra arguments to a GradientTransformationExtraArgs only.

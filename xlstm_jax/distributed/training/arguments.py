@@ -315,10 +315,10 @@ def check_evaluated(state: Any, local: PyTree) -> None:
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` if a traced array is on a mesh whose axes differ from the step's ``mesh``."""
     # Axes of size 1 split nothing, so ignore them; the order of the remaining axes matters.
-    ours = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
+    spread_sizes = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
     for path, leaf in trees.sharded_leaves(arguments):
         leaf_mesh = jax.typeof(leaf.value).sharding.mesh
-        if not leaf_mesh.empty and [(axis, size) for axis, size in leaf_mesh.shape.items() if size > 1] != ours:
+        if not leaf_mesh.empty and [(axis, size) for axis, size in leaf_mesh.shape.items() if size > 1] != spread_sizes:
             raise ValueError(
                 f"'{path}' lies on a mesh {dict(leaf_mesh.shape)}, and the step was made for a mesh "
                 f"{dict(mesh.shape)}. Use one mesh for the state, shard_batch and the step; to move a state to another "

@@ -219,8 +219,8 @@ def jitted_init(
         split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
         return sharding_of_input(x, split)
 
-    given = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
-    return jax.jit(init, in_shardings=given, out_shardings=out)
+    input_shardings = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
+    return jax.jit(init, in_shardings=input_shardings, out_shardings=out)
 
 
 @outside_set_mesh
@@ -351,8 +351,8 @@ def updated_state(
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
     grads = trainable(grads)
-    given = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
-    after, metrics = _updated(state, grads, mesh, collections, **given)
+    extra_args = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
+    after, metrics = _updated(state, grads, mesh, collections, **extra_args)
     updated = _replaced(state, after)
     if not collections:
         return updated, metrics

@@ -28,9 +28,9 @@ def live_bytes(jaxpr: Any) -> int:
     True
     """
     # The caller counts arguments and results where it binds them.
-    given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
+    never_freed = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
     materialized = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(nested_jaxprs(eqn))]
-    stored = {v for eqn in materialized for v in _values_of(eqn)} - given
+    stored = {v for eqn in materialized for v in _values_of(eqn)} - never_freed
     last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _values_of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):

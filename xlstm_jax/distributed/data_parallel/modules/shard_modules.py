@@ -121,8 +121,8 @@ def _check_model(model: object) -> None:
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):
         return
-    held = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
-    cure = f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
+    module_fields = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    cure = f" Its {module_fields[0].lstrip('_')!r} is one: pass that." if module_fields else ""
     if is_nnx(cls):
         cure = " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
     raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{cure}")

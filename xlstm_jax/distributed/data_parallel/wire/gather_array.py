@@ -258,13 +258,13 @@ def gather_dims(
     """
     left = list(names)
     for dim, entry in enumerate(names):
-        held = entry_axes(entry)
-        if set(held).isdisjoint(axes):
+        split_axes = entry_axes(entry)
+        if set(split_axes).isdisjoint(axes):
             continue
-        if set(held) <= set(axes):
-            value, left[dim] = _gather(value, wire, dim, held, communication, path), None
+        if set(split_axes) <= set(axes):
+            value, left[dim] = _gather(value, wire, dim, split_axes, communication, path), None
         else:
-            value, left[dim] = _gather_some(value, wire, dim, held, axes, communication, path)
+            value, left[dim] = _gather_some(value, wire, dim, split_axes, axes, communication, path)
         communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
     return value, tuple(left)
 

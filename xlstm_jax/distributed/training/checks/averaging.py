@@ -167,12 +167,12 @@ def check_averaged_once(applied: AppliedGradients) -> None:
         _check_equal(grad)
 
 
-def _traced_gradients(of: AppliedGradients) -> Iterator[_Gradient]:
-    grads = dict(trees.sharded_leaves(of.grads))
-    for path, leaf in trees.sharded_leaves(of.params):
-        held = grads[path].value if path in grads else None
-        if leaf.is_differentiable and isinstance(held, Tracer):
-            value = TracedValue(held)
+def _traced_gradients(applied: AppliedGradients) -> Iterator[_Gradient]:
+    grads = dict(trees.sharded_leaves(applied.grads))
+    for path, leaf in trees.sharded_leaves(applied.params):
+        grad = grads[path].value if path in grads else None
+        if leaf.is_differentiable and isinstance(grad, Tracer):
+            value = TracedValue(grad)
             yield _Gradient(path, leaf, value, _relation(value))
 
 

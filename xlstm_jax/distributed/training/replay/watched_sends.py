@@ -126,8 +126,8 @@ class _Watcher:
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
         """Evaluates a jaxpr, closed or open, with its digests."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        given = [*[_Value(const, Labels()) for const in consts], *values]
-        env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+        inputs = [*[_Value(const, Labels()) for const in consts], *values]
+        env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom: Any) -> _Value:
             return _Value(atom.val, Labels()) if isinstance(atom, core.Literal) else env[atom]
@@ -172,8 +172,8 @@ class _Watcher:
         inner, results = self._inner(), list[_Value]()
 
         def fn(*arrays: Any) -> tuple[list[Any], list[jax.Array]]:
-            given = [_Value(array, value.labels) for array, value in zip(arrays, values, strict=True)]
-            results[:] = inner.of_closed(eqn.params["jaxpr"], given)
+            inputs = [_Value(array, value.labels) for array, value in zip(arrays, values, strict=True)]
+            results[:] = inner.of_closed(eqn.params["jaxpr"], inputs)
             return [result.array for result in results], [send.digest for send in inner.sends]
 
         closed = jax.make_jaxpr(fn)(*(value.array for value in values))
@@ -219,8 +219,8 @@ class _Watcher:
         def of_branch(branch: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
             def fn(*arrays: Any) -> tuple[list[Any], jax.Array]:
                 inner = self._inner()
-                given = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
-                results = inner.of_closed(branch, given)
+                inputs = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
+                results = inner.of_closed(branch, inputs)
                 outcomes.append((inner.sends, results))
                 # One digest for all sends of a branch, as branches differ in their number.
                 digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)

@@ -220,11 +220,11 @@ class Comparison:
     Methods return sentences ("findings") on mistakes; a ``Reference`` is loss and gradients computed on one device.
     """
 
-    def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one_device: OneDevice):
+    def __init__(self, step: Callable[..., Any], state: Any, step_args: tuple[Any, ...], one_device: OneDevice):
         self.step, self.state, self.step_args, self.one_device, self.mesh = (
             step,
             state,
-            given,
+            step_args,
             one_device,
             one_device.mesh,
         )
@@ -248,14 +248,14 @@ class Comparison:
         same_key, full_batch = self.with_same_draws(key)
         if one_device.uses_mesh_axes(key):
             return self.of_communicating_loss(same_key, full_batch)
-        right = one_device.slices(key)
-        if not right.is_finite:
-            why = report.not_finite(right) if not full_batch.is_finite else report.NOT_FINITE_SLICES
-            return self.checked([why], self.observed(rng, right))
+        expected = one_device.slices(key)
+        if not expected.is_finite:
+            why = report.not_finite(expected) if not full_batch.is_finite else report.NOT_FINITE_SLICES
+            return self.checked([why], self.observed(rng, expected))
         draws = one_device.traced(key).draws
         # Slices and batch can be compared only if the same rows draw the same numbers in both.
-        mean = one_device.slices(same_key) if draws else right
-        step = self.compared_with(rng, right)
+        mean = one_device.slices(same_key) if draws else expected
+        step = self.compared_with(rng, expected)
         of_loss, of_slices, findings = self.objective(same_key, mean, full_batch, step.seen, key)
         # Combine step / slices and slices / batch into step / batch.
         total = [
@@ -267,7 +267,7 @@ class Comparison:
             for leaf, of in zip(step.leaves, of_slices, strict=True)
         ]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, right)
+        findings += self.without_gradient(key, expected)
         ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, full_batch.loss)
         method = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
         return self.checked(findings, step.seen, method, total, ratio)
@@ -335,44 +335,49 @@ class Comparison:
         batch, _, *rest = self.step_args
         return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(expected.grads), self.mesh)
 
-    def compared_with(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
-        """Compares a run of the step with the reference ``truth``: ``seen``, or if None a new run with ``rng``."""
-        seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
-        of_model, findings = self.loss_differs(rng, seen, truth)
+    def compared_with(self, rng: PyTree, expected: Reference, seen: SeenStep | None = None) -> StepComparison:
+        """Compares a run of the step with the reference ``expected``: ``seen``, or if None a new run with ``rng``."""
+        seen, leaves = self.compared(seen or self.observed(rng, expected), expected)
+        of_model, findings = self.loss_differs(rng, seen, expected)
         if seen.updates != 1:
             times = f"the step calls its optimizer {seen.updates} times"
             findings.append(f"{times}. Call tx.update, or apply_gradients, once.")
         if seen.state_of_gradients is not None and not findings and _are_right(leaves):
-            findings += self.state_differs(seen, truth)
-        ratio = _ratio(seen.loss.value, truth.loss) if seen.loss else None
+            findings += self.state_differs(seen, expected)
+        ratio = _ratio(seen.loss.value, expected.loss) if seen.loss else None
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
-    def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
+    def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
+        """Compares observed leaves with ``expected``; if equal, ``seen.next_observation``, too. Returns the last."""
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one_device.tree(reference.grads)))
 
-        narrow = {**of_wire(self.state.params, truth), **seen.rounding}
+        narrow = {**of_wire(self.state.params, expected), **seen.rounding}
         leaves = compare_leaves(
-            flat(seen.observed_values), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.perturbed()), self.eps
+            flat(seen.observed_values),
+            as_seen(expected),
+            self.axes,
+            narrow,
+            lambda: as_seen(expected.perturbed()),
+            self.eps,
         )
         leaves = [_with_copies(leaf, seen.observed_values[leaf.path]) for leaf in leaves]
         # Correct first moments, say, do not prove the updates correct: compare these next.
         if seen.next_observation is not None and _are_right(leaves):
-            return self.compared(seen.next_observation, truth)
+            return self.compared(seen.next_observation, expected)
         return seen, leaves
 
-    def state_differs(self, seen: SeenStep, truth: Reference) -> list[str]:
+    def state_differs(self, seen: SeenStep, expected: Reference) -> list[str]:
         """Compares the optimizer state of a step that bypasses the state's optimizer; returns findings."""
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
         return list(
             of_state(
                 by_path(bare(seen.after.opt_state)),
-                of_gradients(self.one_device.tree(truth.grads)),
+                of_gradients(self.one_device.tree(expected.grads)),
                 by_path(bare(seen.before.opt_state)),
-                lambda: of_gradients(self.one_device.tree(truth.perturbed().grads)),
+                lambda: of_gradients(self.one_device.tree(expected.perturbed().grads)),
                 self.eps,
             )
         )
@@ -382,14 +387,14 @@ class Comparison:
         model_axes = self.one_device.model_axes(self.step_args[1])
         return list(report.of_leaves(leaves, seen.value_kind, self.parts, of_loss, model_axes))
 
-    def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
+    def loss_differs(self, key: PyTree, seen: SeenStep, expected: Reference) -> tuple[bool, list[str]]:
         """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
         if seen.loss is None:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
         eps = max(self.eps, seen.loss.eps / 8)
-        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.perturbed().loss, eps)
-        times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.axis_sizes, tolerance)
+        same, tolerance = same_number(seen.loss.value, expected.loss, lambda: expected.perturbed().loss, eps)
+        times = Multiple.of(_ratio(seen.loss.value, expected.loss), self.axis_sizes, tolerance)
         if same or times.kind == "equal":
             return False, []
         axes = self.one_device.model_axes(key)
@@ -452,15 +457,15 @@ class Comparison:
             return []
         return self.objective(key, mean, full_batch, seen, self.step_args[1])[2]
 
-    def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
+    def without_gradient(self, key: PyTree, expected: Reference) -> list[str]:
         """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
-        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
+        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         elsewhere = (self.one_device.on_full_batch(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
-        if not any(reference.has_gradient for reference in (truth, *elsewhere)):
-            return list(report.zero_gradient_lines(list(truth.grads), len(truth.grads)))
-        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(truth.grads)))
+        if not any(reference.has_gradient for reference in (expected, *elsewhere)):
+            return list(report.zero_gradient_lines(list(expected.grads), len(expected.grads)))
+        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(expected.grads)))
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 
@@ -486,13 +491,16 @@ class Comparison:
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
             rng = folded(self.step_args[1], i)
-            right = self.one_device.on_full_batch(rng)
+            expected = self.one_device.on_full_batch(rng)
             moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.step_args, self.one_device)
-            seen = cache["seen"] = moved.observed(rng, right)
-            ours, truth = flat(seen.observed_values), flat(seen.of_gradients(self.one_device.tree(right.grads)))
+            seen = cache["seen"] = moved.observed(rng, expected)
+            actual_values, expected_values = (
+                flat(seen.observed_values),
+                flat(seen.of_gradients(self.one_device.tree(expected.grads))),
+            )
             if seen.loss is not None:
-                ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
-            return ours, truth
+                actual_values[LOSS], expected_values[LOSS] = np.array([seen.loss.value]), np.array([expected.loss])
+            return actual_values, expected_values
 
         by_path, count = ratios(sample)
         seen = cache["seen"]
@@ -562,9 +570,13 @@ class Comparison:
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
         """Compares collections after the step with those of one device; returns findings."""
-        got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
-        right, again = (partial(self.one_device.collections_after, rng, shake) for shake in (False, True))
-        return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
+        actual, before = (
+            by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state))
+        )
+        expected, perturbed = (partial(self.one_device.collections_after, rng, shake) for shake in (False, True))
+        return list(
+            of_collections(actual, by_path(bare(expected())), before, lambda: by_path(bare(perturbed())), self.eps)
+        )
 
     def shows_gradients(self, seen: SeenStep) -> bool:
         """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
@@ -579,8 +591,8 @@ def _with_copies(leaf: LeafCheck, value: jax.Array) -> LeafCheck:
     return leaf._replace(copies_differ=copies_differ(value), differ_along=differ_along(value))
 
 
-def _ratio(got: float, right: float) -> float:
-    return got / right if right else (1.0 if got == right else math.inf)
+def _ratio(actual: float, expected: float) -> float:
+    return actual / expected if expected else (1.0 if actual == expected else math.inf)
 
 
 def _are_right(leaves: list[LeafCheck]) -> bool:

@@ -67,7 +67,7 @@ class SeenStep(NamedTuple):
     state_of_gradients: Callable[[PyTree], dict[str, Any]] | None = None
 
 
-def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
+def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
     """Runs the step with a recording optimizer, or, if this fails, with the state's optimizer.
 
     ``grads`` are the correct gradients, or any arrays in the same tree.
@@ -75,23 +75,23 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
     before = recorded_state(state, mesh)
     try:
         # Preferred: record the gradients passed to the optimizer, before any moment or clipping.
-        after, loss = _run(step, before, given)
+        after, loss = _run(step, before, step_args)
     except Exception:  # a custom optimizer, or custom specs of the state, may raise anything
-        return _of_own_optimizer(step, state, given, grads)
+        return _of_own_optimizer(step, state, step_args, grads)
     if isinstance(after.opt_state, Recorded) and not after.opt_state.record.is_intact():
         # The record was changed, so gradients are unknown; `check_update` reports this.
         return SeenStep("gradients", _by_path(grads), _by_path, loss, collections_of(after), before, after)
     if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
-        return _of_own_optimizer(step, state, given, grads)
+        return _of_own_optimizer(step, state, step_args, grads)
     observed_values = _by_path(_as_seen(after.opt_state.record.grads))
-    again = lambda: _run(step, after, given)[0]  # noqa: E731
+    again = lambda: _run(step, after, step_args)[0]  # noqa: E731
     collections = collections_of(after)
     return SeenStep(
         "gradients", observed_values, _by_path, loss, collections, before, after, updates=calls, run_second_step=again
     )
 
 
-def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
+def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree) -> SeenStep:
     """Runs a step that bypasses the state's optimizer; observes first moments, if any, then updates."""
 
     # Start first moments from zeros, so that they come from this step alone.
@@ -99,7 +99,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
         return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf
 
     fresh = state.replace(opt_state=trees.map_leaves_with_path(fresh_leaf, state.opt_state))
-    after, loss = _run(step, fresh, given)
+    after, loss = _run(step, fresh, step_args)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
     # The same optimizer, for one device and the correct gradients.
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
@@ -135,9 +135,11 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     return updates
 
 
-def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
+def _run(step: Callable[..., Any], state: State, step_args: PyTree) -> tuple[State, ReportedLoss | None]:
     """Returns state and loss after the step. Passes copies, because the step may donate its arguments."""
-    after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
+    after, metrics, *_ = step(
+        *jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *step_args))
+    )
     # A user's step may return the loss in place of metrics.
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}

@@ -259,7 +259,7 @@ class _Update:
     def of_optimizer(self) -> UpdateCheck:
         """Compares the optimizer's updates and state with those of one device, from the same gradients."""
         try:
-            right, again, eps = self.on_one_device()
+            expected, perturbed, eps = self.on_one_device()
         except Exception as error:  # optimizers that need arguments which only the step has may raise anything
             message = " ".join(f"{type(error).__name__}: {error}".split())[:120]
             why = (
@@ -267,12 +267,12 @@ class _Update:
                 "compared. Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
             )
             return UpdateCheck(unknown=(why,))
-        (updates, state), got = right, by_path(bare(self.record.updates))
-        findings = list(of_updates(got, by_path(updates), lambda: by_path(again()[0]), eps))
+        (updates, state), got = expected, by_path(bare(self.record.updates))
+        findings = list(of_updates(got, by_path(updates), lambda: by_path(perturbed()[0]), eps))
         if not findings:  # the state of wrong updates is wrong, too
             before = {path: true_value(leaf) for path, leaf in self.record.opt_state.items()}
             got_state, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
-            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(again()[1])), eps))
+            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(perturbed()[1])), eps))
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
@@ -282,9 +282,9 @@ class _Update:
         """
         params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
         # Structure of the state, values as recorded by the optimizer.
-        given = self.record.opt_state
+        opt_state = self.record.opt_state
         state = trees.map_leaves_with_path(
-            lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
+            lambda path, leaf: true_value(opt_state.get(path, leaf)), self.before.opt_state.inner
         )
         inputs = jax.device_put(
             (bare(self.record.grads), state, params, self.record.value),
@@ -338,9 +338,9 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
         )
 
 
-def of_updates(got: Arrays, right: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
-    wrong = [leaf for leaf in compare_each_leaf(got, right, perturbed, eps) if not leaf.is_equal]
+def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    """Yields a finding if the updates ``actual`` differ from ``expected``, the optimizer's on one device."""
+    wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
@@ -349,28 +349,34 @@ def of_updates(got: Arrays, right: Arrays, perturbed: Callable[[], Arrays], eps:
         )
 
 
-def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the optimizer state ``got`` after a step is not ``right``; ``before`` precedes the step."""
-    if got.keys() != right.keys():
-        other = sorted(got.keys() ^ right.keys())
+def of_state(
+    actual: Arrays, expected: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
+) -> Iterator[str]:
+    """Yields a finding if the optimizer state ``actual`` after a step is not ``expected``; ``before``: before it."""
+    if actual.keys() != expected.keys():
+        other = sorted(actual.keys() ^ expected.keys())
         yield (
             f"the optimizer's state after the step has other leaves ({listed(other)}) than tx.update returns. Return "
             "its second result as opt_state."
         )
         return
-    paths = [path for path in right if not _is_set_by_hand(path)]
-    numbers = [path for path in paths if is_inexact(right[path]) and np.shape(got[path]) == np.shape(right[path])]
+    paths = [path for path in expected if not _is_set_by_hand(path)]
+    numbers = [
+        path for path in paths if is_inexact(expected[path]) and np.shape(actual[path]) == np.shape(expected[path])
+    ]
     leaves = compare_each_leaf(
-        {path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps
+        {path: actual[path] for path in numbers}, {path: expected[path] for path in numbers}, again, eps
     )
     wrong = {leaf.path: f"{leaf.ratio:.3g} x" for leaf in leaves if not leaf.is_equal}
     for path in paths:
-        if path not in numbers and not same_bits(got[path], right[path]):
-            is_number = np.shape(got[path]) == () and not is_prng_key(got[path])
-            wrong[path] = f"{np.asarray(got[path])} in place of {np.asarray(right[path])}" if is_number else "other"
+        if path not in numbers and not same_bits(actual[path], expected[path]):
+            is_number = np.shape(actual[path]) == () and not is_prng_key(actual[path])
+            wrong[path] = (
+                f"{np.asarray(actual[path])} in place of {np.asarray(expected[path])}" if is_number else "other"
+            )
     if not wrong:
         return
-    if all(same_bits(got[path], before[path]) for path in wrong if path in before):
+    if all(same_bits(actual[path], before[path]) for path in wrong if path in before):
         yield (
             f"the optimizer's state ({listed(list(wrong))}) stays as it was, and parameters do not: moments and counts "
             "of this step are lost. Return the opt_state of tx.update: state.replace(params=..., opt_state=...)."
@@ -404,10 +410,10 @@ def of_collections(
         )
 
 
-def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
+def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
     """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
     checks = []
-    for path, leaf in right.items():
+    for path, leaf in expected.items():
         dtype = value_dtype(leaf)
         narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
         # Denormal numbers may be flushed to 0 in one program and not in the other.
@@ -415,7 +421,7 @@ def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], e
             np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
         )
         checks += compare_leaves(
-            flat({path: got[path]}),
+            flat({path: actual[path]}),
             flat({path: leaf}),
             {},
             {path: floor},
@@ -468,13 +474,13 @@ def _is_set_by_hand(path: str) -> bool:
     return HYPERPARAMS in path.split("/")
 
 
-def _multiple(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> float | None:
-    """Returns the factor by which ``got`` is ``wanted``, or None if it is not a multiple."""
-    size = _size(wanted)
+def _multiple(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> float | None:
+    """Returns the factor by which ``actual`` is ``expected``, or None if it is not a multiple."""
+    size = _size(expected)
     if not size:
         return None
-    factor = float(np.real(np.vdot(wanted, got))) / size**2
-    return factor if _size(got - factor * wanted) <= tolerance * size else None
+    factor = float(np.real(np.vdot(expected, actual))) / size**2
+    return factor if _size(actual - factor * expected) <= tolerance * size else None
 
 
 def _size(values: np.ndarray) -> float:
