@@ -163,7 +163,8 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
         _warn(
             f"'{path}', and {len(narrow)} of {len(differentiable)} parameters in all, are trained in {dtype}: updates "
             f"smaller than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and "
-            "gather in 16 bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': docs/dtypes.md.",
+            "gather in 16 bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': "
+            "docs/dtypes.md.",
             ("narrow", dtype),
         )
     shapes = jax.eval_shape(trainable, params)
