@@ -370,7 +370,7 @@ def test_abstract_state_and_plan_match_the_collections_of_the_real_state():
         lambda x: (x.shape, x.dtype, x.sharding), (abstract.params, abstract.collections)
     )
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
-    assert plan.other_bytes.per_device == bytes_per_device(state.collections) == 2 * 16 * 4
+    assert plan.other.per_device == bytes_per_device(state.collections) == 2 * 16 * 4
     row = plan.row("(batch_stats) BatchNorm_0/mean")
     assert row.parts == 1 and str(row.reason) == "only parameters are split"
 
@@ -380,8 +380,8 @@ def test_forecast_and_lint_count_the_bytes_of_collections():
     step, args = Workload(model, TX, BATCH, loss_fn, inputs=(BATCH["x"],)).build_step(mesh)
     found, plan = forecast(step, *args), plan_sharding(model, mesh.shape, BATCH["x"])
     rest = bytes_per_device([BATCH["x"], BATCH["y"]]) // 8 + 4  # and the number of the step; key and weights go unused
-    assert found.memory.argument_bytes == plan.parameters.per_device + plan.other_bytes.per_device + rest
-    assert plan.other_bytes.per_device == 2 * 16 * 4
+    assert found.memory.argument_bytes == plan.parameters.per_device + plan.other.per_device + rest
+    assert plan.other.per_device == 2 * 16 * 4
     assert lint(found, plan) == []
 
 

@@ -109,7 +109,7 @@ class ShardingPlan:
         return sum((row.host for row in self.rows), ByteCount())
 
     @property
-    def other_bytes(self) -> ByteCount:
+    def other(self) -> ByteCount:
         """Bytes of the model's further collections, such as ``batch_stats``."""
         return sum((row.other for row in self.rows), ByteCount())
 

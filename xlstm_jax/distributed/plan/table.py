@@ -53,7 +53,7 @@ def plan_table(plan: Any) -> Any:
     """Returns the tables of a ``ShardingPlan`` for ``rich``; called by ``ShardingPlan.table``."""
     columns = _section_columns(plan)
     lines = _lines(plan.rows, columns)
-    other = f", other collections {format_bytes(plan.other_bytes.per_device)}" if plan.other_bytes.total else ""
+    other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
     host = format_bytes(plan.host.per_device)
     on_host = f"Its host keeps {host} of optimizer state for it.\n" if plan.host.total else ""
     summary = (
