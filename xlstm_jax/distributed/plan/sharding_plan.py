@@ -78,9 +78,9 @@ class ShardingPlan:
     assumed: str
     rows: tuple[LeafPlan, ...]
     # Fields of the sections: each has the name of a section.
-    matrices: tuple[Any, ...] = ()
-    experts: tuple[Any, ...] = ()
-    units: tuple[Any, ...] = ()
+    matrices: Sequence[Any] = ()
+    experts: Sequence[Any] = ()
+    units: Sequence[Any] = ()
     decay: Sequence[Any] = ()
     roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
