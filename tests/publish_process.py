@@ -1,6 +1,7 @@
 """A process that publishes weights: ``python -m tests.publish_process MODE FOLDER RANK COUNT PORT [ARGUMENT]``.
 
 versions  publishes two versions of leaves of every kind and a delta, and prints what was received here
+refused   publishes a version; then a second one, of which process 1 cannot write a file; then a third one
 killed    publishes a version; then a second one, while process 1 is killed at its write number ARGUMENT
 measure   publishes and exports ARGUMENT MB, and prints seconds and the peak of host memory above the parameters
 padded    as measure, of leaves that are padded to be split
@@ -23,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.checkpoint import Stored, publish
+from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import publish as publishing
 from xlstm_jax.distributed.checkpoint.publication import writers
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
@@ -145,6 +146,22 @@ def killed(mesh):
     publish(params_of(2, mesh), FOLDER, names=NAMES, max_file_bytes=500)
 
 
+def refused(mesh):
+    versions, errors = [publish(params_of(1, mesh), FOLDER, names=NAMES, max_file_bytes=500)], []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        publish(params_of(2, mesh), FOLDER, names=NAMES)
+    except OSError as error:
+        errors.append(f"{error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    read, wanted = apply_publication({}, FOLDER).arrays, tensors_of(1)
+    is_before = read.keys() == wanted.keys() and all(read[name].tobytes() == x.tobytes() for name, x in wanted.items())
+    versions.append(publish(params_of(2, mesh), FOLDER, names=NAMES, max_file_bytes=500))
+    return {"versions": versions, "errors": errors, "version before": is_before}
+
+
 def measure(mesh):
     """Leaves of 4 MB each, and files of 32 MB. Each process has a disk of 20 MB/s, by waiting after each write."""
     count = ARGUMENT // 4
@@ -190,7 +207,7 @@ def main():
         initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
     print(
-        json.dumps({"versions": versions, "killed": killed, "measure": measure, "padded": measure}[MODE](mesh)),
+        json.dumps({"versions": versions, "refused": refused, "killed": killed, "measure": measure, "padded": measure}[MODE](mesh)),
         flush=True,
     )
 
