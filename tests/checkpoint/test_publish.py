@@ -131,8 +131,8 @@ def test_a_file_that_cannot_be_written_is_an_error_in_every_process_and_the_vers
 @pytest.mark.parametrize("count", [2, 4])
 def test_kills_within_writes_of_several_processes_never_leave_a_torn_version_to_read(count, tmp_path):
     """SIGKILL at drawn bytes and moments; every job that follows reads the version before, and publishes."""
-    command = [sys.executable, "-m", "tests.torn_process", tmp_path / "published", *map(str, (count, 0, 3, 10))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    command = [sys.executable, "-m", "tests.torn_process", tmp_path / "published", *map(str, (count, 0, 3, 12))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     hits = [kill for kill in found["kills"] if kill["within a write"]]
