@@ -112,10 +112,10 @@ def measured(processes: int, mebibytes: int, disk_mb_per_s: float, padded: bool)
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         options = ["--mebibytes", str(mebibytes), "--disk", str(disk_mb_per_s), *["--padded"] * padded]
+        command = [sys.executable, "-m", "benchmarks.publications", *options, "--as-process", folder, str(port)]
         started = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.publications", *options, "--as-process", folder, str(port)]
-                + [str(processes), str(rank)],
+                [*command, str(processes), str(rank)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

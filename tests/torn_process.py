@@ -239,7 +239,7 @@ def check_safetensors() -> None:
     arrays = {}
     for file in set(weight_map.values()):
         with safetensors.safe_open(FOLDER / file, "np") as opened:
-            arrays |= {name: opened.get_tensor(name) for name in opened.keys()}
+            arrays |= {name: opened.get_tensor(name) for name in weight_map if weight_map[name] == file}
     assert arrays.keys() == weight_map.keys()
     number_of(arrays)
 

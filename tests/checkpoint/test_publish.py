@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,14 @@ import safetensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import publications
 from tests.damage import same
 from tests.processes.test_processes import free_port
 from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import files, writers
+from xlstm_jax.distributed.checkpoint.publication import publish as publishing
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.store import Store
 
@@ -255,17 +258,30 @@ def test_publish_keeps_the_previous_version_and_removes_older_versions(tmp_path)
         assert there == {max(1, version - 1), version}
 
 
-@pytest.mark.parametrize("mode", ["measure", "padded"])
-def test_publish_holds_a_single_file_and_a_round_of_tensors_in_host_memory(mode, tmp_path):
-    """64 leaves of 4 MB, in files of 32 MB; NumPy reports what it allocates, and the system what devices hold as well.
+@pytest.mark.parametrize("padded", [False, True])
+def test_publish_holds_a_single_file_and_a_round_of_tensors_in_host_memory(padded):
+    """64 leaves of 4 MB, in files of 32 MiB; NumPy reports what it allocates, and the system what devices hold as well.
 
     A padded leaf that was unsharded on the devices would take 8 MB of the process, and all of them 537 MB.
     """
-    for process in results(mode, tmp_path, 2, 256):
-        assert process["written MB"] == 134
+    for process in publications.measured(2, 256, 0, padded):
+        assert process["MB written"] == 134
         # What a store has read lies in memory of JAX, which NumPy does not report.
-        assert (32 if mode == "measure" else 0) <= process["publish"]["MB of arrays"] <= 32 + 3 * 4.3, process
-        assert process["publish"]["MB of process"] <= 32 + 30 * 4.3, process
+        assert (0 if padded else 32) <= process["MB of arrays"] <= 34 + 2 * 4.3, process
+        assert process["MB of process"] <= 34 + 30 * 4.3, process
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_files_are_a_share_of_what_a_process_writes(default, tmp_path, monkeypatch):
+    """So that the memory of a host falls with the number of processes."""
+    monkeypatch.setattr(publishing, "MIN_SHARE_BYTES", 300)
+    sizes = []
+    for leaves in (8, 16, 32, 64):
+        params = {f"w{i:02}": np.zeros(100, np.uint8) for i in range(leaves)}
+        publish(params, tmp_path, **({} if default else {"max_file_bytes": 500}))
+        weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+        sizes.append(max(Counter(weight_map.values()).values()))
+    assert sizes == ([3, 3, 4, 8] if default else [5, 5, 5, 5])
 
 
 def test_the_largest_tensors_are_assigned_first():
