@@ -1,8 +1,9 @@
 """Wall time and host memory of ``publish`` with 1, 2 and 4 processes on this machine.
 
-    python -m benchmarks.publications                           1 GiB in leaves of 4 MiB; a minute on a quiet machine
+    python -m benchmarks.publications                           1 GiB in leaves of 4 MiB; two minutes
     python -m benchmarks.publications --mebibytes 256 --processes 2
     python -m benchmarks.publications --padded                  leaves that are padded to be split
+    python -m benchmarks.publications --delta                   bytes of a delta, of weights of which 2 % change
 
 The leaves are split over four simulated devices, which the processes share. All processes write to one disk here, which
 would hide that each host has its own: so each process waits after a file until a disk of ``--disk`` MB/s would have
@@ -142,12 +143,27 @@ def table(results: dict[str, list[dict[str, float]]]) -> list[str]:
     return lines
 
 
+def bytes_of_delta(mebibytes: int, share: float) -> int:
+    """Returns the bytes of a delta of bfloat16 weights, of which a ``share`` of the entries change at random places."""
+    rng = np.random.default_rng(0)
+    weights = {f"w{i}": rng.standard_normal(2**19, np.float32).astype(jnp.bfloat16) for i in range(mebibytes)}
+    with tempfile.TemporaryDirectory() as folder:
+        publish(weights, folder)
+        for name, values in weights.items():
+            bits = values.view(np.uint16).copy()
+            bits[rng.random(bits.size) < share] ^= 1
+            weights[name] = bits.view(values.dtype)
+        publish(weights, folder, since=1)
+        return sum(file.stat().st_size for file in Path(folder).glob("*00000002*"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2, 4], choices=[1, 2, 4])
     parser.add_argument("--mebibytes", type=int, default=1024, help="of all leaves")
-    parser.add_argument("--disk", type=float, default=50, help="MB/s of the disk of each process; 0: do not wait")
+    parser.add_argument("--disk", type=float, default=25, help="MB/s of the disk of each process; 0: do not wait")
     parser.add_argument("--padded", action="store_true", help="leaves of 1023 rows, stored in 1024")
+    parser.add_argument("--delta", action="store_true", help="print the bytes of a delta")
     parser.add_argument("--out", type=Path, default=FILE)
     parser.add_argument("--as-process", nargs=4, metavar=("FOLDER", "PORT", "COUNT", "RANK"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -157,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if int(count) > 1:
             initialize_distributed(f"127.0.0.1:{port}", int(count), int(rank))
         print(json.dumps(published(Path(folder), args.mebibytes, args.disk, args.padded)), flush=True)
+        return 0
+    if args.delta:
+        print(f"{bytes_of_delta(122, 0.02) / 1e6:.2f} MB")
         return 0
     results = {str(n): measured(n, args.mebibytes, args.disk, args.padded) for n in args.processes}
     print("\n".join(table(results)))
