@@ -208,7 +208,7 @@ CASES: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], tuple[str, ...]]]
         {"has_aux": True, "num_minibatches": 2},
         (*IN_A_LAYER, "metric", "metric"),
     ),
-    "weighted loss": (Layers, weighted_loss, {"num_minibatches": 2}, IN_A_LAYER),
+    "weighted loss": (Layers, weighted_loss, {"weighted": True, "num_minibatches": 2}, IN_A_LAYER),
     "NNX": (nnx_layers, loss_without_rng, {}, IN_A_LAYER),
     "NNX, minibatches": (nnx_layers, loss_without_rng, {"num_minibatches": 4}, IN_A_LAYER),
 }

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
+from tests import replay_trials
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
 from tests.support import AXES, Model, bits_equal, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
@@ -313,3 +314,11 @@ def test_replayed_raises_for_invalid_step_every_or_abstract_mesh():
     for other in (evaluation, replayed(of_state)):
         with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
             replayed(other)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("model", sorted(replay_trials.CASES))
+def test_faults_of_other_kinds_are_found_and_the_device_is_named(model):
+    """Stuck bits, scaled and lost entries, exchanged rows; in masks, collectives, collections and metrics, too."""
+    found = replay_trials.trials(model, 9, seed=1)
+    assert found["which"] == [] and found["found"] >= 7, found  # guard: a fault without effect is not found
