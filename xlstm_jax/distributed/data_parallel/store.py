@@ -59,7 +59,7 @@ class Store:
           shape: of the stored array.
           part: of the stored array, as a slice for each dim.
         """
-        raise NotImplementedError
+        return np.asarray(value[part])
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """Returns a permutation: for each dim of a value with ``ndim`` dims, the index of the stored dim."""
