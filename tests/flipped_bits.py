@@ -40,14 +40,14 @@ class Faults:
         places = np.ravel(place)
         hit = [self.run in self.runs and self.devices[int(one)] == self.device for one in places]
         found = np.array([[one, *self.fault] for one in hit], np.int32)
-        return found.reshape(*np.shape(place), 4)
+        return found.reshape(*np.shape(place), 1 + len(self.fault))
 
     def fault_here(self) -> jax.Array:
-        """Returns the fault of this device as int32 [4]; none outside of ``shard_map``."""
+        """Returns the fault of this device as int32, for ``flipped`` [4]; none outside of ``shard_map``."""
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if not axes:
-            return jnp.zeros(4, jnp.int32)
-        shape = jax.ShapeDtypeStruct((4,), jnp.int32)
+            return jnp.zeros(1 + len(self.fault), jnp.int32)
+        shape = jax.ShapeDtypeStruct((1 + len(self.fault),), jnp.int32)
         return jax.pure_callback(self.of_place, shape, jax.lax.axis_index(axes), vmap_method="expand_dims")
 
     def activation(self, x: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
 """A process that publishes weights: ``python -m tests.publish_process MODE FOLDER RANK COUNT PORT [ARGUMENT]``.
 
 versions  publishes two versions of leaves of every kind and a delta, and prints what was received here
+refused   publishes a version; then a second one, of which process 1 cannot write a file; then a third one
 killed    publishes a version; then a second one, while process 1 is killed at its write number ARGUMENT
-measure   publishes and exports ARGUMENT MB, and prints seconds and the peak of host memory above the parameters
-padded    as measure, of leaves that are padded to be split
 """
 
 import json
@@ -12,8 +11,6 @@ import re
 import resource
 import signal
 import sys
-import time
-import tracemalloc
 from pathlib import Path
 
 import jax
@@ -22,8 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from xlstm_jax.distributed import DeviceMeshManager, export_safetensors, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.checkpoint import Stored, publish
+from xlstm_jax.distributed import DeviceMeshManager, initialize_distributed, simulate_cpu_devices
+from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import publish as publishing
 from xlstm_jax.distributed.checkpoint.publication import writers
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
@@ -31,7 +28,6 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 
 MODE, FOLDER, RANK, COUNT, PORT = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
 ARGUMENT = int(sys.argv[6]) if len(sys.argv) > 6 else 0
-DISK_BYTES_PER_S = 20e6  # of each process, in "measure"
 
 NAMES = {
     r"blocks/(\w+)": Stored(r"model.layers.{layer}.\1.weight", "i o -> o i"),
@@ -145,43 +141,20 @@ def killed(mesh):
     publish(params_of(2, mesh), FOLDER, names=NAMES, max_file_bytes=500)
 
 
-def measure(mesh):
-    """Leaves of 4 MB each, and files of 32 MB. Each process has a disk of 20 MB/s, by waiting after each write."""
-    count = ARGUMENT // 4
-    split = NamedSharding(mesh, P(("dp", "fsdp")))
-    make = jax.jit(lambda i: jnp.full((1024, 1024), i, jnp.float32), out_shardings=split)
-    params = {f"w{i:04}": make(i) for i in range(count)}
-    jax.block_until_ready(params)
-    if MODE == "padded":
-        names, store = (("dp", "fsdp"), None), ZeroPadding((1023, None))
-        params = {name: Sharded(w, names, store=store) for name, w in params.items()}
-    publish({"warm": params["w0000"]}, FOLDER / "warm")
-    write = publishing.write_tensors
-
-    def as_on_a_slow_disk(path, tensors, digests):
-        begun = time.monotonic()
-        sha256 = write(path, tensors, digests)
-        time.sleep(max(0, sum(x.nbytes for x in tensors.values()) / DISK_BYTES_PER_S - (time.monotonic() - begun)))
-        return sha256
-
-    publishing.write_tensors = as_on_a_slow_disk
-    return {
-        "publish": measured(lambda: publish(params, FOLDER / "published", max_file_bytes=32_000_000)),
-        "written MB": sum(f.stat().st_size for f in (FOLDER / "published").glob(f"*-{RANK:05}-*")) // 10**6,
-        "export": measured(lambda: export_safetensors(params, FOLDER / "exported", max_file_bytes=32_000_000)),
-    }
-
-
-def measured(work):
-    tracemalloc.start()
-    before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-    work()
-    seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rss = (after.ru_maxrss - before.ru_maxrss) / 1024
-    return {"s": round(seconds, 1), "cpu s": round(cpu, 2), "MB of arrays": peak // 10**6, "MB of process": round(rss)}
+def refused(mesh):
+    versions, errors = [publish(params_of(1, mesh), FOLDER, names=NAMES, max_file_bytes=500)], []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        publish(params_of(2, mesh), FOLDER, names=NAMES)
+    except OSError as error:
+        errors.append(f"{error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    read, wanted = apply_publication({}, FOLDER).arrays, tensors_of(1)
+    is_before = read.keys() == wanted.keys() and all(read[name].tobytes() == x.tobytes() for name, x in wanted.items())
+    versions.append(publish(params_of(2, mesh), FOLDER, names=NAMES, max_file_bytes=500))
+    return {"versions": versions, "errors": errors, "version before": is_before}
 
 
 def main():
@@ -189,10 +162,7 @@ def main():
     if COUNT > 1:
         initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
     mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2})
-    print(
-        json.dumps({"versions": versions, "killed": killed, "measure": measure, "padded": measure}[MODE](mesh)),
-        flush=True,
-    )
+    print(json.dumps({"versions": versions, "refused": refused, "killed": killed}[MODE](mesh)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,14 @@ import safetensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import publications
 from tests.damage import same
 from tests.processes.test_processes import free_port
 from tests.support import assert_same_bits, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import files, writers
+from xlstm_jax.distributed.checkpoint.publication import publish as publishing
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.store import Store
 
@@ -118,6 +121,33 @@ def test_after_a_kill_between_files_the_version_before_is_read_and_the_next_run_
     assert followed(tmp_path) == wanted[2]
 
 
+def test_a_file_that_cannot_be_written_is_an_error_in_every_process_and_the_version_before_stays(tmp_path, wanted):
+    for process in results("refused", tmp_path, 2):
+        assert process["versions"] == [1, 2] and process["version before"]
+        (error,) = process["errors"]
+        assert "process 1: " in error and "00000002-00001-00000.safetensors cannot be written: " in error, error
+    assert followed(tmp_path) == wanted[2]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_kills_within_writes_of_several_processes_never_leave_a_torn_version_to_read(count, tmp_path):
+    """SIGKILL at drawn bytes and moments; every job that follows reads the version before, and publishes."""
+    command = [sys.executable, "-m", "tests.torn_process", tmp_path / "published", *map(str, (count, 0, 3, 12))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    hits = [kill for kill in found["kills"] if kill["within a write"]]
+    assert len(hits) >= 3, found  # guard: kills were in the midst of writes
+    assert all(kill["read"] == kill["version"] - 1 for kill in hits), found
+    assert all(-9 in kill["codes"] for kill in found["kills"]), found
+    codes, published, number = found["last"]
+    assert codes == [0] * count and number % 1000 == published > max(kill["read"] for kill in found["kills"])
+    assert found["reader"] == 0, done.stderr[-3000:]  # a reader that has followed all of this
+    assert found["left"] == []
+
+
 def killed_at(monkeypatch, module, name, number):
     """Raises in place of call ``number`` of ``module.name``: the files are then those that a kill leaves."""
     calls, real = [], getattr(module, name)
@@ -153,7 +183,10 @@ def test_interrupted_publication_leaves_the_previous_version_readable(operation,
 
 @pytest.mark.parametrize("delta", [False, True], ids=["full", "delta"])
 def test_a_publication_that_ends_at_any_byte_is_not_read(delta, tmp_path):
-    """The folder after each byte of each file, in the order of the writes: a kill leaves no other one."""
+    """The folder after each byte of each file, in the order of the writes: a kill leaves no other one.
+
+    The library safetensors writes a file of full size, with zeros where nothing was written yet, in a hidden folder.
+    """
     first, second = [{name: np.full(4, i + len(name), np.float32) for name in ("a", "bb")} for i in range(2)]
     publish(first, tmp_path / "before", max_file_bytes=16)
     shutil.copytree(tmp_path / "before", tmp_path / "after")
@@ -173,8 +206,12 @@ def test_a_publication_that_ends_at_any_byte_is_not_read(delta, tmp_path):
     folder, read = tmp_path / "before", 0
     for name, content in steps:
         hidden = folder / f".{name}.tmp"
+        if not name.endswith(".json"):
+            hidden.mkdir()
+            hidden /= name
         for size in range(len(content) + 1):
-            hidden.write_bytes(content[:size])
+            zeros = b"" if name.endswith(".json") else bytes(len(content) - size)
+            hidden.write_bytes(content[:size] + zeros)
             got = apply_publication({}, folder)
             assert got.version == 1 and same(got.arrays, first), (name, size)
             read += 1
@@ -203,7 +240,8 @@ def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
     publish({"a": np.ones(10), "b": np.ones(10)}, tmp_path, max_file_bytes=80)
     names = [event.replace(f"{tmp_path}", "").replace("model-00000001-00000-0000", "") for event in events]
     assert names == [
-        *["/.0.safetensors.tmp", "-> /0.safetensors", "/.1.safetensors.tmp", "-> /1.safetensors"],
+        *["/.0.safetensors.tmp/0.safetensors", "-> /0.safetensors"],
+        *["/.1.safetensors.tmp/1.safetensors", "-> /1.safetensors"],
         *[f"/.{INDEX}.tmp", "", f"-> /{INDEX}", ""],
     ]
 
@@ -211,24 +249,39 @@ def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
 def test_publish_keeps_the_previous_version_and_removes_older_versions(tmp_path):
     like = {"w": np.zeros(3)}
     for version in range(1, 5):
-        (tmp_path / f".model-{version:08}-00007-00000.safetensors.tmp").write_bytes(b"of a killed writer")
+        of_a_killed_writer = tmp_path / f".model-{version:08}-00007-00000.safetensors.tmp"
+        of_a_killed_writer.mkdir()
+        (of_a_killed_writer / ".tmpX3k2").write_bytes(b"of a killed writer")
         assert publish({"w": np.full(3, float(version))}, tmp_path) == version
         assert import_safetensors(tmp_path, like)["w"][0] == version
         there = {int(path.name.strip(".").split("-")[1]) for path in tmp_path.glob("*model-*")}
         assert there == {max(1, version - 1), version}
 
 
-@pytest.mark.parametrize("mode", ["measure", "padded"])
-def test_publish_holds_a_single_file_and_a_round_of_tensors_in_host_memory(mode, tmp_path):
-    """64 leaves of 4 MB, in files of 32 MB; NumPy reports what it allocates, and the system what devices hold as well.
+@pytest.mark.parametrize("padded", [False, True])
+def test_publish_holds_a_single_file_and_a_round_of_tensors_in_host_memory(padded):
+    """64 leaves of 4 MB, in files of 32 MiB; NumPy reports what it allocates, and the system what devices hold as well.
 
     A padded leaf that was unsharded on the devices would take 8 MB of the process, and all of them 537 MB.
     """
-    for process in results(mode, tmp_path, 2, 256):
-        assert process["written MB"] == 134
+    for process in publications.measured(2, 256, 0, padded):
+        assert process["MB written"] == 134
         # What a store has read lies in memory of JAX, which NumPy does not report.
-        assert (32 if mode == "measure" else 0) <= process["publish"]["MB of arrays"] <= 32 + 3 * 4.3, process
-        assert process["publish"]["MB of process"] <= 32 + 30 * 4.3, process
+        assert (0 if padded else 32) <= process["MB of arrays"] <= 34 + 2 * 4.3, process
+        assert process["MB of process"] <= 34 + 30 * 4.3, process
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_files_are_a_share_of_what_a_process_writes(default, tmp_path, monkeypatch):
+    """So that the memory of a host falls with the number of processes."""
+    monkeypatch.setattr(publishing, "MIN_SHARE_BYTES", 300)
+    sizes = []
+    for leaves in (8, 16, 32, 64):
+        params = {f"w{i:02}": np.zeros(100, np.uint8) for i in range(leaves)}
+        publish(params, tmp_path, **({} if default else {"max_file_bytes": 500}))
+        weight_map = json.loads((tmp_path / INDEX).read_text())["weight_map"]
+        sizes.append(max(Counter(weight_map.values()).values()))
+    assert sizes == ([3, 3, 4, 8] if default else [5, 5, 5, 5])
 
 
 def test_the_largest_tensors_are_assigned_first():
@@ -278,6 +331,15 @@ def test_leaves_in_other_stores_are_written_as_their_values(write, tmp_path):
     want = {"whole": values} | {f"layer.{i}": x.T for i, x in enumerate(values)}
     like = {name: np.zeros_like(x) for name, x in want.items()}
     assert_same_bits(import_safetensors(tmp_path, like), want)
+
+
+def test_published_files_can_be_read_by_whom_the_umask_allows(tmp_path):
+    before = os.umask(0o027)
+    try:
+        publish({"w": np.ones(2)}, tmp_path)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {"0o640"}
 
 
 def test_publish_raises_for_a_folder_with_a_single_file_model(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import tracemalloc
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,11 @@ from safetensors.numpy import load_file, save_file
 from tests.damage import same
 from tests.support import AXES, Model, assert_same_bits, fsdp, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors, init_sharded, unbox
-from xlstm_jax.distributed.checkpoint import safetensors_io
-from xlstm_jax.distributed.data_parallel.leaf import is_box
+from xlstm_jax.distributed.checkpoint import record, safetensors_io
+from xlstm_jax.distributed.checkpoint.tensor_names import StoredPart
+from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
+from xlstm_jax.distributed.data_parallel.store import Store
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 X = jnp.ones((16, 8))
@@ -137,6 +141,66 @@ def test_import_reads_only_the_shard_of_each_device(spec, tmp_path, monkeypatch)
     target = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
     assert_same_bits(import_safetensors(tmp_path, target), {"w": values})
     assert set(read) == {values.size // (8 if "fsdp" in spec else 1)}
+
+
+@pytest.mark.parametrize("layers", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
+def test_import_reads_only_the_shard_of_each_device_of_a_padded_leaf(dtype, layers, tmp_path, monkeypatch):
+    """[37, 6] in [40, 6] and [6, 9] in [6, 16]: the last devices have some rows, one of them no column at all."""
+    rng, mesh, reads = np.random.default_rng(0), mesh_of(1, 8), []
+    shapes = {"rows": ((37, 6), (40, 6), P("fsdp")), "columns": ((6, 9), (6, 16), P(None, "fsdp"))}
+    values = {name: (100 * rng.normal(size=(3, *shape))).astype(dtype) for name, (shape, _, _) in shapes.items()}
+    names = {"(.+)": r"\1.{layer}"} if layers else None
+    if not layers:
+        values = {name: x[0] for name, x in values.items()}
+    export_safetensors(values, tmp_path, names=names)
+    target, want = {}, {}
+    for name, (shape, stored, spec) in shapes.items():
+        lead = (3,) if layers else ()
+        spec = P(*[None] * len(lead), *spec)
+        like = jax.ShapeDtypeStruct((*lead, *stored), dtype, sharding=NamedSharding(mesh, spec))
+        sizes = tuple(true if true != padded else None for true, padded in zip(shape, stored, strict=True))
+        box_names = (*spec, *[None] * (len(lead + stored) - len(spec)))
+        target[name] = Sharded(like, box_names, store=ZeroPadding((*[None] * len(lead), *sizes)))
+        zeros = [(0, 0)] * len(lead) + [(0, padded - true) for true, padded in zip(shape, stored, strict=True)]
+        want[name] = np.pad(values[name].astype(np.float64), zeros)
+    read = StoredPart.read
+    monkeypatch.setattr(StoredPart, "read", lambda part, index: reads.append(read(part, index)) or reads[-1])
+    # To write on the devices would replicate the leaf there.
+    monkeypatch.setattr(record, "stored_value", None)
+    got = import_safetensors(tmp_path, target, names=names)
+    assert max(x.size for x in reads) == 5 * 6 and min(x.size for x in reads) == 0
+    assert sum(x.size for x in reads) == sum(x.size for x in values.values())
+    for name, like in target.items():
+        assert got[name].store == like.store and got[name].value.sharding == like.value.sharding
+        assert np.array_equal(np.asarray(got[name].value).astype(np.float64), want[name])
+    # From one device, and as a target of arrays that exist.
+    again = import_safetensors(tmp_path, got, names=names)
+    assert_same_bits(unbox(again), values)
+
+
+def test_import_of_a_leaf_in_another_store_writes_on_the_devices(tmp_path):
+    """A store that does not write parts."""
+    values = np.arange(3 * 8, dtype=np.float32).reshape(3, 8)
+
+    @dataclass(frozen=True)
+    class Turned(Store):
+        def order(self, ndim):
+            return 1, 0
+
+        def shape(self, stored, counts):
+            return super().shape(stored, counts)[::-1]
+
+        def read(self, stored, is_split):
+            return stored.T
+
+        def write(self, value, shape):
+            return value.T
+
+    export_safetensors({"w": values}, tmp_path)
+    like = jax.ShapeDtypeStruct((8, 3), np.float32, sharding=NamedSharding(mesh_of(1, 8), P("fsdp")))
+    got = import_safetensors(tmp_path, {"w": Sharded(like, ("fsdp", None), store=Turned())})
+    assert np.array_equal(got["w"].value, values.T)
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P()], ids=str)

@@ -1,6 +1,7 @@
 """A replayed step finds every flipped bit that changes loss or gradient, names the device, and keeps the state."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,11 +16,16 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
+from tests import replay_trials
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
 from tests.support import AXES, Model, bits_equal, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
+    LoopGuard,
     ReplayError,
+    ReplicaError,
+    check_replicas,
     create_train_state,
     make_eval_step,
     make_train_step,
@@ -248,7 +254,28 @@ def test_replayed_step_on_a_single_device_raises_for_a_differing_run():
     state = create_train_state(fsdp(nn.Dense)(8), optax.sgd(0.1), mesh, KEY, x, batch_axes=AXES)
     with pytest.raises(ReplayError, match="of 1 devices, device 0 of process 0 computed other bits") as raised:
         replayed(make_train_step(loss, mesh, AXES, check_vma=False), every=1)(state, x, KEY)
-    assert isinstance(raised.value, DisagreementError)  # as a ReplicaError
+    assert_a_report(raised.value)
+
+
+REPORT = r"(?P<found>[^']+): (?P<leaves>('[^']+'[^;]*; )*('[^']+'.*|\.\.\.))\. (?P<cure>[A-Z].+)\."
+
+
+def assert_a_report(error):
+    """The one report of devices that disagree: found, leaf by leaf, cure."""
+    assert isinstance(error, DisagreementError)
+    match = re.fullmatch(REPORT, str(error))
+    assert match and [f"'{path}'" in match["leaves"] for path in error.leaves] == [True] * len(error.leaves), str(error)
+    assert error.processes == [0] and error.devices
+
+
+def test_check_replicas_raises_the_report_of_a_replay_and_loop_guard_passes_it_on():
+    unequal = jax.shard_map(
+        lambda: jax.lax.axis_index("dp"), mesh=mesh_of(2, 4), in_specs=(), out_specs=P(), check_vma=False
+    )()
+    with pytest.raises(ReplicaError) as raised, LoopGuard():
+        check_replicas({"layer": {"w": unequal, "b": jnp.ones(3)}})
+    assert_a_report(raised.value)
+    assert raised.value.leaves == ["layer/w"]
 
 
 def test_replayed_step_on_two_processes_names_the_faulty_device_on_both():
@@ -287,3 +314,11 @@ def test_replayed_raises_for_invalid_step_every_or_abstract_mesh():
     for other in (evaluation, replayed(of_state)):
         with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
             replayed(other)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("model", sorted(replay_trials.CASES))
+def test_faults_of_other_kinds_are_found_and_the_device_is_named(model):
+    """Stuck bits, scaled and lost entries, exchanged rows; in masks, collectives, collections and metrics, too."""
+    found = replay_trials.trials(model, 9, seed=1)
+    assert found["which"] == [] and found["found"] >= 7, found  # guard: a fault without effect is not found

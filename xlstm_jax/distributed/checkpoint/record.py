@@ -63,7 +63,7 @@ def bare_leaves(state: PyTree, value_of: Callable[[Sharded], Any] | None = None)
       ValueError: the state has no leaves, an integer needs more than 64 bits, or two leaves have the same name on disk.
     """
     pairs = sharded_leaves(state)
-    leaves = {path: _checked(path, (value_of or _unpadded)(leaf)) for path, leaf in pairs}
+    leaves = {path: _checked(path, (value_of or unpadded)(leaf)) for path, leaf in pairs}
     if not leaves:
         raise ValueError("the state has no leaves; there is nothing to save or restore.")
     if len(leaves) < len(pairs):
@@ -84,7 +84,7 @@ def _above(path: str) -> list[str]:
     return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
-def _unpadded(leaf: Sharded) -> Any:
+def unpadded(leaf: Sharded) -> Any:
     """Returns the value of a leaf in the shape of the plain model; a padded or packed value is returned replicated."""
     # Replicated, because the axes may not divide the true shape, for which JAX has no sharding.
     if leaf.stores_value:
@@ -96,11 +96,14 @@ def _unpadded(leaf: Sharded) -> Any:
     return jax.jit(true_value, out_shardings=replicated)(leaf)
 
 
-def boxed_like(target: PyTree, leaves: Leaves) -> PyTree:
-    """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``."""
+def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
+    """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``.
+
+    Leaves with a path in ``in_store`` have the storage form already.
+    """
 
     def stored(path: str, like: Sharded) -> Any:
-        if like.stores_value:
+        if like.stores_value or path in in_store:
             return leaves[path]
         return jax.jit(on_auto_axes(partial(stored_value, like)), out_shardings=like.value.sharding)(leaves[path])
 
@@ -378,14 +381,14 @@ def _kind(dtype: str) -> str:
     return next((kind for kind, of in _KINDS.items() if jnp.issubdtype(jnp.dtype(dtype), of)), dtype)
 
 
-def target_leaves(target: PyTree) -> Leaves:
+def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
     """Returns ``bare_leaves`` of a target and checks its shardings.
 
     Raises:
       ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
         shape of a leaf.
     """
-    likes = bare_leaves(target)
+    likes = bare_leaves(target, value_of)
     for path, like in likes.items():
         if isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None and jax.device_count() > 1:
             raise ValueError(

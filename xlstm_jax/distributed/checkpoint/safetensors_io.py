@@ -1,7 +1,7 @@
 """Export and import of parameters as safetensors files, the common format for publishing models.
 
   export   leaf by leaf:  gather to the hosts -> process 0 writes
-  import   leaf by leaf:  each device reads the bytes of its shard from the file
+  import   leaf by leaf:  each device reads the bytes of its shard from the file; of a padded leaf the store adds zeros
 
 A model above a size limit is written to several files, with an index that maps each tensor to its file. File names are
 as in Hugging Face models::
@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.backend import Json
@@ -46,6 +47,7 @@ from xlstm_jax.distributed.checkpoint.record import (
     names_problem,
     read_like,
     target_leaves,
+    unpadded,
 )
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, StoredAt, StoredLeaf, StoredPart, compiled, stored_at
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
@@ -191,7 +193,8 @@ class TensorToWrite(NamedTuple):
 class LeafInStore:
     """Leaf that devices store in another form than its value (padded, say), with the value's shape and dtype.
 
-    The stored array is gathered, and a host reads the value: unpadding on the devices would replicate the leaf there.
+    Export: the stored array is gathered, and a host reads the value. Import: a host writes the part of each device. To
+    read or write on the devices would replicate the leaf there.
     """
 
     def __init__(self, leaf: Sharded) -> None:
@@ -203,12 +206,40 @@ class LeafInStore:
         """Whether the first dim of the value is the first dim of the stored array, and a layer can be gathered."""
         return self._store.order(len(self.shape))[0] == 0
 
+    def placed(self, value: Any) -> Callable[[], Any]:
+        """Reads the parts of ``value`` that devices of this process store; returns a function that places them."""
+        return read_like(ValueInStore(value, self._store, self.stored.shape), self.stored)
+
     def read(self, gathered: np.ndarray, layer: int | None) -> np.ndarray:
         """Returns the value, or one layer of the value, from the stored array or one layer of the stored array."""
         of_layer = layer is not None and self.has_layers_first
         store = self._store.without_dim(0) if of_layer else self._store
         value = _read_on_host(store, gathered)
         return value if layer is None or of_layer else value[layer]
+
+
+class ValueInStore:
+    """Array in the form of a store, with the indexing of an array; writes only the indexed entries."""
+
+    def __init__(self, value: Any, store: Store, shape: tuple[int, ...]) -> None:
+        self._value, self._store, self.shape = value, store, shape
+
+    def __getitem__(self, part: Any) -> np.ndarray:
+        return self._store.written_part(self._value, self.shape, part)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
+
+
+def import_targets(abstract_params: PyTree) -> Leaves:
+    """Returns ``target_leaves``, in which leaves that are written in parts are ``LeafInStore``."""
+
+    def to_be_written(leaf: Sharded) -> Any:
+        is_placed = getattr(leaf.value, "sharding", None) is not None
+        return LeafInStore(leaf) if leaf.store.writes_parts and is_placed else unpadded(leaf)
+
+    return target_leaves(abstract_params, to_be_written)
 
 
 def _to_be_read(leaf: Sharded) -> Any:
@@ -401,7 +432,7 @@ def placed_parameters(
     path: str | os.PathLike[str],
 ) -> PyTree:
     """Returns the parameters that are stored in ``tensors``, placed as ``abstract_params``; ``path`` is for errors."""
-    likes = target_leaves(abstract_params)
+    likes = import_targets(abstract_params)
     places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
     _check_fits(tensors, likes, places, path)
 
@@ -412,10 +443,12 @@ def placed_parameters(
             StoredPart(place.to_leaf(tensor.values()), partial(tensor.converted, name, _dtype_or_type(like)))
             for name, tensor in zip(place.tensors, stored, strict=True)
         ]
-        return read_like(StoredLeaf(parts, place.in_layers), like)
+        values = StoredLeaf(parts, place.in_layers)
+        return like.placed(values) if isinstance(like, LeafInStore) else read_like(values, like)
 
     leaves = (place() for place in _ahead(read, likes))
-    return boxed_like(abstract_params, dict(zip(likes, leaves, strict=True)))
+    in_store = {path for path, like in likes.items() if isinstance(like, LeafInStore)}
+    return boxed_like(abstract_params, dict(zip(likes, leaves, strict=True)), in_store)
 
 
 def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Result]:

@@ -7,6 +7,7 @@ that a module reads are related:
   order(ndim)             stored dim of each dim of the value
   read(stored, is_split)  converts a stored array to the value
   write(value, shape)     converts a value to a stored array
+  written_part(...)       the same for a part, on the host: so a device reads its shard alone of a file; optional
 
 ``Store`` itself stores values unchanged. Another form is a subclass in a separate file, as ``extensions/padding`` is:
 a frozen dataclass, since boxes with equal stores must compare equal. Wrappers choose a store by the option ``uneven``;
@@ -19,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xlstm_jax.distributed.data_parallel.reasons import Reason
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
@@ -33,6 +35,7 @@ class Store:
 
     # Fields of boxes pickled before boxes had a store. Each maps to a function from the field's value to a store.
     OF_OLD_FIELDS: ClassVar[dict[str, Any]] = {}
+    writes_parts: ClassVar[bool] = False
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
         """Returns the shape of the value that is stored in ``counts[i]`` arrays of shape ``stored`` along dim i."""
@@ -45,6 +48,18 @@ class Store:
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
         """Returns ``value`` as a stored array of the given shape."""
         return value
+
+    def written_part(self, value: Any, shape: Shape, part: tuple[slice, ...]) -> np.ndarray:
+        """Returns ``write(value, shape)[part]``, from the entries of ``value`` that lie in the part; on the host.
+
+        Called if ``writes_parts``. Else a value is replicated, and written on the devices.
+
+        Args:
+          value: has the shape of a value and the indexing of an array, such as a tensor in a file.
+          shape: of the stored array.
+          part: of the stored array, as a slice for each dim.
+        """
+        return np.asarray(value[part])
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """Returns a permutation: for each dim of a value with ``ndim`` dims, the index of the stored dim."""

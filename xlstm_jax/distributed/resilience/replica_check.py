@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.trees import check_alive, sharded_leave
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.collective_errors import allgather_text
 from xlstm_jax.distributed.processes.devices import Device
-from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError, named_devices
 from xlstm_jax.explicit_axes import outside_set_mesh
 
 _DEVICE = "device"
@@ -75,13 +75,12 @@ def check_replicas(tree: PyTree) -> None:
     sums = _on_all_processes(_local_table([leaf.value for leaf in copied]))
     wrong = [(leaf, alike) for index, leaf in enumerate(copied) if (alike := _groups(leaf, sums, index))]
     if wrong:
-        named = first_few([_disagreement(leaf, alike) for leaf, alike in wrong])
         raise ReplicaError(
-            f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not: {named}. Look "
-            "for a seed or batch that differs by process, for gradients or statistics that were not averaged under "
-            "check_vma=False, and for a faulty device; restore an earlier checkpoint.",
+            f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not",
             [device for _, (_, *others) in wrong for devices in others for device in devices],
-            [leaf.path for leaf, _ in wrong],
+            {leaf.path: _disagreement(leaf, alike) for leaf, alike in wrong},
+            "Look for a seed or batch that differs by process, for gradients or statistics that were not averaged "
+            "under check_vma=False, and for a faulty device; restore an earlier checkpoint.",
         )
 
 

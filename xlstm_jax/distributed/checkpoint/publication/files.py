@@ -6,6 +6,7 @@
   model-00000004.delta.json                     index of version 4, a delta
   model-00000004-00001-00000.delta              what changed of the tensors of process 1, a safetensors file by content
 
+A file is written in a hidden folder, ``.model-00000003-00001-00000.safetensors.tmp``, and renamed when it is on disk.
 No file name is used for two versions, and an index is renamed to its name after all of its files are on disk. So a
 reader that follows an index finds all of the files of this version, or, where a version has been deleted, an error.
 
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -86,16 +88,33 @@ def digest_of(array: np.ndarray) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mapping[str, str]) -> str:
-    """Writes a safetensors file, atomically; returns the SHA-256 of its header."""
+    """Writes a safetensors file, atomically; returns the SHA-256 of its header.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     try:
+        from safetensors import SafetensorError
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(f"publications are written with safetensors: {how_to_install('publish')}.") from error
+    # The library writes a file of a random name beside the target: in a folder for this file alone, which the next
+    # publication deletes if the writer is killed.
     hidden = hidden_file(path)
-    save_file(dict(tensors), hidden, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
-    _sync(hidden)
-    sha256 = read_header(hidden).sha256
-    os.replace(hidden, path)
+    _delete(hidden)
+    hidden.mkdir()
+    try:
+        written = hidden / path.name
+        save_file(dict(tensors), written, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
+        # The library lets the owner alone read the file.
+        written.chmod(hidden.stat().st_mode & 0o666)
+        _sync(written)
+        sha256 = read_header(written).sha256
+        os.replace(written, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+    finally:
+        _delete(hidden)
     return sha256
 
 
@@ -121,7 +140,15 @@ def delete_before(directory: Path, version: int) -> None:
     """Deletes the files of the versions before ``version``, and what killed writers have left of these versions."""
     for path in directory.iterdir():
         if (match := _FILE.fullmatch(path.name)) and int(match[1]) < version:
-            path.unlink(missing_ok=True)
+            _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file, or a folder with its files, if there is one."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

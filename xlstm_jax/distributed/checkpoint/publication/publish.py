@@ -38,6 +38,9 @@ from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
 from xlstm_jax.distributed.processes.collective_errors import allgather_text, raise_on_all
 from xlstm_jax.formatting import joined
 
+FILES_OF_A_PROCESS = 8  # of a full version: a host holds one of them at a time
+MIN_SHARE_BYTES = 2**25  # smaller files are too many to open
+
 
 def publish(
     params: PyTree,
@@ -46,7 +49,7 @@ def publish(
     since: int | None = None,
     names: NameMap | None = None,
     layout: Layout = (),
-    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+    max_file_bytes: int | None = None,
 ) -> int:
     """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
 
@@ -54,9 +57,9 @@ def publish(
     ``apply_publication``. Each process reads its tensors of that version from the folder.
 
     Each process writes an equal number of bytes of whole tensors, and receives no other tensors. A host has at most the
-    tensors of one file (``max_file_bytes``) and one further tensor in memory. Readers of safetensors files with an
-    index read the folder; a version replaces the one before in one moment. The files of the version before stay, for
-    those who are reading them, and the versions before these are deleted.
+    tensors of one file (``max_file_bytes``) and one further tensor in memory, so less with more processes. Readers of
+    safetensors files with an index read the folder; a version replaces the one before in one moment. The files of the
+    version before stay, for those who are reading them, and the versions before these are deleted.
 
     Args:
       params: as in ``export_safetensors``.
@@ -65,8 +68,9 @@ def publish(
       names: as in ``export_safetensors``.
       layout: rules by which tensors are joined, divided, stacked, unstacked or repeated, under the names that ``names``
         gives: ``Joined``, ``Divided``, ``Stacked``, ``Unstacked``, ``Repeated``.
-      max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. What changed of the
-        tensors of a process is one file.
+      max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. None: an eighth of
+        what a process writes, but not below 32 MiB and not above 5 GB. What changed of the tensors of a process is one
+        file.
     Raises:
       FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
       TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
@@ -79,13 +83,18 @@ def publish(
     >>> publish({"kernel": np.ones((2, 3))}, folder), publish({"kernel": np.zeros((2, 3))}, folder)
     (1, 2)
     """
-    max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
+    if max_file_bytes is not None:
+        max_file_bytes = at_least_1("max_file_bytes", max_file_bytes)
     directory = Path(directory)
     sources = tensors_to_write(params, names)
     tensors = tensors_in_layout(sources, layout)
     before = _from_process_0(lambda: _newest(directory, since))
     version = before["newest"] + 1
-    by_process = assigned({name: tensor.nbytes for name, tensor in tensors.items()}, jax.process_count())
+    nbytes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    by_process = assigned(nbytes, jax.process_count())
+    if max_file_bytes is None:
+        most = max(sum(nbytes[name] for name in some) for some in by_process)
+        max_file_bytes = min(max(MIN_SHARE_BYTES, most // FILES_OF_A_PROCESS), DEFAULT_MAX_FILE_BYTES)
     files = [_files(version, process, some, tensors, max_file_bytes) for process, some in enumerate(by_process)]
 
     def write() -> dict[str, str]:
@@ -108,7 +117,7 @@ def publish(
         if jax.process_index() == 0:
             full = since is None
             weight_map = {name: file for some in files for file, names in some.items() for name in names}
-            total_size = sum(tensor.nbytes for tensor in tensors.values())
+            total_size = sum(nbytes.values())
             write_index(directory, Index(version, since, headers, weight_map if full else {}, total_size))
             if full:
                 delete_before(directory, before["full"])

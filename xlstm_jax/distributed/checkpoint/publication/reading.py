@@ -14,8 +14,13 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.publication.layout import Layout, Tensor, tensors_in_layout
-from xlstm_jax.distributed.checkpoint.record import names_problem, target_leaves
-from xlstm_jax.distributed.checkpoint.safetensors_io import StoredTensor, placed_parameters, stored_tensors
+from xlstm_jax.distributed.checkpoint.record import names_problem
+from xlstm_jax.distributed.checkpoint.safetensors_io import (
+    StoredTensor,
+    import_targets,
+    placed_parameters,
+    stored_tensors,
+)
 from xlstm_jax.distributed.checkpoint.tensor_names import NameMap, stored_at
 
 
@@ -52,7 +57,7 @@ def import_in_layout(
     stored = stored_tensors(path, ignore)
     like = {
         name: jax.ShapeDtypeStruct(place.shape, leaf.dtype)
-        for name_of_leaf, leaf in target_leaves(abstract_params).items()
+        for name_of_leaf, leaf in import_targets(abstract_params).items()
         for place in [stored_at(name_of_leaf, np.shape(leaf), names)]
         for name in place.tensors
     }

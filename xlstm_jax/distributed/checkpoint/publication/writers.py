@@ -11,8 +11,8 @@ process, so that every device and link carries an equal share, and padded to the
 resharding of a global array from its source dim to its dim of writers) then hands each writer the rows that are meant
 for it. A shard that the writer itself has is not sent; so replicated tensors cause no traffic.
 
-On a host are, beside the tensors that it has received, the rows that it sends in a round (the size of a tensor) until
-they are on the devices, and then the rows that it has received (the size of a tensor).
+On a host are, beside the tensors that it has received, the rows that it sends in a round (at most the size of a tensor)
+until they are on the devices, and then the rows that it has received (at most the size of a tensor).
 """
 
 import math
@@ -84,7 +84,7 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
         return [piece for piece in pieces[writer] if piece.device.process_index == sender != writer]
 
     lengths = [[_nbytes(sources[writer], sent(sender, writer)) for writer in processes] for sender in processes]
-    rows = np.empty((len(processes), 0), np.uint8)
+    rows: list[np.ndarray] = []
     if longest := max(map(max, lengths)):
         rows = _all_to_all([_as_bytes(source, sent(me, writer)) for writer, source in enumerate(sources)], longest)
 
@@ -95,10 +95,13 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
         return np.asarray(mine.leaf if mine.layer is None else mine.leaf[mine.layer], mine.dtype)
     tensor = np.empty(mine.shape, mine.dtype)
     for sender in processes:
-        start = 0
-        for piece in sent(sender, me):
+        start, arrived = 0, sent(sender, me)
+        # One row at a time, as the rows of all senders are a tensor.
+        row = np.concatenate([part[sender] for part in rows]) if arrived else None
+        for piece in arrived:
+            assert row is not None
             end = start + _nbytes(mine, [piece])
-            tensor[piece.place] = rows[sender, start:end].view(mine.dtype).reshape(tensor[piece.place].shape)
+            tensor[piece.place] = row[start:end].view(mine.dtype).reshape(tensor[piece.place].shape)
             start = end
     for piece in pieces[me]:
         if piece.device.process_index == me:
@@ -152,8 +155,11 @@ def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.nd
         yield np.ascontiguousarray(_values(source, piece)).reshape(-1).view(np.uint8)
 
 
-def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> np.ndarray:
-    """Sends ``parts[w]``, of at most ``longest`` bytes, to process w; returns the received rows, by sender."""
+def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.ndarray]:
+    """Sends ``parts[w]``, of at most ``longest`` bytes, to process w.
+
+    Returns what each device of this process received, [sender, bytes]; side by side they are the rows of the senders.
+    """
     mesh = _mesh_of_processes()
     processes, devices = mesh.devices.shape
     length = -(-longest // devices)
@@ -168,9 +174,12 @@ def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> np.ndarr
     on_devices = [jax.device_put(rows[:, :, i : i + 1], device) for i, device in enumerate(here)]
     by_sender = NamedSharding(mesh, PartitionSpec(None, "process", "device"))
     sent = jax.make_array_from_single_device_arrays((processes, processes, devices, length), by_sender, on_devices)
+    # The host's copy is freed before the rows of others arrive.
+    jax.block_until_ready(sent)
+    del rows, on_devices
     got = _to_writers(mesh)(sent)
     shards = {shard.device: shard.data for shard in got.addressable_shards}
-    return np.concatenate([to_host(shards[device])[0, :, 0] for device in here], axis=-1).reshape(processes, -1)
+    return [to_host(shards[device])[0, :, 0] for device in here]
 
 
 @lru_cache(maxsize=1)

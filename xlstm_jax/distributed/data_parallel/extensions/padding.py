@@ -7,8 +7,10 @@ zeros. The gathered array is cut to [37, 16] before a module reads the value, so
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
@@ -30,6 +32,7 @@ class ZeroPadding(Store):
     """Stores a value with zeros appended. ``sizes``: the value's size in each padded dim, ``None`` for other dims."""
 
     sizes: Sizes
+    writes_parts: ClassVar[bool] = True
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
@@ -47,6 +50,14 @@ class ZeroPadding(Store):
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
         return with_zeros_behind(value, shape)
+
+    def written_part(self, value: Any, shape: Shape, part: tuple[slice, ...]) -> np.ndarray:
+        bounds = [dim.indices(size)[:2] for dim, size in zip(part, shape, strict=True)]
+        held = zip(bounds, value.shape, strict=True)
+        entries = np.asarray(value[tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in held)])
+        written = np.zeros([stop - start for start, stop in bounds], entries.dtype)
+        written[tuple(map(slice, entries.shape))] = entries
+        return written
 
     def with_dim(self, index: int) -> Store:
         return ZeroPadding.of((*self.sizes[:index], None, *self.sizes[index:]))

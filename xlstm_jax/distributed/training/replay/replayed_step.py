@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
-from xlstm_jax.distributed.resilience.disagreement import DisagreementError, first_few, named_devices
+from xlstm_jax.distributed.resilience.disagreement import DisagreementError, named_devices
 from xlstm_jax.distributed.training.arguments import ExtraTrees
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
@@ -190,14 +190,14 @@ class ReplayedStep:
             suspects.append({of_place[once[0]]} if len(once) == 1 else set(of_place))
         faulty: set[Device] = set.intersection(*suspects) or set.union(*suspects)
         leaves = list(dict.fromkeys(path for send in sends for path in self.runs[0].leaves[send]))
-        named = first_few([f"'{path}'" for path in leaves])
         ordered = sorted(faulty, key=lambda device: device.id)
         return ReplayError(
             f"replay in call {self._calls}: of {len(differs)} devices, device {named_devices(ordered)} computed other "
-            f"bits than its neighbour from the same numbers, of {len(leaves)} leaves: {named}. The update was not "
-            "taken, and the state is unchanged. Take the device out of the job: docs/howto/wrong_numbers.md.",
+            f"bits than its neighbour from the same numbers, of {len(leaves)} leaves",
             ordered,
-            leaves,
+            {path: f"'{path}'" for path in leaves},
+            "The update was not taken, and the state is unchanged. Take the device out of the job: "
+            "docs/howto/wrong_numbers.md.",
         )
 
 
