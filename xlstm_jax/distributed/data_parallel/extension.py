@@ -68,9 +68,11 @@ class Extension:
     def arrived(self, path: str, value: Any) -> None:
         """Receives the gathered value of the leaf at ``path``, if ``wires`` has returned a wire for the leaf."""
 
-    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments, changed or not, for a call of a method of the unit or of a submodule."""
-        return kwargs
+    def called(
+        self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, changed or not, for a call of a method of the unit or of a submodule."""
+        return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
         """Returns whether ``from_shards`` may compute the result of this method of a unit."""
@@ -212,19 +214,21 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     return None
 
 
-def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    return kwargs_from(extensions_of(lambda collection: False), module, method, args, kwargs)
+def called(
+    module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments for a method of a module that no unit has entered yet."""
+    return arguments_from(extensions_of(lambda collection: False), module, method, args, kwargs)
 
 
-def kwargs_from(
-    extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module, passed through the hook ``called`` of each extension."""
+def arguments_from(
+    extensions: Sequence[Extension], module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments for a method of a module, passed through the hook ``called`` of each extension."""
     for extension in extensions:
         if extension.takes(module):
-            kwargs = extension.called(module, method, args, kwargs)
-    return kwargs
+            args, kwargs = extension.called(module, method, args, kwargs)
+    return args, kwargs
 
 
 @contextmanager

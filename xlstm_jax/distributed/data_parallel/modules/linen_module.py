@@ -22,11 +22,11 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     Extension,
+    arguments_from,
     computed_from_shards,
     computes,
     extensions_of,
     initialising,
-    kwargs_from,
     passing_collections,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
@@ -302,7 +302,8 @@ class RunningUnit:
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: calls extensions for methods of the unit and of modules within."""
-        return method(*args, **kwargs_from(self.extensions, context.module, context.method_name, args, kwargs))
+        args, kwargs = arguments_from(self.extensions, context.module, context.method_name, args, kwargs)
+        return method(*args, **kwargs)
 
 
 @contextmanager

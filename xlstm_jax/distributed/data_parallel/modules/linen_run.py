@@ -140,7 +140,7 @@ class LinenRun:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = called(module, name, args, kwargs)
+        args, kwargs = called(module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
             return method(*args, **kwargs)
