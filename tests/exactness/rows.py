@@ -339,9 +339,6 @@ APART: list[tuple[set[str], set[str], str]] = [
 REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
     ({"prefetch", "statistics"}, "", "collection is empty"),
-    # Rows do not vary by type over an axis of size 1, and JAX 0.12 refuses a mean over it. The error names the cure.
-    ({"statistics"}, "1x8-vma", "is equal along some of these axes"),
-    ({"statistics"}, "8x1-vma", "is equal along some of these axes"),
     ({"prefetch", "fp8"}, "", "collection is empty"),
     ({"prefetch", "logical names"}, "", '"partition_name" is not specified'),
 ]

@@ -36,6 +36,7 @@ from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
+from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.formatting import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -172,7 +173,7 @@ class _Evaluation:
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # With check_vma=False, layers look up the axes of the batch here, as in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
-            observed = self.eval_fn(
+            observed = with_single_axes(self.eval_fn, self.layout.axes)(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["extra_trees"])
             )
         if not isinstance(observed, Mapping):

@@ -36,6 +36,7 @@ from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.moments import Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
+from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.distributed.training.state import State, updated_state
 
 
@@ -263,7 +264,7 @@ class StepOptions:
             extra_trees: PyTree,
         ) -> BatchResult:
             rng, extra_trees = None if rng is None else fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
-            fn = without_key(self.loss.fn) if rng is None else self.loss.fn
+            fn = with_single_axes(without_key(self.loss.fn) if rng is None else self.loss.fn, axes)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
                 return fn(params, state.apply_fn, *rest, **extra_trees)
