@@ -53,6 +53,7 @@ from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
 EVERYTHING_ELSE = keeping_no_weights(jax.checkpoint_policies.everything_saveable)
+OF_ARRAYS = "arrays"  # the collection of arrays that a module of NNX holds without a variable around them
 Method = Callable[..., Any]
 Predicate = Callable[[str, Any], Any]
 
