@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -111,7 +112,8 @@ def _box(variable: Any) -> Sharded:
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
     store = box.store.of_last_dims(np.ndim(value))
-    return leaf_of(box.replace(value=value, names=names, store=store))
+    layers = {"communication": replace(box.communication, of_layers=True)} if len(box.names) > np.ndim(value) else {}
+    return leaf_of(box.replace(value=value, names=names, store=store, **layers))
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
