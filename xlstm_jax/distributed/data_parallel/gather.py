@@ -50,11 +50,13 @@ def gather_params(
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """
     axes = collectives.bound_axes(axis_name, caller="gather_params")
-    given = Communication.of(gather_dtype, grad_scatter_dtype)
-    together = packed_in_tree(params, axes, given)
+    communication = Communication.of(gather_dtype, grad_scatter_dtype)
+    together = packed_in_tree(params, axes, communication)
 
     def gathered(path: str, leaf: Any) -> Any:
-        return gather_leaf(leaf_of(leaf), axes, given, path, packed=together.get(path)) if is_box(leaf) else leaf
+        return (
+            gather_leaf(leaf_of(leaf), axes, communication, path, packed=together.get(path)) if is_box(leaf) else leaf
+        )
 
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(gathered, params)
@@ -94,13 +96,13 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
         the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="sync_gradients")
-    live, put_back = trees.split_differentiable(grads)
+    trainable, put_back = trees.split_differentiable(grads)
     paths = [path for path, leaf in trees.sharded_leaves(grads) if leaf.is_differentiable]
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
-        for path, box in zip(paths, map(leaf_of, live), strict=True):
+        for path, box in zip(paths, map(leaf_of, trainable), strict=True):
             known = averages.averaged_axes(box.value)
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(path, box, left, known))
@@ -109,7 +111,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
     averages.remember(synced, averaged)
-    return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
+    return put_back([rebox(leaf, value) for leaf, value in zip(trainable, synced, strict=True)])
 
 
 def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:

@@ -48,7 +48,7 @@ class ShardPolicy:
     gather_dtype: DTypeLike | None = None
     grad_scatter_dtype: DTypeLike | None = None
     _: KW_ONLY
-    reshard_after_forward: bool = False
+    reshard_after_forward: bool | AxisNames = False
     replicas: Copies | None = None
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
@@ -60,8 +60,11 @@ class ShardPolicy:
         axis_name = None if self.axis_name is None else as_axis_names(self.axis_name)
         object.__setattr__(self, "axis_name", axis_name)
         axes, size = self.axes, self.min_weight_size
-        if not isinstance(self.reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward={self.reshard_after_forward!r} is not True or False.")
+        dropped = self.reshard_after_forward
+        if not isinstance(dropped, bool):
+            if not isinstance(dropped, str | tuple | list) or not dropped:
+                raise TypeError(f"reshard_after_forward={dropped!r} is not True, False, or axes of axis_name.")
+            dropped = as_axis_names(dropped)
         if not isinstance(self.trainable, bool):
             raise TypeError(
                 f"trainable={self.trainable!r} is not True or False. A predicate of a parameter's path goes to "
@@ -96,9 +99,11 @@ class ShardPolicy:
             )
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
-        fields = {"min_weight_size": int(size), "communication": travels}
+        fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
         for name, value in (fields | vars(travels)).items():
             object.__setattr__(self, name, value)
+        if axis_name is not None:
+            self.kept_axes  # noqa: B018  # raises
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -106,6 +111,30 @@ class ShardPolicy:
         if self.axis_name is not None:
             return as_axis_names(self.axis_name)
         return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
+
+    @property
+    def kept_axes(self) -> frozenset[str]:
+        """Axes over which weights stay gathered for the backward pass, although ``reshard_after_forward`` drops them.
+
+        Raises:
+          ValueError: ``reshard_after_forward`` names other axes than those of the wrapper, or the remaining axes are
+            not gathered first, so that nothing could stay gathered over these axes alone.
+        """
+        if isinstance(dropped := self.reshard_after_forward, bool):
+            return frozenset()
+        if others := sorted(set(dropped) - set(self.axes)):
+            raise ValueError(
+                f"reshard_after_forward={dropped} has {others[0]!r}, which is none of axis_name={self.axes}; name axes "
+                "of axis_name, or pass True."
+            )
+        kept = frozenset(self.axes).difference(dropped)
+        if late := sorted(kept.difference(self.inter_host_axes)):
+            raise ValueError(
+                f"reshard_after_forward={dropped} keeps weights gathered over {late[0]!r}, which is none of "
+                f"inter_host_axes={self.inter_host_axes}, the axes that are gathered first. Name {late[0]!r} in "
+                "inter_host_axes, or in reshard_after_forward."
+            )
+        return kept
 
     def has_axis(self, axis: str) -> bool:
         """Returns whether the wrapper splits over this axis of a box; also outside of the mesh of the box."""
@@ -142,10 +171,10 @@ def choose_shard_dim(
       uneven: choice if the axes divide no dim: "replicate" does not split the leaf; "pad" chooses the largest dim,
         which is then stored with zeros up to the next multiple.
     """
-    held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
+    present_axes = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
     size, parts = math.prod(shape), math.prod(axis_sizes.values())
-    if held:
-        return ShardChoice(None, AlreadySplit(", ".join(map(repr, held))))
+    if present_axes:
+        return ShardChoice(None, AlreadySplit(", ".join(map(repr, present_axes))))
     if size == 0:
         return ShardChoice(None, NoValues(shape))
     if size < min_weight_size:

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
-from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, gather_packed
+from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType, gather_packed
 from xlstm_jax.distributed.data_parallel.wire.packing import Parcel, ShardToSend, packed_unit
 
 Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
@@ -42,15 +42,15 @@ def packed_gathers(
       communication: the options of the unit; options that are ``None`` are read from the boxes.
     """
     shards: dict[str, ShardToSend] = {}
-    options_of = {name: communication.or_else(leaf.communication) for name, (_, leaf) in leaves.items()}
+    options_of = {name: communication.filled_from(leaf.communication) for name, (_, leaf) in leaves.items()}
     for name, (path, leaf) in leaves.items():
         options = options_of[name]
         dim = _gathered_dim(leaf, axes)
         # A leaf that the loss has gathered before is not sent again.
         if dim is not None and not is_gathered(leaf, axes, options):
             options.dtypes(leaf.value, path)  # raises here, with the leaf's path
-            held = entry_axes(leaf.names[dim])
-            shards[name] = shard_to_send(Primal.of(leaf.value), dim, held, options, leaf.trainable)
+            split_axes = entry_axes(leaf.names[dim])
+            shards[name] = shard_to_send(PrimalType.of(leaf.value), dim, split_axes, options, leaf.trainable)
 
     def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
         paths = {name: leaves[name][0] for name in parcel.members}
@@ -59,21 +59,21 @@ def packed_gathers(
         @functools.cache
         def gathered() -> dict[str, Any]:
             values = [shard_to_gather(leaves[name][1], axes, path) for name, path in paths.items()]
-            held = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
+            split_axes = collectives.spread_axes(entry_axes(leaves[first][1].names[shards[first].dim]))
             path = ", ".join(paths.values())
-            whole = gather_packed(parcel.pack(values), parcel.wire, held, options_of[first], path)
+            whole = gather_packed(parcel.pack(values), parcel.wire, split_axes, options_of[first], path)
             return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
 
-        def of(name: str) -> Gathered:
+        def gathered_leaf(name: str) -> Gathered:
             left = list(leaves[name][1].names)
             left[shards[name].dim] = None
             return gathered()[name], tuple(left)
 
-        return {name: functools.partial(of, name) for name in parcel.members}
+        return {name: functools.partial(gathered_leaf, name) for name in parcel.members}
 
     parcels = parcels_of({name: (shard, options_of[name]) for name, shard in shards.items()})
-    found = [gathers_of(parcel) for parcel in parcels]
-    return {name: gather for gathers in found for name, gather in gathers.items()}
+    gathers_by_parcel = [gathers_of(parcel) for parcel in parcels]
+    return {name: gather for gathers in gathers_by_parcel for name, gather in gathers.items()}
 
 
 def packed_in_tree(
@@ -84,8 +84,8 @@ def packed_in_tree(
     for path, leaf in sharded_leaves(params):
         if (unit := packed_unit(path, leaf)) is not None:
             units[unit][path] = path, leaf
-    found = [packed_gathers(leaves, axes, communication) for leaves in units.values()]
-    return {path: gather for gathers in found for path, gather in gathers.items()}
+    gathers_by_unit = [packed_gathers(leaves, axes, communication) for leaves in units.values()]
+    return {path: gather for gathers in gathers_by_unit for path, gather in gathers.items()}
 
 
 def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[Parcel]:
@@ -96,14 +96,14 @@ def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[
     return [
         parcel
         for packing in packings
-        for parcel in packing.parcels(
+        for parcel in packing.group_into_parcels(
             {i: shard for i, (shard, communication) in leaves.items() if communication.packing == packing}
         )
     ]
 
 
 def shard_to_send(
-    shard: Primal, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
+    shard: PrimalType, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
 ) -> ShardToSend:
     """Returns the description of a shard that is gathered along ``dim`` over ``axes``."""
     spread = collectives.spread_axes(axes)
@@ -117,7 +117,7 @@ def is_packed(value: Any, communication: Communication) -> bool:
     """Returns whether the leaf with the global or abstract array ``value`` is packed where a unit gathers it."""
     if communication.packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
         return False
-    return communication.packing.takes(math.prod(value.shape) * sent_itemsize(communication.sent_as(value)))
+    return communication.packing.packs_leaf_of(math.prod(value.shape) * sent_itemsize(communication.sent_as(value)))
 
 
 def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
@@ -125,5 +125,5 @@ def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
     if not jnp.issubdtype(value_dtype(leaf.value), jnp.floating):
         return None
     dims = [dim for dim, entry in enumerate(leaf.names) if not set(entry_axes(entry)).isdisjoint(axes)]
-    held = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
-    return dims[0] if collectives.spread_axes(held) and set(held) <= set(axes) else None
+    split_axes = entry_axes(leaf.names[dims[0]]) if len(dims) == 1 else ()
+    return dims[0] if collectives.spread_axes(split_axes) and set(split_axes) <= set(axes) else None

@@ -123,10 +123,10 @@ def local_result(
     With ``devices`` the loss is divided by the number of devices before differentiation, so that it is a term of the
     global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
     """
-    live, put_back = trees.split_differentiable(params)
+    trainable, put_back = trees.split_differentiable(params)
     leaves = trees.sharded_leaves(params)
     frozen = [path for path, leaf in leaves if not leaf.trainable]
-    if frozen and not live:
+    if frozen and not trainable:
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Let "
             "trainable=, a predicate of such a path, return True for the leaves to train."
@@ -137,7 +137,7 @@ def local_result(
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
-            result = loss_fn(put_back(live, rest=typed_frozen), *rest)
+            result = loss_fn(put_back(live, fill_other=typed_frozen), *rest)
         mean, scale, weight = _scaled(result, axes)
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
@@ -145,7 +145,7 @@ def local_result(
     # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
-        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
+        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(trainable, axes))
     return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
 
 
@@ -202,9 +202,9 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
         # JAX's convention for non-float leaves: integers, bools, keys.
         return np.zeros(np.shape(leaf.value), jax.dtypes.float0)
 
-    live, put_back = trees.split_differentiable(params)
+    trainable, put_back = trees.split_differentiable(params)
     means = trees.stored_values(sync_gradients(grads, axes))
-    return put_back(map(rebox, live, means), rest=partial(trees.map_values, no_gradient))
+    return put_back(map(rebox, trainable, means), fill_other=partial(trees.map_values, no_gradient))
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:

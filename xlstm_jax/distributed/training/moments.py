@@ -48,10 +48,10 @@ Moment = Literal[
 
 
 class TrainingCheck(NamedTuple):
-    """Check in the table: ``looks(context)`` is called at ``moment``; ``page`` of docs/ has the details."""
+    """Check in the table: ``run_check(context)`` is called at ``moment``; ``page`` of docs/ has the details."""
 
     moment: Moment
-    looks: Callable[[Any], None]
+    run_check: Callable[[Any], None]
     page: str
 
 
@@ -170,13 +170,13 @@ class Differentiated(NamedTuple):
 
 
 class Averaged(NamedTuple):
-    """Argument of checks of auxiliary floats, at ``paths``, averaged over ``over`` minibatches of all devices.
+    """Argument of checks of auxiliary floats, at ``paths``, averaged over minibatches of all devices.
 
     ``jaxpr()`` returns the equations whose results are these floats.
     """
 
     paths: tuple[str, ...]
-    over: int
+    num_minibatches: int
     weighted: bool
     jaxpr: Callable[[], Any]
 
@@ -195,7 +195,7 @@ class JittedStep(NamedTuple):
       needed: the arguments without a default.
       donated: the arguments whose buffers a call donates.
       counting: returns the names of results that ignore the weights of padded rows; see ``counting_padding``.
-      seen: cache of inputs that later calls need not check again.
+      checked_inputs: cache of inputs that later calls need not check again.
     """
 
     layout: BatchLayout
@@ -203,7 +203,7 @@ class JittedStep(NamedTuple):
     needed: tuple[str, ...]
     donated: Sequence[str]
     counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]]
-    seen: set[object]
+    checked_inputs: set[object]
 
 
 class JittedCall(NamedTuple):
@@ -223,4 +223,4 @@ def run_checks(moment: Moment, context: Any) -> None:
     """Runs the checks of a moment in the order of the table."""
     for check in CHECKS:
         if check.moment == moment:
-            check.looks(context)
+            check.run_check(context)

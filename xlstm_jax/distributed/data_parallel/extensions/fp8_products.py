@@ -242,7 +242,7 @@ class Fp8Products(Extension):
         for product in products_of(variables):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
             kernel = leaves[product.kernel]
-            communication = policy.communication.or_else(kernel.communication)
+            communication = policy.communication.filled_from(kernel.communication)
             if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
                     f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, which would stay as they are: this "
@@ -267,14 +267,14 @@ class Fp8Products(Extension):
             self.gathers[in_model] = sent.dtype, partial(_gathered_in, kernel, policy, path, scale_now)
         return wires
 
-    def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
+    def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 
-    def arrived(self, path: str, value: Any) -> None:
+    def on_gathered(self, path: str, value: Any) -> None:
         self.kernels[self.products[path]] = value
 
-    def called(
+    def changed_arguments(
         self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not self.kernels or method != "__call__":

@@ -20,7 +20,7 @@ class RecurrentCarries(Extension):
 
     modules = (nn.RNN,)
 
-    def called(
+    def changed_arguments(
         self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of an RNN's method, with an ``initial_carry`` that varies."""

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires, passing_collections
+from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
@@ -52,7 +52,6 @@ from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
-EVERYTHING_ELSE = keeping_no_weights(jax.checkpoint_policies.everything_saveable)
 OF_ARRAYS = "arrays"  # the collection of arrays that a module of NNX holds without a variable around them
 Method = Callable[..., Any]
 Predicate = Callable[[str, Any], Any]
@@ -232,7 +231,7 @@ def gather_here(
       module: the path of a Linen module in the model, for leaf names in errors.
       extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
-    # The box of a leaf names its copies: ``or_else`` fills the None from the box.
+    # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
     communication = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
@@ -249,7 +248,7 @@ def gather_here(
         extension, wire = wires.get(stored, (None, None))
         full = gather_leaf(box, policy.axes, communication, path, wire, together.get(stored))
         if extension is not None:
-            extension.arrived(stored, full)
+            extension.on_gathered(stored, full)
         return full
 
     def take_out(path: str, leaf: Any) -> Any:
@@ -268,7 +267,7 @@ def gather_here(
         for extension in extensions
         for path, wire in extension.wires(policy, variables, module or ()).items()
     }
-    replaced = {path: read for extension in extensions for path, read in extension.replaced().items()}
+    replaced = {path: read for extension in extensions for path, read in extension.value_replacements().items()}
     to_gather = {
         stored: (path_in_model(module, stored), box)
         for stored, box in (sharded_leaves(variables) if communication.packing else ())
@@ -284,7 +283,7 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
     if not all(map(policy.has_axis, box.axes)):
         return None
     # The box names the copies, as in ``gather_here``.
-    return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
+    return box.replace(communication=replace(policy.communication, replicas=None).filled_from(box.communication))
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
@@ -318,7 +317,10 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass."""
+    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass.
+
+    Gathers over the axes that ``reshard_after_forward`` leaves out are not repeated: their results are kept.
+    """
     if not policy.reshard_after_forward:
         return run
 
@@ -329,14 +331,15 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
         arrays, put_back = split_arrays((args, kwargs), *system.objects)
         rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
 
-        def again(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
+        def recomputed(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
             args, kwargs = put_back(arrays)
             results, rebuild = split_arrays(run(module, *args, **kwargs), *system.objects)
             rebuild_results.append(rebuild)
             return results
 
         # The checkpoint traces `again`, which appends the function that rebuilds its results.
-        results = system.checkpoint(again, policy=EVERYTHING_ELSE)(module, arrays)
+        keep = keeping_no_weights(jax.checkpoint_policies.everything_saveable, policy.kept_axes)
+        results = system.checkpoint(recomputed, policy=keep)(module, arrays)
         return rebuild_results[-1](results)
 
     return run_and_drop
@@ -347,7 +350,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
-    passing = passing_collections()
+    passing = collections_of_extensions()
     unsharded = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}
     mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()

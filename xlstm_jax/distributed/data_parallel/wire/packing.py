@@ -71,11 +71,11 @@ class Packing(ABC):
     """Base class: choice of the shards of a unit that are sent together."""
 
     @abstractmethod
-    def takes(self, full_bytes: float) -> bool:
+    def packs_leaf_of(self, full_bytes: float) -> bool:
         """Returns whether a leaf is packed whose shards have ``full_bytes`` bytes in all, in the sent format."""
 
     @abstractmethod
-    def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
+    def group_into_parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
         """Returns the parcels, of two or more shards each; the shards of no parcel are sent alone."""
 
 
