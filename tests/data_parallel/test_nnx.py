@@ -324,9 +324,10 @@ def noisy_loss(params, apply_fn, batch, rng, collections, method=without_dropout
     return jnp.mean((output - batch["y"]) ** 2), updated
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8), pytest.param((8, 1), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_nnx_batch_norm_statistics_match_a_single_device_on_the_full_batch(check_vma):
-    mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)
+def test_nnx_batch_norm_statistics_match_a_single_device_on_the_full_batch(check_vma, shape):
+    mesh, model = mesh_of(*shape), sharded(Noisy, nnx.Linear)
     state = create_train_state(model, optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
     assert set(state.collections["batch_stats"]["norm"]) == {"mean", "var"}
     step = make_train_step(noisy_loss, mesh, AXES, check_vma=check_vma)

@@ -250,13 +250,29 @@ def test_checkpoints_and_safetensors_by_paths_of_nnx(tmp_path):
         np.testing.assert_allclose(bound(TOKENS), outputs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_unit_that_nnx_vmap_runs_is_refused():
-    model = shard_modules(nnx_model(Ensemble), nnx.Linear, "fsdp", 32)
-    x = jnp.ones((8, WIDTH))
-    state = abstract_train_state(model, TX, mesh_of(2, 4), KEY, x, batch_axes=AXES)
-    step = make_train_step(lambda params, apply_fn, x: apply_fn({"params": params}, x).mean(), mesh_of(2, 4), AXES)
-    with pytest.raises(ValueError, match=r"is taken under vmap.*Shard the module that calls nnx.vmap"):
-        step.lower(state, x, KEY)
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", [None, nnx.Linear], ids=["by the default rule", "by its class"])
+def test_a_unit_that_nnx_vmap_runs_under_remat_trains_as_on_one_device(where, check_vma):
+    """The shards of all members are gathered at once, and each member has its own gradient."""
+    chosen = {} if where is None else {"where": where}
+    model = shard_modules(nnx_model(Ensemble), axis_name="fsdp", min_weight_size=32, **chosen)
+    x = jax.random.normal(KEY, (16, WIDTH)) * (1 + jnp.arange(16) % 3)[:, None]
+    state = create_train_state(model, optax.sgd(0.1), mesh_of(2, 4), KEY, x, batch_axes=AXES)
+    assert leaf_of(state.params["members"]["kernel"]).names == (None, None, "fsdp")
+    step = make_train_step(
+        lambda params, apply_fn, x: jnp.mean((apply_fn({"params": params}, x) - x) ** 2),
+        mesh_of(2, 4),
+        AXES,
+        check_vma=check_vma,
+    )
+    module = Ensemble(nnx.Rngs(KEY))
+    loss, grads = nnx.value_and_grad(lambda module: jnp.mean((module(x) - x) ** 2))(module)
+    nnx.update(module, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(module, nnx.Param), grads))
+    state, metrics = step(state, x)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert_same_params(state.params, nnx_model(Ensemble).unbind(module)["params"])
+    each = np.abs(np.asarray(grads["members"]["kernel"][...])).max((1, 2))
+    assert np.abs(np.diff(each)).min() > 1e-4  # guard: the members have different gradients
 
 
 def test_a_split_kernel_under_weight_norm_is_refused():

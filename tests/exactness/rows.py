@@ -339,25 +339,13 @@ APART: list[tuple[set[str], set[str], str]] = [
 REFUSED: list[tuple[set[str], str, str]] = [
     ({"padding", "logical names"}, "", "boxed as .* shards do not divide dim 1 of size 15"),
     ({"prefetch", "statistics"}, "", "collection is empty"),
-    # Rows do not vary by type over an axis of size 1, and JAX 0.12 refuses a mean over it. The error names the cure.
-    ({"statistics"}, "1x8-vma", "is equal along some of these axes"),
-    ({"statistics"}, "8x1-vma", "is equal along some of these axes"),
     ({"prefetch", "fp8"}, "", "collection is empty"),
     ({"prefetch", "logical names"}, "", '"partition_name" is not specified'),
 ]
 
 # Faults of the library that are not mended yet: the rows, a part of the columns' names, and what is seen. A cell that
 # is without its fault fails, and leaves the list.
-#
-# A frozen kernel does not vary over the axes along which it is whole, and Flax's rule for the gradient of an fp8
-# product returns one that does: JAX refuses the types, with or without a gather in fp8. And a frozen kernel that is
-# stored in bfloat16 and gathered in fp8 gives another loss from the second step on, when scales are no longer 1; stored
-# in float32 it is right, and so is one that is gathered as it is stored.
-FAULTS: list[tuple[set[str], str, str]] = [
-    ({"frozen", "fp8"}, "1x8", "after step 2 the loss: off by"),
-    ({"frozen", "fp8"}, "2x4-no_vma", "after step 2 the loss: off by"),
-    ({"frozen", "fp8"}, "2x4-vma", "Custom VJP bwd rule attached to .* do not match"),
-]
+FAULTS: list[tuple[set[str], str, str]] = []
 
 # Cells that are tried at every commit: a mutation of the library shows in them alone.
 ALWAYS = ["scan + context @ 2x4-vma"]

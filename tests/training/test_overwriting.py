@@ -37,6 +37,7 @@ from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
 from xlstm_jax.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]
+KEY = jax.random.key(2)
 STEPS = 10
 NARROW = "float8_e4m3fn"
 
@@ -198,6 +199,45 @@ def test_fp8_products_with_fp8_gathers_are_bit_equal_to_float32_gathers(model, c
             state, _ = step(state, X, jax.random.key(2))
         ended.append(jax.device_get((unbox(state.params), state.collections)))
     assert_each_leaf(np.testing.assert_array_equal, *ended)
+
+
+def trains_last(path):
+    return path.startswith("Dense_0")
+
+
+@pytest.mark.parametrize("minibatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [(2, 4), pytest.param((1, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_frozen_fp8_kernels_stored_in_bfloat16_train_as_with_gathers_of_stored_values(check_vma, mesh, minibatches):
+    """The product computes in float32, and rounds the stored values in float32, wherever the kernel is rounded."""
+    mesh, ended, gathered = mesh_of(*mesh), [], []
+    for gather_dtype in (NARROW, None):
+        model = Fp8(fsdp(gather_dtype=gather_dtype, min_weight_size=64))
+        frozen = {"trainable": trains_last, "frozen_dtype": "bfloat16"}
+        state = create_train_state(
+            model, optax.sgd(0.05), mesh, jax.random.key(0), X, batch_axes=AXES, allow_replicated=True, **frozen
+        )
+        assert unbox(state.params)["Dense_1"]["kernel"].dtype == jnp.bfloat16
+        step = make_train_step(loss_fn, mesh, AXES, minibatches, check_vma=check_vma, allow_replicated=True)
+        gathered.append(re.findall(r" all-gather(?:-start)?\(", step.lower(state, X, KEY).compile().as_text()))
+        for _ in range(3):
+            state, _ = step(state, X, KEY)
+        ended.append(jax.device_get((unbox(state.params), state.collections)))
+    assert_each_leaf(np.testing.assert_array_equal, *ended)
+    # Quantised in two dtypes, and sent in one: XLA removes the gather that nothing reads.
+    assert len(gathered[0]) == len(gathered[1]) > 0
+
+
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_frozen_fp8_kernels_match_a_single_device(check_vma):
+    model, mesh, tx = Fp8(fsdp), mesh_of(2, 4), optax.sgd(0.05)
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, trainable=trains_last)
+    step = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)
+    start = {"params": jax.device_get(unbox(state.params)), **jax.device_get(state.collections)}
+    only_last = optax.multi_transform({True: tx, False: optax.set_to_zero()}, {"Dense_0": True, "Dense_1": False})
+    for params, scales in on_one_device(only_last, 1, OPS[0], start=start):
+        state, _ = step(state, X, KEY)
+        assert_alike(state, params, scales)
 
 
 def lowered(model, loss=loss_fn, **options):

@@ -7,7 +7,7 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
             value_replacements  returns functions that replace leaves before the module reads the leaves
             on_gathered  receives the gathered value of a leaf of ``wires``
             from_shards  computes a method's result without a gather
-  run       changed_kwargs  returns the keyword arguments for a method of the unit, or of a module within
+  run       changed_arguments  returns the arguments for a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
   before    collections  names the collections that the unit receives, in addition to "params"
             named_wires  returns the names of the wires that ``wires`` would return, for plans and ``check_step``
@@ -68,9 +68,11 @@ class Extension:
     def on_gathered(self, path: str, value: Any) -> None:
         """Receives the gathered value of the leaf at ``path``, if ``wires`` has returned a wire for the leaf."""
 
-    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments, changed or not, for a call of a method of the unit or of a submodule."""
-        return kwargs
+    def changed_arguments(
+        self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments, changed or not, for a call of a method of the unit or of a submodule."""
+        return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
         """Returns whether ``from_shards`` may compute the result of this method of a unit."""
@@ -217,19 +219,21 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     return None
 
 
-def kwargs_from_extensions(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    return kwargs_from(extensions_of(lambda collection: False), module, method, args, kwargs)
+def arguments_from_extensions(
+    module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments for a method of a module that no unit has entered yet."""
+    return arguments_from(extensions_of(lambda collection: False), module, method, args, kwargs)
 
 
-def kwargs_from(
-    extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module, as the hooks ``changed_kwargs`` return them."""
+def arguments_from(
+    extensions: Sequence[Extension], module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them."""
     for extension in extensions:
         if extension.handles_module(module):
-            kwargs = extension.changed_kwargs(module, method, args, kwargs)
-    return kwargs
+            args, kwargs = extension.changed_arguments(module, method, args, kwargs)
+    return args, kwargs
 
 
 @contextmanager

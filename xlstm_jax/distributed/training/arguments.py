@@ -106,7 +106,7 @@ def needs_key(loss_fn: Callable[..., Any]) -> bool:
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):
         return False
-    return _is_key(takes, count) or not _accepts_call(takes, count + 1, _by_name(takes))
+    return is_key_argument(takes, count) or not _accepts_call(takes, count + 1, _by_name(takes))
 
 
 def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
@@ -128,7 +128,7 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
     names = extra_trees if binds(1, extra_trees) or binds(0, extra_trees) else _by_name(takes)
     with_key, without = binds(1, names), binds(0, names)
     # With collections in the state, (params, apply_fn, batch, rng) is a function that lacks the collections.
-    lacks = bool(collections) and without and not with_key and _is_key(takes, count)
+    lacks = bool(collections) and without and not with_key and is_key_argument(takes, count)
     if rng is not None:
         return with_key or lacks or not without
     if lacks or (with_key and not without):
@@ -150,7 +150,7 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def _is_key(takes: inspect.Signature, index: int) -> bool:
+def is_key_argument(takes: inspect.Signature, index: int) -> bool:
     """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
     return not name.strip("_") or any(part in name for part in NAMES_OF_KEYS)

@@ -32,10 +32,12 @@ from xlstm_jax.distributed.training.arguments import (
 )
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.constant_arrays import with_constants
 from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
 from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
+from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.formatting import kind_of
 
 ARGUMENTS = ("state", "batch", "local")
@@ -145,6 +147,9 @@ class _Evaluation:
 
     def step(self, state: Any, batch: PyTree, local: Local, *, extra_trees: ExtraTrees = None) -> Local:
         """Runs an evaluation step on the mesh: checks, ``shard_map``, and the sum into the metric state."""
+        eval_fn = with_constants(self.eval_fn, state, False, returns_pair=False)
+        if eval_fn is not self.eval_fn:
+            return replace(self, eval_fn=eval_fn).step(state, batch, local, extra_trees=extra_trees)
         extra_trees = {} if extra_trees is None else extra_trees
         trace = EvaluationTrace(self.eval_fn, self.layout, state, batch, local, extra_trees)
         run_checks("trace of an evaluation", trace)
@@ -172,7 +177,7 @@ class _Evaluation:
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # With check_vma=False, layers look up the axes of the batch here, as in training.
         with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
-            observed = self.eval_fn(
+            observed = with_single_axes(self.eval_fn, self.layout.axes)(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["extra_trees"])
             )
         if not isinstance(observed, Mapping):

@@ -24,7 +24,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
@@ -133,10 +133,11 @@ def local_result(
         )
     model_axes = frozenset().union(*[leaf.model_axes for _, leaf in leaves if leaf.is_differentiable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
+    typed_frozen = partial(varying_if_frozen, axes=axes)
 
     def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
-            result = loss_fn(put_back(live), *rest)
+            result = loss_fn(put_back(live, fill_other=typed_frozen), *rest)
         mean, scale, weight = _scaled(result, axes)
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
@@ -178,6 +179,18 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
         collectives.to_varying(leaf, [axis for axis in spread if axis not in model_axes])
         for leaf, model_axes in zip(leaves, copied, strict=True)
     ]
+
+
+def varying_if_frozen(leaf: Any, axes: tuple[str, ...]) -> Any:
+    """Casts a frozen float leaf to varying over the axes, like the leaves beside it; others are returned unchanged.
+
+    A frozen leaf has no gradient, so the cast changes no sum. A gradient rule of a model (``jax.custom_vjp``, as of
+    Flax's fp8 products) returns a gradient of each operand that varies with the batch, and JAX compares its type with
+    the operand's.
+    """
+    box = leaf_of(leaf)
+    is_float = jnp.issubdtype(value_dtype(box.value), jnp.inexact)
+    return varying_leaves([leaf], axes)[0] if is_float and not box.trainable else leaf
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:

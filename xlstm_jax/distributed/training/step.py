@@ -32,10 +32,12 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.constant_arrays import with_constants
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.moments import Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
+from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.distributed.training.state import State, updated_state
 
 
@@ -191,6 +193,8 @@ class StepOptions:
         extra_trees: ExtraTrees = None,
     ) -> tuple[Any, ...]:
         """Returns ``(state, metrics)``, or ``(state, metrics, local)`` with a metric: the function that is compiled."""
+        if (options_of_state := self.of_state(state, rng)) is not self:
+            return options_of_state.step(state, batch, rng, local, extra_trees=extra_trees)
         extra_trees = {} if extra_trees is None else extra_trees
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
@@ -206,6 +210,11 @@ class StepOptions:
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
+
+    def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
+        """Returns the options with the loss function as it is called for this state; see ``constant_arrays``."""
+        fn = with_constants(self.loss.fn, state, rng is not None, returns_pair=True)
+        return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))
 
     def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
         """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
@@ -263,7 +272,7 @@ class StepOptions:
             extra_trees: PyTree,
         ) -> BatchResult:
             rng, extra_trees = None if rng is None else fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
-            fn = without_key(self.loss.fn) if rng is None else self.loss.fn
+            fn = with_single_axes(without_key(self.loss.fn) if rng is None else self.loss.fn, axes)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
                 return fn(params, state.apply_fn, *rest, **extra_trees)

@@ -6,10 +6,12 @@ gradients have the type "varying", which only an average takes away, and JAX ref
 ``value_and_grad`` casts in the same way.
 """
 
+from functools import partial
+
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.training.gradients import varying_leaves
+from xlstm_jax.distributed.training.gradients import varying_if_frozen, varying_leaves
 
 
 def varying_params(params: PyTree, axis_names: AxisNames) -> PyTree:
@@ -32,4 +34,4 @@ def varying_params(params: PyTree, axis_names: AxisNames) -> PyTree:
     """
     axes = collectives.bound_axes(axis_names, caller="varying_params")
     trainable, put_back = trees.split_differentiable(params)
-    return put_back(varying_leaves(trainable, axes))
+    return put_back(varying_leaves(trainable, axes), fill_other=partial(varying_if_frozen, axes=axes))

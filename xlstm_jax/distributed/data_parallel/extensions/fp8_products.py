@@ -7,14 +7,18 @@ The devices share the scale, and the product quantises V with the same scale. V 
 product computes with the same bits as in plain Flax. The gradient ignores the rounding, as Flax's rule does. The
 history of the largest magnitudes receives the largest magnitude of W, not of V.
 
+W is quantised in the dtype in which it is stored. A product may compute in a wider dtype (W is stored in bfloat16, the
+product multiplies in float32), and would round other values up. Only the call of the product tells: W is then gathered
+once more, quantised in the dtype of the product, and XLA removes the first gather, whose result nothing reads.
+
 A product of Flax (``Fp8DirectDotGeneralOp``, ``Fp8Einsum``, ``Fp8DotGeneralOp``) is a submodule of the module that owns
 the parameter "kernel", and keeps state in the collection ``OVERWRITTEN``. The names of both identify the kernels with a
-product. ``check_operand`` checks in each call of the product that the operand is V.
+product. ``checked_operand`` checks in each call of the product that the operand is V.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,7 +31,7 @@ from jax import lax
 
 from xlstm_jax.common_types import DType, PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension, ModulePath
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here, path_in_model
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_gathered_here, leaf_of, path_in_model
 from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
@@ -35,6 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN, running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+from xlstm_jax.program_names import GATHER_SCOPE
 
 NAME = "float8_e4m3fn of its product"  # name of the wire in plans
 CODES = jnp.float8_e4m3fn
@@ -74,19 +79,19 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
     return result
 
 
-def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Raises if a product is called with another operand than the kernel gathered for the product, or twice.
+def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Returns the operand of a product, which must be the kernel gathered for the product, in its first call.
 
     Args:
       kernels: the quantised and gathered kernels, by the paths of their products in the model.
-      product: the module called with ``args`` and ``kwargs``; ignored if its path is not in ``kernels``.
+      product: the module called with ``args`` and ``kwargs``; ``None`` is returned if its path is not in ``kernels``.
     Raises:
       ValueError: the operand is not the kernel, unless a module of ``READERS`` calls the product; or the kernel is in
         float16, where small values of V are lost; or the product was called before.
     """
-    path, place = "/".join(product.path), 2 if isinstance(product, fp8_ops.Fp8Einsum) else 1
+    path, place = "/".join(product.path), place_of_kernel(product)
     if path not in kernels:
-        return
+        return None
     owner: Any = product.parent
     got = args[place] if len(args) > place else kwargs.get("rhs")
     is_flaxs = type(product) in PRODUCTS and product.e4m3_dtype == CODES
@@ -100,6 +105,20 @@ def check_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], 
             "docs/fp8.md."
         )
     kernels[path] = None  # the gradient of a second call would be added to the first; it is the next history, not a sum
+    return got
+
+
+def place_of_kernel(product: Any) -> int:
+    """Returns the position of the kernel among the arguments of a product."""
+    return 2 if isinstance(product, fp8_ops.Fp8Einsum) else 1
+
+
+def with_operand(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a product with another kernel."""
+    place = place_of_kernel(product)
+    if len(args) > place:
+        return (*args[:place], operand, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "rhs": operand}
 
 
 def _only_casts(owner: Any) -> bool:
@@ -173,6 +192,14 @@ class ProductWire:
         return cls(*children, dtype)
 
 
+def _gathered_in(kernel: Sharded, policy: ShardPolicy, path: str, scale: jax.Array, dtype: DType) -> jax.Array:
+    """Returns the kernel at ``path``, quantised in ``dtype`` and gathered."""
+    communication = replace(policy.communication, replicas=None)  # the box names the copies
+    with jax.named_scope(GATHER_SCOPE):
+        wider = kernel.replace(value=kernel.value.astype(dtype))
+        return leaf_of(gather_leaf(wider, policy.axes, communication, path, ProductWire(scale, dtype))).value
+
+
 def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
     return recording(leaf.value, shard)
 
@@ -188,8 +215,10 @@ class Fp8Products(Extension):
 
     Attributes:
       products: the paths of products in the model, by the paths of kernels in the unit's variables.
-      kernels: the gathered kernels, by the paths of products in the model; see ``check_operand``.
+      kernels: the gathered kernels, by the paths of products in the model; see ``checked_operand``.
       shards: the shards as sent, by the paths of histories in the unit's variables.
+      gathers: for each product, by its path in the model: the dtype in which its kernel was quantised, and a function
+        that gathers the kernel, quantised in another dtype.
     """
 
     collections: ClassVar[tuple[str, ...]] = (OVERWRITTEN,)  # replicated: small, and each device needs the scale
@@ -197,6 +226,7 @@ class Fp8Products(Extension):
     products: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
     shards: dict[str, jax.Array] = field(default_factory=dict)
+    gathers: dict[str, tuple[DType, Callable[[DType], jax.Array]]] = field(default_factory=dict)
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns the wires of the kernels that are quantised before the gather.
@@ -229,9 +259,12 @@ class Fp8Products(Extension):
                     f"gathered: each device would quantise its part with another scale. Leave {axes} out of the names "
                     f"of '{product.scale}', or gather the kernel as it is, with gather_dtype=None."
                 )
-            self.products[product.kernel] = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
+            in_model = path_in_model(module, product.path.replace(OVERWRITTEN, "params", 1))
+            self.products[product.kernel] = in_model
             self.shards[product.history] = sent = kernel.value.astype(communication.dtypes(kernel.value)[0])
-            wires[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
+            scale_now = next_scale(scale.value, history.value)
+            wires[product.kernel] = ProductWire(scale_now, sent.dtype)
+            self.gathers[in_model] = sent.dtype, partial(_gathered_in, kernel, policy, path, scale_now)
         return wires
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
@@ -241,10 +274,18 @@ class Fp8Products(Extension):
     def on_gathered(self, path: str, value: Any) -> None:
         self.kernels[self.products[path]] = value
 
-    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self.kernels and method == "__call__":
-            check_operand(self.kernels, module, args, kwargs)
-        return kwargs
+    def changed_arguments(
+        self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.kernels or method != "__call__":
+            return args, kwargs
+        operand = checked_operand(self.kernels, module, args, kwargs)
+        if operand is None:
+            return args, kwargs
+        sent, gathered_in = self.gathers["/".join(module.path)]
+        if jnp.promote_types(sent, operand.dtype) == sent:
+            return args, kwargs
+        return with_operand(module, args, kwargs, gathered_in(operand.dtype))
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
         kernels = [product.kernel for product in products_of(variables)]

@@ -20,15 +20,17 @@ class RecurrentCarries(Extension):
 
     modules = (nn.RNN,)
 
-    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns the keyword arguments of an RNN's method, with an ``initial_carry`` that varies."""
+    def changed_arguments(
+        self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of an RNN's method, with an ``initial_carry`` that varies."""
         if method != "__call__" or kwargs.get("initial_carry") is not None:
-            return kwargs
+            return args, kwargs
         axes = carry_axes((args, kwargs, module.variables))
         # Without types a scan compares only shapes and dtypes.
         if not any(map(collectives.is_tracked, axes)):
-            return kwargs
-        return kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
+            return args, kwargs
+        return args, kwargs | {"initial_carry": collectives.to_varying(_initial_carry(module, *args, **kwargs), axes)}
 
 
 def _initial_carry(

@@ -22,12 +22,12 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     Extension,
+    arguments_from,
     collections_of_extensions,
     computed_from_shards,
     computes,
     extensions_of,
     initialising,
-    kwargs_from,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
@@ -307,7 +307,8 @@ class RunningUnit:
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: calls extensions for methods of the unit and of modules within."""
-        return method(*args, **kwargs_from(self.extensions, context.module, context.method_name, args, kwargs))
+        args, kwargs = arguments_from(self.extensions, context.module, context.method_name, args, kwargs)
+        return method(*args, **kwargs)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from xlstm_jax.distributed.data_parallel.extension import initialising, kwargs_from_extensions
+from xlstm_jax.distributed.data_parallel.extension import arguments_from_extensions, initialising
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
@@ -144,7 +144,7 @@ class LinenRun:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = kwargs_from_extensions(module, name, args, kwargs)
+        args, kwargs = arguments_from_extensions(module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         if any(
             path == entered_path and (issubclass(cls, entered_cls) or issubclass(entered_cls, cls))

@@ -41,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     make_unit,
     modules_of,
     path_of,
+    with_arrays_as_data,
     with_leaf,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import (
@@ -264,7 +265,7 @@ class NnxModel:
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
         """Makes the module with values, as ``make`` does; metadata with axis names is kept, and not applied."""
         with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
-            return self.make(streams)
+            return with_arrays_as_data(self.make(streams))
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
         """Turns the chosen modules in ``module`` into units, in place, and returns ``module``."""

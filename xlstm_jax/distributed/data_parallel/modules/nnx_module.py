@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,12 +22,14 @@ import numpy as np
 from flax import nnx
 from flax.core import meta
 from flax.nnx.bridge import variables as bridge
+from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
+    OF_ARRAYS,
     Method,
     ModuleSystem,
     dropping,
@@ -39,7 +42,6 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
-OF_ARRAYS = "arrays"  # the collection of arrays that a module holds without a variable around them
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
 BOX, POLICY = "split_box", "shard_policy"  # metadata of a split variable: its box without value, the gathering policy
 OF_LINEN = "linen_meta_type"  # metadata of an ``nnx.bridge`` variable: the class of a box that a Linen module has made
@@ -110,7 +112,8 @@ def _box(variable: Any) -> Sharded:
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
     store = box.store.of_last_dims(np.ndim(value))
-    return leaf_of(box.replace(value=value, names=names, store=store))
+    layers = {"communication": replace(box.communication, of_layers=True)} if len(box.names) > np.ndim(value) else {}
+    return leaf_of(box.replace(value=value, names=names, store=store, **layers))
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
@@ -187,6 +190,19 @@ def contents(module: nnx.Module) -> dict[str, Any]:
     arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     leaves = ((path, x) for path, x in nnx.iter_graph(module) if is_variable(x) or isinstance(x, arrays))
     return {path_of(path): leaf for path, leaf in leaves}
+
+
+def with_arrays_as_data(module: nnx.Module) -> nnx.Module:
+    """Returns the module, with arrays that it holds without a variable as data, in place.
+
+    NNX takes an array for data when it is set as an attribute, and a tracer for a static value, which would stay in the
+    definition of the graph after the trace has ended.
+    """
+    for node in modules_of(module).values():
+        traced = [name for name, value in vars(node).items() if isinstance(value, Tracer)]
+        for name in traced:
+            setattr(node, name, nnx.data(vars(node)[name]))
+    return module
 
 
 def is_variable(leaf: Any) -> bool:

@@ -52,6 +52,7 @@ from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
+OF_ARRAYS = "arrays"  # the collection of arrays that a module of NNX holds without a variable around them
 Method = Callable[..., Any]
 Predicate = Callable[[str, Any], Any]
 

@@ -35,7 +35,8 @@ class Communication:
     """Communication options of a split leaf: the requested dtypes, by name or ``None``, and the copies of its shards.
 
     Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``packing`` chooses the shards
-    of a unit that are sent together; ``None``: each is sent alone.
+    of a unit that are sent together; ``None``: each is sent alone. ``of_layers`` is True for a leaf of stacked layers,
+    read without the leading dim that a transformation has taken: ``vmap`` may give each layer a gradient.
     """
 
     gather_dtype: str | None = None
@@ -43,6 +44,7 @@ class Communication:
     replicas: Copies | None = None
     inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
     packing: Packing | None = field(default=None, repr=False)
+    of_layers: bool | None = field(default=None, repr=False)
 
     @classmethod
     def of(

@@ -106,7 +106,7 @@ def _gather_bwd(
 ) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
-    check_one_gradient_of_one_batch(path, primal, cotangent, axes)
+    check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
     return _scattered(cotangent, dim, axes, communication, primal), None
 
 
@@ -178,21 +178,23 @@ def gradient_of_shard(scattered: jax.Array, communication: Communication, primal
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-def check_one_gradient_of_one_batch(path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
+def check_one_gradient_of_one_batch(
+    path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...], of_layers: bool | None = None
+) -> None:
     """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
 
-    Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard.
+    Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard. Under a
+    ``remat`` inside the ``vmap`` the shard does not show that it is one of several: ``of_layers`` says so.
     """
     if not collectives.spread_axes(axes):
         return
-    for_each_example = is_batched(cotangent) and not primal.batched
+    for_each_example = is_batched(cotangent) and not (primal.batched or of_layers)
     if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
             f"taken {where}: it would be a mean over the devices of {axes}. Call full = gather_params(params, "
-            "axis_name) first in the loss function, and differentiate with respect to full; in an NNX model, shard the "
-            "module that calls nnx.vmap."
+            "axis_name) first in the loss function, and differentiate with respect to full."
         )
 
 

@@ -224,9 +224,10 @@ class Run:
     def _of_batch(
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: PyTree
     ) -> tuple[BatchResult, jax.Array]:
-        program = self._options.program(state, batch, extra_trees)
+        options = self._options.of_state(state, rng)
+        program = options.program(state, batch, extra_trees)
         program = watched(program, self.mesh.axis_names, functools.partial(setattr, self, "leaves"))
-        return self._options.on_mesh(program)(*self._options.arguments(state, batch, rng, local, extra_trees))
+        return options.on_mesh(program)(*options.arguments(state, batch, rng, local, extra_trees))
 
 
 def _update(
@@ -239,6 +240,7 @@ def _update(
     extra_trees: PyTree,
 ) -> tuple[Any, ...]:
     """Returns what the step returns, from the result of a run."""
+    options = options.of_state(state, rng)
     of_params = options.on_mesh(options.program(state, batch, extra_trees))
     rest = options.arguments(state, batch, rng, local, extra_trees)[1:]
     return options.updated(state, result, lambda params: of_params(params, *rest))

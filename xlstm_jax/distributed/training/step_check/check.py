@@ -36,6 +36,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_la
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh
 from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
 from xlstm_jax.distributed.training.batch_axes import StepOfState
+from xlstm_jax.distributed.training.constant_arrays import with_constants
 from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
@@ -141,6 +142,8 @@ def check_step(
     mesh = _mesh_of(state.params)
     layout = options.layout if options else _likely_layout(state.params, batch, mesh, batch_spec)
     minibatches = options.accumulation.num_minibatches if options else 1
+    fn = with_constants(loss.fn, state, rng is not None, returns_pair=True)
+    loss = replace(loss, fn=fn)
     if not takes_key(loss.fn, rng, collections_of(state), extra_trees or {}):
         loss = replace(loss, fn=without_key(loss.fn))
     if rng is None:

@@ -1,0 +1,72 @@
+"""Lets a loss leave out the collection of constant arrays: tables that an NNX model keeps without a variable.
+
+A module of NNX may hold a bare array, as ``self.position_ids = jnp.arange(16)[None]``. The array is a part of the
+model's variables, in the collection "arrays", and no call of the model changes it. So a loss function need not take and
+return it as it takes and returns statistics:
+
+  loss_fn(params, apply_fn, batch)                      apply_fn adds the arrays of the state
+  loss_fn(params, apply_fn, batch, collections)         as with other collections
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial, wraps
+from typing import Any
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel.modules import OF_ARRAYS, ShardsItself
+from xlstm_jax.distributed.training.arguments import collections_of, is_key_argument
+
+BEFORE_KEY = 3  # arguments of a loss before the key: params, apply_fn, batch
+
+
+def with_constants(fn: Callable[..., Any], state: Any, has_key: bool, *, returns_pair: bool) -> Callable[..., Any]:
+    """Returns ``fn``, a loss or evaluation function, as a function that takes the collections of a state last.
+
+    ``fn`` is returned as it is if the state has other collections than the constant arrays of an NNX model, or if
+    ``fn`` takes collections.
+
+    Args:
+      fn: ``fn(params, apply_fn, batch)``, or ``fn(params, apply_fn, batch, rng)``.
+      state: the state of a step.
+      has_key: whether the step was given a key; a function that takes a key or none is then given the key.
+      returns_pair: whether a function with collections returns a pair of its result and the collections.
+    """
+    model = getattr(state.apply_fn, "__self__", None) if hasattr(state, "apply_fn") else None
+    if collections_of(state).keys() != {OF_ARRAYS} or not isinstance(model, ShardsItself):
+        return fn
+    try:
+        takes = inspect.signature(fn)
+    except (TypeError, ValueError):  # some functions, written in C, say, have no signature
+        return fn
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    given = [parameter for parameter in takes.parameters.values() if parameter.kind in kinds]
+    with_key = len(given) == BEFORE_KEY + 1 and is_key_argument(takes, BEFORE_KEY)
+    others = [parameter for parameter in takes.parameters.values() if parameter.kind not in kinds]
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in others):
+        return fn
+    if len(given) != BEFORE_KEY and not with_key:
+        return fn
+    draws = with_key and (has_key or given[-1].default is inspect.Parameter.empty)
+
+    @wraps(fn)
+    def with_collections(params: PyTree, apply_fn: Any, batch: PyTree, *rest: Any, **extra_trees: Any) -> Any:
+        *key, collections = rest
+        result = fn(params, partial(_applied, apply_fn, collections), batch, *key, **extra_trees)
+        return (result, collections) if returns_pair else result
+
+    first = [parameter.replace(default=inspect.Parameter.empty) for parameter in given[: BEFORE_KEY + draws]]
+    last = inspect.Parameter("collections", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    with_collections.__signature__ = takes.replace(parameters=[*first, last, *others])  # type: ignore[attr-defined]
+    return with_collections
+
+
+def _applied(
+    apply_fn: Callable[..., Any],
+    collections: Mapping[str, PyTree],
+    variables: Mapping[str, PyTree],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls ``apply_fn`` with the collections beside the variables that are given."""
+    return apply_fn({**collections, **variables}, *args, **kwargs)
