@@ -44,15 +44,16 @@ class Extension:
       modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
       collections: names of replicated collections that the hooks read beside "params". If not empty, an instance is
         made only for units that have one of these collections.
+      hooks: set by the library. Hooks that no class overrides are not called.
     """
 
     modules: ClassVar[tuple[type[Any], ...]] = ()
     collections: ClassVar[tuple[str, ...]] = ()
+    hooks: ClassVar[frozenset[str]] = frozenset()  # the names of the hooks that the class overrides
 
-    @classmethod
-    def takes(cls, module: Any) -> bool:
-        """Returns whether the hooks that receive a module run for ``module``, as ``modules`` says."""
-        return not cls.modules or isinstance(module, cls.modules)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.hooks = frozenset([name for name in vars(Extension) if getattr(cls, name) is not getattr(Extension, name)])
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns, by path in ``variables``, wires for the gather of leaves, in place of the wires in their boxes.
@@ -129,25 +130,22 @@ EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order
 
 def with_hook(name: str) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name`` of ``Extension``."""
-    return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
+    return [cls for cls in EXTENSIONS if name in cls.hooks]
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name`` and apply to ``module``."""
-    return [cls for cls in with_hook(name) if cls.takes(module)]
+    return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
 
 
-def extensions_of(has_collection: Callable[[str], bool]) -> list[Extension]:
-    """Returns new instances of the registered extensions that apply to a unit.
-
-    ``has_collection(name)`` returns whether the unit has the collection.
-    """
-    return [cls() for cls in EXTENSIONS if not cls.collections or any(map(has_collection, cls.collections))]
+def extensions_of(collections: Collection[str]) -> list[Extension]:
+    """Returns new instances of the registered extensions that apply to a unit with these collections."""
+    return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
 
 
 def passing_collections() -> list[str]:
     """Returns the names of the collections that extensions read when a unit is entered, in addition to "params"."""
-    return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
+    return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
@@ -165,7 +163,7 @@ def axis_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
     """Returns the axes of each split leaf, outermost first: ``given``, unless an extension reorders the axes."""
-    if all(len(order) < 2 for order in given):
+    if all([len(order) < 2 for order in given]):
         return given
     for cls in with_hook("axis_orders"):
         given = cls().axis_orders(sizes, given, axis_sizes, slow)
@@ -174,7 +172,7 @@ def axis_orders(
 
 def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """Returns the boxed parameters of an entire model, with the axis order of each leaf as extensions choose."""
-    if sum(size > 1 for size in axis_sizes.values()) < 2:
+    if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
     for cls in with_hook("arranged"):
         params = cls().arranged(params, axis_sizes)
@@ -198,7 +196,7 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
 
 def computes(module: Any, method: str) -> bool:
     """Returns whether an extension may compute the result of a unit's method from shards."""
-    return any(cls().computes(module, method) for cls in with_hook_for("computes", module))
+    return any([cls().computes(module, method) for cls in with_hook_for("computes", module)])
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
@@ -214,7 +212,8 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 
 def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    return kwargs_from(extensions_of(lambda collection: False), module, method, args, kwargs)
+    extensions = [cls() for cls in EXTENSIONS if "called" in cls.hooks and not cls.collections]
+    return kwargs_from(extensions, module, method, args, kwargs) if extensions else kwargs
 
 
 def kwargs_from(
@@ -222,7 +221,7 @@ def kwargs_from(
 ) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module, passed through the hook ``called`` of each extension."""
     for extension in extensions:
-        if extension.takes(module):
+        if "called" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             kwargs = extension.called(module, method, args, kwargs)
     return kwargs
 

@@ -21,11 +21,14 @@ def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> Partit
     """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``."""
     # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
     # varying becomes equal only by an all-reduce, which is compiled and run.
-    axes = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in names]
+    entries: list[AxisEntry] = []
+    for entry in names:
+        axes = () if entry is None else tuple([axis for axis in entry_axes(entry) if mesh.shape[axis] > 1])
+        entries.append(axes_entry(axes) if axes else None)
     # Trailing None is dropped, as in the shardings that jit reports: else a second call would compile again.
-    while axes and not axes[-1]:
-        axes.pop()
-    return PartitionSpec(*map(axes_entry, axes))
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def stored_shape(leaf: Sharded) -> tuple[int, ...]:

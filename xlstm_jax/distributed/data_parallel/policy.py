@@ -103,8 +103,8 @@ class ShardPolicy:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes of the wrapper: ``axis_name`` as a tuple, else the FSDP axes of the mesh around, else ``fsdp``."""
-        if self.axis_name is not None:
-            return as_axis_names(self.axis_name)
+        if isinstance(self.axis_name, tuple):  # as ``__post_init__`` has stored it
+            return self.axis_name
         return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
 
     def has_axis(self, axis: str) -> bool:

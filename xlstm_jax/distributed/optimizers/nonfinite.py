@@ -122,8 +122,7 @@ def with_skipped_collections(
     def update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
-        if not skip_counts(before.opt_state):
-            return optimizer.update(grads, before, collections, **extra_args)
+        skip_counts(before.opt_state)  # raises if there are several
         if collections and VALUE in extra_args:
             extra_args[VALUE] = _nan_where_spoiled(extra_args[VALUE], before.collections, collections)
         after, metrics = optimizer.update(grads, before, collections, **extra_args)

@@ -166,9 +166,12 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             "bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': docs/dtypes.md.",
             ("narrow", dtype),
         )
+    with_mask = [part for part in optax_introspection.parts(tx) if part.name in optax_introspection.HOLDERS_OF_MASKS]
+    if not with_mask:
+        return
     shapes = jax.eval_shape(trainable, params)
     ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
-    for taken in filter(None, (optax_introspection.decay_mask(part, shapes) for part in optax_introspection.parts(tx))):
+    for taken in filter(None, [optax_introspection.decay_mask(part, shapes) for part in with_mask]):
         if not any(taken.values()):
             _warn(
                 f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. "

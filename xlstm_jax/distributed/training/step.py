@@ -134,7 +134,8 @@ def make_train_step(
     reads_axes = batch_axes is None and batch_spec is None  # off the first state
     of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
     check_loss_fn(loss_fn)
-    check_learning_rate(learning_rate)
+    if learning_rate is not None:
+        check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; pass the metric alone.")
     # A metric is updated after each minibatch, so no observation outlives its minibatch.
@@ -162,7 +163,7 @@ def make_train_step(
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
             needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
             donate_argnums=0 if metric is None else (0, 3),
-            compiler_options=resolved_on(mesh, compiler_options),
+            compiler_options=None if compiler_options is None else resolved_on(mesh, compiler_options),
         )
 
     made = step_of(of_batch)
@@ -217,7 +218,8 @@ class StepOptions:
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
         )
         metrics |= of_optimizer
-        metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
+        if self.learning_rate is not None:
+            metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
         if self.metric is not None:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})

@@ -46,6 +46,7 @@ _OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs t
 _HAND = " by hand"  # suffix of an axis over which a value was computed by hand-written communication or partial sums
 _MARK = "equal on all devices: "
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # raised if another JAX release describes an equation differently
+_BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *_OPAQUE}
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -58,6 +59,20 @@ class Equations(NamedTuple):
 
     of_results: list[Axes]
     of_marked: dict[str, Axes]
+
+
+def types_prove_equal(jaxpr: core.Jaxpr) -> bool:
+    """Returns whether JAX's types have proved that results without an axis in their specs are equal along the axis.
+
+    True if every ``shard_map`` of the program has ``check_vma=True``, and no equation depends on a predicate or writes
+    to a reference, of which types say nothing.
+    """
+    for eqn in all_equations(jaxpr.eqns):
+        if eqn.primitive.name in _BEYOND_TYPES or "_prim" in eqn.params:
+            return False
+        if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
+            return False
+    return True
 
 
 def marked(name: str, value: jax.Array) -> jax.Array:
@@ -165,7 +180,7 @@ class _Reader:
 
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
-        name, params = name_and_params(eqn)
+        name, params = name_and_params(eqn) if "_prim" in eqn.params else (eqn.primitive.name, eqn.params)
         if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
             return seen
         if name in _AS_THEY_ARE:
@@ -186,7 +201,7 @@ class _Reader:
                 return read_through[name](params, inputs)
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
-        of_all = all_named_axes([eqn]).union(*inputs)
+        of_all = (all_named_axes([eqn]) if params else Axes()).union(*inputs)
         if name in _OPAQUE:
             of_all |= {axis + _HAND for axis in _named(of_all)}
         return [of_all] * len(eqn.outvars)
@@ -280,14 +295,12 @@ def check_branches(
     Some devices would wait for the gather, or gather other weights.
 
     Args:
-      paths: the leaves gathered in a branch; empty for most models, and then nothing is traced.
+      paths: the leaves gathered in a branch, one or more.
       loss_fn, args: the loss function and its arguments, as for ``differing_args``.
       axes: the axes of the batch.
     Raises:
       ValueError: the predicate of a branch differs along an axis of a gather in the branch.
     """
-    if not paths:
-        return
     _, parted = _read(lambda *args: jax.tree.leaves(loss_fn(*args)), args, differing_args(args, axes))
     if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
         raise ValueError(

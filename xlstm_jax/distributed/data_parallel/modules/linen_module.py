@@ -311,10 +311,12 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
     Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
     """
-    for stacks in watching(Stacks):
+    recorded = watching(Stacks)
+    for stacks in recorded:
         stacks.units_entered += 1
+        stacks.units_running += 1
     scope: Any = module.scope
-    extensions = extensions_of(lambda collection: not scope.is_collection_empty(collection))
+    extensions = extensions_of([name for name in passing_collections() if not scope.is_collection_empty(name)])
     try:
         with nn.intercept_methods(RunningUnit(module.path, extensions).intercept):
             yield
@@ -325,6 +327,9 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
             if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
                 raise unit.closed_over_error("/".join((*module.path, path)), leaf, axes) from None
         raise
+    finally:
+        for stacks in recorded:
+            stacks.units_running -= 1
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
@@ -370,12 +375,13 @@ class Stacks:
 
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     units_entered: int = 0
+    units_running: int = 0
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
-        if watching(RunningUnit) and scans_over_params(cls):
+        if self.units_running and scans_over_params(cls):
             # The layer of this scan will be the next module of its class that is called.
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:

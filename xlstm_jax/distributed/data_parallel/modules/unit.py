@@ -265,9 +265,15 @@ def gather_here(
     wires = {
         path: (extension, wire)
         for extension in extensions
+        if "wires" in extension.hooks
         for path, wire in extension.wires(policy, variables, module or ()).items()
     }
-    replaced = {path: read for extension in extensions for path, read in extension.replaced().items()}
+    replaced = {
+        path: read
+        for extension in extensions
+        if "replaced" in extension.hooks
+        for path, read in extension.replaced().items()
+    }
     to_gather = {
         stored: (path_in_model(module, stored), box)
         for stored, box in (sharded_leaves(variables) if communication.packing else ())

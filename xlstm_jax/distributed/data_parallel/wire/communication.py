@@ -65,7 +65,7 @@ class Communication:
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
         """Returns the options without copies along ``axes``, over which a leaf is split."""
-        return replace(self, replicas=self.replicas.without(axes) if self.replicas else None)
+        return replace(self, replicas=self.replicas.without(axes)) if self.replicas else self
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
@@ -78,15 +78,18 @@ class Communication:
         Raises:
           ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
         """
-        gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
-        summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
+        gathered = summed = value_dtype(value)
+        if self.gather_dtype:
+            gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
+        if self.grad_scatter_dtype:
+            summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
         if self.replicas:  # raises before the first step rather than in its backward pass
             self.replicas.check(value, path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
         """Returns the name of the 8-bit format in which ``value`` is sent by a gather; ``None``: sent as an array."""
-        return packed_format(value, self.gather_dtype)
+        return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:
         """Returns the name of the 8-bit format, or else of the dtype, in which ``value`` is sent by a gather."""

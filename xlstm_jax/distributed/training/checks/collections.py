@@ -5,15 +5,13 @@ from xlstm_jax.distributed.training.moments import CreatedState, Results, Traini
 
 
 def _of_state(of: CreatedState) -> None:
-    if of.collections:
-        check_kept(of.collections)
+    check_kept(of.collections)
 
 
 def _of_results(of: Results) -> None:
-    if of.collections:
-        spread = [axis for axis, size in of.mesh.shape.items() if size > 1]
-        check_equal_collections(of.equations.of_marked, of.collections, spread, of.axes)
+    spread = [axis for axis, size in of.mesh.shape.items() if size > 1]
+    check_equal_collections(of.equations.of_marked, of.collections, spread, of.axes)
 
 
-COLLECTIONS_OF_STATE = TrainingCheck("state", _of_state, "collections.md")
-EQUAL_COLLECTIONS = TrainingCheck("results", _of_results, "collections.md")
+COLLECTIONS_OF_STATE = TrainingCheck("state", _of_state, "collections.md", needs="collections")
+EQUAL_COLLECTIONS = TrainingCheck("results", _of_results, "collections.md", needs="collections")
