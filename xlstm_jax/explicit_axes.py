@@ -52,7 +52,9 @@ def placed(shardings: PyTree) -> PyTree:
     True
     """
     around = jax.sharding.get_abstract_mesh()
-    return jax.tree.map(partial(_placed, around=around), shardings) if has_explicit_axes(around) else shardings
+    if not has_explicit_axes(around):
+        return shardings
+    return jax.tree.map(lambda sharding: _placed(sharding, around), shardings)
 
 
 @functools.lru_cache(maxsize=4096)  # for each leaf of a state, at each step

@@ -50,7 +50,10 @@ def wrong_averages_raise() -> bool:
 
 def averaged_axes(value: jax.Array) -> frozenset[str]:
     """Returns the axes over which ``value`` is known to be averaged: the same array, not a value computed from it."""
-    return next((axes for average, axes in _averages.known if average() is value), frozenset())
+    for average, axes in _averages.known:
+        if average() is value:
+            return axes
+    return frozenset()
 
 
 def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:

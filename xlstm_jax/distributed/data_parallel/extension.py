@@ -163,7 +163,7 @@ def axis_orders(
     sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
     """Returns the axes of each split leaf, outermost first: ``given``, unless an extension reorders the axes."""
-    if all([len(order) < 2 for order in given]):
+    if all(len(order) < 2 for order in given):
         return given
     for cls in with_hook("axis_orders"):
         given = cls().axis_orders(sizes, given, axis_sizes, slow)
@@ -196,7 +196,7 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
 
 def computes(module: Any, method: str) -> bool:
     """Returns whether an extension may compute the result of a unit's method from shards."""
-    return any([cls().computes(module, method) for cls in with_hook_for("computes", module)])
+    return any(cls().computes(module, method) for cls in with_hook_for("computes", module))
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:

@@ -94,13 +94,21 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
         the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="sync_gradients")
-    live, put_back = trees.split_differentiable(grads)
-    paths = [path for path, leaf in trees.sharded_leaves(grads) if leaf.is_differentiable]
+    leaves, treedef = trees.flatten_with_path(grads)
+    boxes = [(path, leaf_of(leaf)) for path, leaf in leaves]
+    takes = [box.is_differentiable for _, box in boxes]
+    means = iter(mean_gradients([box for box, take in zip(boxes, takes, strict=True) if take], axes))
+    synced = [rebox(leaf, next(means)) if take else leaf for (_, leaf), take in zip(leaves, takes, strict=True)]
+    return jax.tree.unflatten(treedef, synced)
+
+
+def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Returns the mean of each gradient as ``sync_gradients`` does; ``grads`` are pairs (path, gradient in its box)."""
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
-        for path, box in zip(paths, map(leaf_of, live), strict=True):
+        for path, box in grads:
             known = averages.averaged_axes(box.value)
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(path, box, left, known))
@@ -109,7 +117,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
     averages.remember(synced, averaged)
-    return put_back([rebox(leaf, value) for leaf, value in zip(live, synced, strict=True)])
+    return synced
 
 
 def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:

@@ -70,7 +70,7 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
     """Raises a ``ValueError`` if the axes in a box do not divide a dim of its global value."""
     for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
-        parts = math.prod(sizes[axis] for axis in entry_axes(entry))
+        parts = 1 if entry is None else math.prod([sizes[axis] for axis in entry_axes(entry)])
         if size % parts:
             raise ValueError(
                 f"'{path}' of shape {tuple(leaf.value.shape)} is boxed as {leaf.names}: {parts} shards do not divide "

@@ -83,7 +83,8 @@ def box_params(
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
-    leaves, communication = dict(trees.sharded_leaves(params)), policy.communication
+    given_leaves, treedef = trees.flatten_with_path(params)
+    leaves, communication = {path: leaf_of(leaf) for path, leaf in given_leaves}, policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
     # Packed leaves share collectives, and so the order of axes: ``order_as`` has the leaf whose order a leaf takes.
@@ -96,7 +97,7 @@ def box_params(
     orders = axis_orders(list(sizes.values()), given, axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(sizes, orders, strict=True))
 
-    def box(path: str, leaf: Any) -> Any:
+    def boxed(path: str, leaf: Any) -> Any:
         leaf = split_by_model(leaf, axis_sizes)
         leaf = leaf if policy.trainable else frozen(leaf)
         if path not in dims:
@@ -108,7 +109,7 @@ def box_params(
         split = split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
         return split.replace(marks=frozenset({packed_mark(path)})) if path in packed else split
 
-    return trees.map_leaves_with_path(box, params)
+    return jax.tree.unflatten(treedef, [boxed(path, leaf) for path, leaf in given_leaves])
 
 
 def _choice(box: Sharded, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:

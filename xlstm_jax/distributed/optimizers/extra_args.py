@@ -90,11 +90,8 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
 def _may_take(takes: list[inspect.Parameter], name: str) -> bool:
     """Returns whether a function with the parameters ``takes`` accepts a keyword argument of this name."""
     return any(
-        [
-            parameter.kind is VAR_KEYWORD
-            or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
-            for parameter in takes
-        ]
+        parameter.kind is VAR_KEYWORD or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
+        for parameter in takes
     )
 
 

@@ -14,24 +14,25 @@ kind of node or memory, and ``sharded_optimizer`` takes further wrappers.
 A transform that needs to know how its arrays are split calls ``parameter_layout()``: optax passes arrays alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import default_registry
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import placement, trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import (
     given_state,
-    optimizer_state_shardings,
+    leaves_and_specs,
+    state_shardings,
     stored_state,
     trainable,
     with_trainable,
@@ -188,7 +189,8 @@ def _kinds(opt_state: PyTree) -> set[type | jax.memory.Space]:
 def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
     """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers."""
     called = taking_extra_args(tx)
-    as_stored = all([leaf.stores_value for _, leaf in trees.sharded_leaves(params)])  # no leaf is padded, say
+    by_path = leaves_and_specs(params, mesh)
+    as_stored = all(leaf.stores_value for leaf, _ in by_path.values())  # no leaf is padded, say
 
     def init(params: PyTree) -> PyTree:
         with set_context(_LAYOUT, layout):
@@ -205,7 +207,7 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         new_params = with_trainable(before.params, optax.apply_updates(bare, updates))
         after = Trained(
             step=before.step + 1,
-            params=jax.lax.with_sharding_constraint(new_params, placement.shardings(new_params, mesh)),
+            params=_placed_as(new_params, [spec for _, spec in by_path.values()], mesh),
             # Shardings of the new state, whose tree may differ from the initial state's: optax.monitor starts without
             # measures.
             opt_state=jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)),
@@ -214,7 +216,14 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         return after, {}
 
     def shardings(opt_state: PyTree) -> PyTree:
-        return optimizer_state_shardings(opt_state, params, mesh)
+        return state_shardings(opt_state, by_path, mesh)
 
     layout = ParameterLayout(mesh, params, shardings)
     return ShardedOptimizer(init, update, shardings)
+
+
+def _placed_as(tree: PyTree, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns a tree of global arrays, leaf i constrained to the sharding ``specs[i]``; a box is a leaf."""
+    structure = jax.tree.structure(tree, is_leaf=is_box)
+    shardings = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
+    return jax.lax.with_sharding_constraint(tree, shardings)

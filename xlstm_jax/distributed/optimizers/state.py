@@ -8,6 +8,7 @@ transform with a custom layout for a leaf of its state puts a ``StateBox`` aroun
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -143,8 +144,20 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     Returns:
       A ``NamedSharding`` for every leaf of ``opt_state``.
     """
-    # For each parameter the leaf, and the spec of its values: the moments of a parameter share the spec.
-    by_path = {path: (leaf, placement.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
+    return state_shardings(opt_state, leaves_and_specs(params, mesh), mesh)
+
+
+# For each parameter the leaf, and the spec of its values, which the moments of the parameter share.
+LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
+
+
+def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
+    """Returns by path each leaf of boxed parameters, and the ``PartitionSpec`` of its values on the mesh."""
+    return {path: (leaf, placement.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
+
+
+def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Does ``optimizer_state_shardings`` for parameters by path."""
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
         if is_state_box(leaf):

@@ -22,7 +22,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import arranged
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -202,8 +202,6 @@ def jitted_init(
         # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), boxes_without_constraints():
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
-            if "params" in variables:
-                variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
             if trainable is not None or frozen_dtype is not None:
                 variables = with_frozen(model, variables, trainable, frozen_dtype)
             if "params" in variables:

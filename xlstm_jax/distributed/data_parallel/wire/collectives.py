@@ -14,6 +14,7 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -117,15 +118,16 @@ def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.dynamic_slice_in_dim(value, axis_index(axes) * size, size, dim)
 
 
+# Returns ``varying_axes`` of a value from its type: JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
+_has_axis_type = hasattr(jax.typeof(np.float32(0)), "manual_axis_type")
+varying_axes_of_type: Callable[[Any], frozenset[str]] = attrgetter(
+    "manual_axis_type.varying" if _has_axis_type else "vma"
+)
+
+
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes over which ``value`` varies by type; empty under ``check_vma=False``."""
     return varying_axes_of_type(jax.typeof(value))
-
-
-def varying_axes_of_type(aval: Any) -> frozenset[str]:
-    """Returns ``varying_axes`` of a value of the type ``aval``."""
-    # JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def is_tracked(axis: str) -> bool:
