@@ -15,19 +15,29 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
             recording_parts   records leaves that modules gather in successive parts
 
 Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
-split, and ``arranged``, when the leaves of the entire model are available.
+split, and ``arranged``, when the leaves of the entire model are available. Five hooks let leaves share collectives:
+
+  split   sent_together    marks the leaves that will share collectives, and so the order of axes
+          sent_with        returns the unit with whose leaves a marked leaf shares collectives
+  gather  gathers          returns gathers of several leaves of a unit at once
+          gathers_in_tree  returns the same for each unit of a model
+          parcels          returns the shards of a layer that are sent together, for gathers ahead
 
 ``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
@@ -109,6 +119,34 @@ class Extension:
         """Returns whether a unit normally computes without a gather of the leaf, and sends few bytes of the leaf."""
         return False
 
+    def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
+        """Returns, by path in the unit, a mark for each leaf to split whose gather shares collectives."""
+        return {}
+
+    def sent_with(self, path: str, leaf: Sharded) -> str | None:
+        """Returns the path of the unit with whose leaves the marked leaf at ``path`` in the model is sent, or None."""
+        return None
+
+    def gathers(
+        self, leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
+    ) -> Mapping[str, Callable[[], "Gathered"]]:
+        """Returns functions that gather leaves of a unit together with others; every other leaf is gathered alone.
+
+        ``leaves`` has (path in the model, leaf) by name, ``axes`` are the unit's, options that are ``None`` in
+        ``communication`` are read from the boxes.
+        """
+        return {}
+
+    def gathers_in_tree(
+        self, params: PyTree, axes: tuple[str, ...], communication: Communication
+    ) -> Mapping[str, Callable[[], "Gathered"]]:
+        """Does ``gathers`` by path for each unit of the boxed parameters of an entire model."""
+        return {}
+
+    def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
+        """Returns the shards of a layer that are sent together; the others, of no parcel, are sent alone."""
+        return ()
+
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
         """Returns a context for ``model.init`` that adds leaves gathered in parts to ``partial_gathers``, by path."""
         return nullcontext()
@@ -123,6 +161,41 @@ class PartialGather(NamedTuple):
     along: int
     entries: int
     may_be_sent: Callable[[Sharded], bool]
+
+
+Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
+
+
+class SplitShard(NamedTuple):
+    """Shard of a leaf that is gathered along ``dim`` over ``axes``; ``trains`` is False for a frozen leaf."""
+
+    shard: Primal
+    dim: int
+    axes: tuple[str, ...]
+    communication: Communication
+    trains: bool
+
+
+class Parcel(Protocol):
+    """Shards that are sent together."""
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """Keys of the shards, in the order of the arguments of ``pack``."""
+        ...
+
+    @property
+    def wire(self) -> Wire:
+        """Format in which a packed array is sent along dim 0."""
+        ...
+
+    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """Returns the shards, in the order of ``members``, as one array [1, s]."""
+        ...
+
+    def unpack(self, rows: jax.Array) -> list[jax.Array]:
+        """Returns the arrays of an array [r, s], r packed arrays in device order: along dim d each has r d / n."""
+        ...
 
 
 EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order of its lines
@@ -177,6 +250,34 @@ def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     for cls in with_hook("arranged"):
         params = cls().arranged(params, axis_sizes)
     return params
+
+
+def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
+    """Returns marks, by path, for the leaves to be split whose gathers share collectives; see ``Extension``."""
+    hooks = with_hook("sent_together")
+    return {path: mark for cls in hooks for path, mark in cls().sent_together(leaves, communication).items()}
+
+
+def sent_with(path: str, leaf: Sharded) -> str | None:
+    """Returns the path of the unit with whose leaves a leaf is sent; ``None`` if the leaf is sent alone."""
+    hooks = with_hook("sent_with") if leaf.marks else ()
+    return next((unit for cls in hooks if (unit := cls().sent_with(path, leaf)) is not None), None)
+
+
+def gathers_in_tree(
+    params: PyTree, axes: tuple[str, ...], communication: Communication
+) -> dict[str, Callable[[], Gathered]]:
+    """Returns, by path, the gathers that the hook ``gathers_in_tree`` of the extensions returns."""
+    together: dict[str, Callable[[], Gathered]] = {}
+    for cls in with_hook("gathers_in_tree"):
+        together |= cls().gathers_in_tree(params, axes, communication)
+    return together
+
+
+def parcels(shards: Mapping[Any, SplitShard]) -> list[Parcel]:
+    """Returns the parcels of shards with options of extensions, given by key."""
+    shards = {key: split for key, split in shards.items() if split.communication.options}
+    return [parcel for cls in (with_hook("parcels") if shards else ()) for parcel in cls().parcels(shards)]
 
 
 def avoids_gather(box: Sharded) -> bool:

@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import averages, trees
+from xlstm_jax.distributed.data_parallel.extension import gathers_in_tree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
-from xlstm_jax.distributed.data_parallel.together import packed_in_tree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -51,10 +51,10 @@ def gather_params(
     """
     axes = collectives.bound_axes(axis_name, caller="gather_params")
     given = Communication.of(gather_dtype, grad_scatter_dtype)
-    together = packed_in_tree(params, axes, given)
+    together = gathers_in_tree(params, axes, given)
 
     def gathered(path: str, leaf: Any) -> Any:
-        return gather_leaf(leaf_of(leaf), axes, given, path, packed=together.get(path)) if is_box(leaf) else leaf
+        return gather_leaf(leaf_of(leaf), axes, given, path, together=together.get(path)) if is_box(leaf) else leaf
 
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(gathered, params)

@@ -423,13 +423,13 @@ def gather_leaf(
     communication: Communication,
     path: str = "",
     wire: Wire | None = None,
-    packed: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
+    together: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
 ) -> Any:
     """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
 
     Options that are ``None`` in ``communication`` are read from the leaf's box. ``wire``, if given, is the format in
-    which shards are sent, in place of the format that the options select. ``packed``, if given, returns the gathered
-    array and the axes that still split its dims, from a gather together with other leaves.
+    which shards are sent, in place of the format that the options select. ``together``, if given, returns the
+    gathered array and the axes that still split its dims, from a gather together with other leaves.
     """
     communication = communication.or_else(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -437,8 +437,8 @@ def gather_leaf(
         communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
 
     def gather() -> Any:
-        if packed is not None:
-            value, names = packed()
+        if together is not None:
+            value, names = together()
         else:
             value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
         return as_gathered(leaf, value, names, axes, communication)

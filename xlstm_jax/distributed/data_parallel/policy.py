@@ -25,9 +25,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 )
 from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.program_names import FSDP_AXIS, INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
@@ -53,7 +52,7 @@ class ShardPolicy:
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
-    packing: Packing | None = None
+    packing: Option | None = None
     communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,19 +84,19 @@ class ShardPolicy:
                 f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name the "
                 "axes of axis_name that cross hosts."
             )
-        if not isinstance(self.packing, Packing | None):
+        if not isinstance(self.packing, Option | None):
             raise TypeError(f"packing={self.packing!r}: pass PackSmall(below=2**20), with a number of bytes, or None.")
-        travels = Communication.of(
-            self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, self.packing
-        )
+        options = () if self.packing is None else (self.packing,)
+        travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, options)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
             )
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
-        fields = {"min_weight_size": int(size), "communication": travels}
-        for name, value in (fields | vars(travels)).items():
+        fields = {"min_weight_size": int(size), "communication": travels, **vars(travels)}
+        del fields["options"]
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property

@@ -22,8 +22,6 @@ Optional features of its update are in separate files, each registered by a line
 the line and the file to remove the feature.
 """
 
-import jax
-
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
 from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.leaf_norms import leaf_norms, with_leaf_norms
@@ -32,20 +30,19 @@ from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensio
 from xlstm_jax.distributed.optimizers.matrices.muon import muon
 from xlstm_jax.distributed.optimizers.matrices.unsharded_matrices import on_unsharded_matrices
 from xlstm_jax.distributed.optimizers.nonfinite import (
-    SkipNonfiniteState,
+    SKIPPING_STATES,
     skip_counts,
     skip_nonfinite,
-    with_skipped_collections,
 )
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
-from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS_OF_STATES, WrapperOfStates
+from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS_OF_STATES
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
-from xlstm_jax.distributed.optimizers.streaming import with_streaming
+from xlstm_jax.distributed.optimizers.streaming import STREAMED_STATES
 
 WRAPPERS_OF_STATES[:] = [
-    WrapperOfStates(jax.memory.Space.Host, with_streaming),
-    WrapperOfStates(SkipNonfiniteState, with_skipped_collections),
+    STREAMED_STATES,
+    SKIPPING_STATES,
 ]
 
 __all__ = [

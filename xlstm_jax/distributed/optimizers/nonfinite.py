@@ -26,7 +26,7 @@ from xlstm_jax.distributed.optimizers.extra_args import VALUE
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates
 from xlstm_jax.distributed.optimizers.state import states_of
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
@@ -134,6 +134,9 @@ def with_skipped_collections(
         return after, metrics | counts
 
     return optimizer._replace(update=update)
+
+
+SKIPPING_STATES = WrapperOfStates(SkipNonfiniteState, with_skipped_collections)
 
 
 def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> jax.Array:

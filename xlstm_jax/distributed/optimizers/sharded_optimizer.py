@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 import optax
+from jax.memory import Space
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import default_registry
 
@@ -103,7 +104,7 @@ class WrapperOfStates(NamedTuple):
       wrap: the wrapper.
     """
 
-    needs: type | jax.memory.Space
+    needs: type | Space
     wrap: Wrapper
 
 
@@ -172,9 +173,9 @@ def sharded_optimizer(
     return optimizer
 
 
-def _kinds(opt_state: PyTree) -> set[type | jax.memory.Space]:
+def _kinds(opt_state: PyTree) -> set[type | Space]:
     """Returns the classes of all nodes of an optimizer's state, and the memories of its arrays."""
-    kinds: set[type | jax.memory.Space] = set()
+    kinds: set[type | Space] = set()
     waiting = [opt_state]
     while waiting:
         node = waiting.pop()

@@ -37,7 +37,7 @@ def is_state_box(leaf: PyTree) -> bool:
     return isinstance(leaf, StateBox)
 
 
-def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
+def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
     """Returns the entry of ``params`` whose path is the end of ``path``, a path in an optimizer's state.
 
     ``0/mu/dense/kernel`` belongs to ``dense/kernel``; for a step counter the result is None.

@@ -33,8 +33,8 @@ from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.introspection import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
@@ -58,7 +58,7 @@ def shard_module_params(
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
-    packing: Packing | None = None,
+    packing: Option | None = None,
 ) -> Target:
     """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires, passing_collections
+from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires, passing_collections, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
@@ -44,7 +44,6 @@ from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.together import packed_gathers
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
@@ -274,12 +273,15 @@ def gather_here(
         if "replaced" in extension.hooks
         for path, read in extension.replaced().items()
     }
-    to_gather = {
-        stored: (path_in_model(module, stored), box)
-        for stored, box in (sharded_leaves(variables) if communication.packing else ())
-        if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
-    }
-    together = packed_gathers(to_gather, policy.axes, communication)
+    together: dict[str, Callable[[], Any]] = {}
+    if communication.options and (hooks := with_hook("gathers")):
+        to_gather = {
+            stored: (path_in_model(module, stored), box)
+            for stored, box in sharded_leaves(variables)
+            if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
+        }
+        for cls in hooks:
+            together |= cls().gathers(to_gather, policy.axes, communication)
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
 

@@ -20,7 +20,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -30,19 +29,23 @@ SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
+class Option:
+    """Base class of an option that an extension adds to ``Communication``; a frozen dataclass, by which jit caches."""
+
+
 @dataclass(frozen=True)
 class Communication:
     """Communication options of a split leaf: the requested dtypes, by name or ``None``, and the copies of its shards.
 
-    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``packing`` chooses the shards
-    of a unit that are sent together; ``None``: each is sent alone.
+    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``options`` are read by
+    extensions.
     """
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Copies | None = None
     inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
-    packing: Packing | None = field(default=None, repr=False)
+    options: tuple[Option, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -51,16 +54,16 @@ class Communication:
         grad_scatter_dtype: DTypeLike | None,
         replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
-        packing: Packing | None = None,
+        options: tuple[Option, ...] = (),
     ) -> "Communication":
         """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
-        return cls(gather, summed, replicas, inter_host_axes, packing)
+        return cls(gather, summed, replicas, inter_host_axes, options)
 
     def or_else(self, other: "Communication") -> "Communication":
-        """Returns the options; options of ``other`` replace ``None`` and the default ``inter_host_axes``."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
+        """Returns the options; options of ``other`` replace defaults."""
+        given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **given})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
