@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol
 
 import jax
 import optax
-from jax.memory import Space
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import default_registry
 
@@ -104,7 +103,7 @@ class WrapperOfStates(NamedTuple):
       wrap: the wrapper.
     """
 
-    needs: type | Space
+    needs: object
     wrap: Wrapper
 
 
@@ -173,9 +172,9 @@ def sharded_optimizer(
     return optimizer
 
 
-def _kinds(opt_state: PyTree) -> set[type | Space]:
+def _kinds(opt_state: PyTree) -> set[object]:
     """Returns the classes of all nodes of an optimizer's state, and the memories of its arrays."""
-    kinds: set[type | Space] = set()
+    kinds: set[object] = set()
     waiting = [opt_state]
     while waiting:
         node = waiting.pop()
