@@ -39,7 +39,7 @@ _raises: ContextVar[bool] = ContextVar("_raises", default=True)
 
 
 def wrong_averages_pass() -> AbstractContextManager[None]:
-    """Returns a context in which wrong averages raise no errors: ``check_step`` measures their gradients."""
+    """Returns a context in which wrong averages raise no errors, so that their gradients can be measured."""
     return set_context(_raises, False)
 
 

@@ -10,7 +10,7 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
   run       called       is called before a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
   before    collections  names the collections that the unit receives, in addition to "params"
-            named_wires  returns the names of the wires that ``wires`` would return, for plans and ``check_step``
+            named_wires  returns the names of the wires that ``wires`` would return, for plans and comparisons
             avoids_gather  returns whether a leaf is normally not gathered at all
             recording_parts   records leaves that modules gather in successive parts
 

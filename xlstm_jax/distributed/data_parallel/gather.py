@@ -74,7 +74,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     >>> jax.shard_map(sync, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(grads).tolist()
     [1.5]
 
-    A leaf that is split over an axis, or has copies along the axis (``Replicas``), was averaged over the axis by the
+    A leaf that is split over an axis, or has copies along the axis, was averaged over the axis by the
     transpose of its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over
     the axis by JAX (over the axis of copies, by the transpose), and is divided; any other gradient is averaged.
 

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
-from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path, sharded_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_leaves, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
@@ -51,20 +51,21 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
       ValueError: a box contains a name that is not an axis of the mesh; names the leaf.
     """
 
-    def spec(path: str, leaf: Any) -> PartitionSpec:
-        box = leaf_of(leaf)
-        unknown = [axis for axis in box.axes if axis not in mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
-                "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
-            )
-        return spread_spec(box.names, mesh)
-
     # The mesh is set because logical names are resolved to axes of the current mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return map_leaves_with_path(spec, tree)
+        try:
+            return map_leaves(lambda leaf: spread_spec(leaf_of(leaf).names, mesh), tree)
+        except KeyError:
+            for path, leaf in sharded_leaves(tree):
+                for axis in leaf.axes:
+                    if axis not in mesh.shape:
+                        raise ValueError(
+                            f"'{path}' is boxed with names {leaf.names}, but the mesh has the axes {tuple(mesh.shape)} "
+                            f"and no {axis!r}. Name a mesh axis, or None for a dim that is not split (in "
+                            "metadata_params for a layer dim of nn.scan); initialise a model with logical names under "
+                            "nn.logical_axis_rules."
+                        ) from None
+            raise
 
 
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:

@@ -89,10 +89,12 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
 
 def _may_take(takes: list[inspect.Parameter], name: str) -> bool:
     """Returns whether a function with the parameters ``takes`` accepts a keyword argument of this name."""
-    return any(
-        parameter.kind is VAR_KEYWORD or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
-        for parameter in takes
-    )
+    for parameter in takes:
+        if parameter.kind is VAR_KEYWORD or (
+            parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY
+        ):
+            return True
+    return False
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:

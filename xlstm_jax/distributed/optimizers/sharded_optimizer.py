@@ -190,12 +190,12 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
     """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers."""
     called = taking_extra_args(tx)
     by_path = leaves_and_specs(params, mesh)
-    as_stored = all(leaf.stores_value for leaf, _ in by_path.values())  # no leaf is padded, say
+    padded = [path for path, (leaf, _) in by_path.items() if not leaf.stores_value]
 
     def init(params: PyTree) -> PyTree:
         with set_context(_LAYOUT, layout):
             opt_state = tx.init(trainable(params))
-        return opt_state if as_stored else stored_state(opt_state, params)
+        return stored_state(opt_state, params) if padded else opt_state
 
     def update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
@@ -203,7 +203,7 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         bare = trainable(before.params)
         with set_context(_LAYOUT, layout):
             updates, opt_state = called.update(grads, given_state(before.opt_state), bare, **extra_args)
-        opt_state = opt_state if as_stored else stored_state(opt_state, before.params)
+        opt_state = stored_state(opt_state, before.params) if padded else opt_state
         new_params = with_trainable(before.params, optax.apply_updates(bare, updates))
         after = Trained(
             step=before.step + 1,

@@ -160,11 +160,12 @@ def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | Abs
     """Does ``optimizer_state_shardings`` for parameters by path."""
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
-        if is_state_box(leaf):
+        value = leaf.value if is_box(leaf) else leaf
+        if value is not leaf and is_state_box(leaf):
             return NamedSharding(mesh, placement.spread_spec(leaf_of(leaf).names, mesh))
         owner, spec = owner_of_state(path, by_path) or (None, PartitionSpec())
-        shape = np.shape(leaf.value if is_box(leaf) else leaf)
-        if owner is not None and owner.axes:
+        shape = np.shape(value)
+        if owner is not None and any(owner.names):
             copies = owner.communication.replicas
             if shape != np.shape(owner.value):
                 spec = _spec_of_other_shape(shape, owner, mesh)

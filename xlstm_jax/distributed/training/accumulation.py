@@ -149,7 +149,7 @@ def accumulate_gradients(
       accumulation: when to reduce gradients over devices; the result is the same. "reduce_each": in every minibatch.
         "reduce_once": gathers parameters before the first minibatch and reduces gradients after the last, which saves
         (m - 1) / m of the traffic, but each device holds the unsharded weights and their float32 gradients.
-        "reduce_replicas_once": in every minibatch, but over replicas of the shards (``Replicas``) after the last.
+        "reduce_replicas_once": in every minibatch, but over replicas of the shards after the last.
       has_aux: whether the loss function also returns a tree of numbers. Floats and bools are averaged over minibatches
         and devices like the loss; with ``weighted`` they are sums, divided by the global weight. A cell
         (``metrics.Count``, ``Total``, ``Maximum``, ``Minimum``) is merged instead, and its value returned:

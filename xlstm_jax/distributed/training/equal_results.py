@@ -16,8 +16,13 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.metrics.pure_metric import Local
-from xlstm_jax.distributed.training.varying import Axes, Equations
+from xlstm_jax.distributed.training.varying import OPAQUE, Axes, Equations
+from xlstm_jax.equations import all_equations
 from xlstm_jax.formatting import listed
+from xlstm_jax.private_names import core
+
+# Equations of which types do not prove enough: predicates, writes to references, and hidden programs.
+BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *OPAQUE}
 
 
 def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
@@ -37,6 +42,20 @@ def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
             f"replicated leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along "
             f"which the batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
         )
+
+
+def types_prove_equal(jaxpr: core.Jaxpr) -> bool:
+    """Returns whether JAX's types have proved that results without an axis in their specs are equal along the axis.
+
+    True if every ``shard_map`` of the program has ``check_vma=True``, and no equation depends on a predicate or writes
+    to a reference, of which types say nothing.
+    """
+    for eqn in all_equations(jaxpr.eqns):
+        if eqn.primitive.name in BEYOND_TYPES or "_prim" in eqn.params:
+            return False
+        if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
+            return False
+    return True
 
 
 def check_equal_results(

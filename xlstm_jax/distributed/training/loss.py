@@ -5,8 +5,8 @@
   (either, aux)              ``has_aux``: numbers to report, or observations for a metric
   (the above, collections)   ``has_collections``: the updated collections of the model
 
-``LossFunction`` holds these options and calls the function. The step, its minibatches and ``check_step`` read the
-result from the fields of a ``Loss``.
+``LossFunction`` holds these options and calls the function. The step, its minibatches and the comparison with one
+device read the result from the fields of a ``Loss``.
 
 Leaves of aux are reduced over minibatches and devices according to their type (``Auxiliary``):
 

@@ -118,7 +118,7 @@ def make_train_step(
       ``step(..., extra_trees={"teacher": params})`` passes further trees to ``loss_fn(params, apply_fn, batch, rng, *,
       teacher)`` by name: parameters of a second model, gathered as their boxes describe, without gradient and not
       donated. Metrics are ``loss`` and ``grad_norm``, the norm over every parameter before the optimizer, float32
-      scalars; and the counters of ``skip_nonfinite``, if used.
+      scalars; and the counters of skipped steps, if the optimizer counts them.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
         from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide
@@ -172,7 +172,7 @@ def make_train_step(
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """Options of ``make_train_step``, and the function to compile (``step``); ``check_step`` reads the options."""
+    """Options of ``make_train_step``, and the function to compile (``step``)."""
 
     loss: LossFunction
     accumulation: Accumulation

@@ -42,11 +42,10 @@ _BY_HAND = {
 }
 _CASTS = {"pvary", "pcast"}  # casts of the type only
 _AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return each operand unchanged
-_OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
+OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
 _HAND = " by hand"  # suffix of an axis over which a value was computed by hand-written communication or partial sums
 _MARK = "equal on all devices: "
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # raised if another JAX release describes an equation differently
-_BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *_OPAQUE}
 _CALLS = {"jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -59,20 +58,6 @@ class Equations(NamedTuple):
 
     of_results: list[Axes]
     of_marked: dict[str, Axes]
-
-
-def types_prove_equal(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether JAX's types have proved that results without an axis in their specs are equal along the axis.
-
-    True if every ``shard_map`` of the program has ``check_vma=True``, and no equation depends on a predicate or writes
-    to a reference, of which types say nothing.
-    """
-    for eqn in all_equations(jaxpr.eqns):
-        if eqn.primitive.name in _BEYOND_TYPES or "_prim" in eqn.params:
-            return False
-        if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
-            return False
-    return True
 
 
 def marked(name: str, value: jax.Array) -> jax.Array:
@@ -202,7 +187,7 @@ class _Reader:
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
         of_all = (all_named_axes([eqn]) if params else Axes()).union(*inputs)
-        if name in _OPAQUE:
+        if name in OPAQUE:
             of_all |= {axis + _HAND for axis in _named(of_all)}
         return [of_all] * len(eqn.outvars)
 

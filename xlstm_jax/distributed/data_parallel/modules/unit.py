@@ -75,7 +75,7 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: an ``NnxModel``."""
+    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: of NNX."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
         """Returns the model with the modules that ``where`` selects as units; ``where`` may be a ``UnitRule``."""
@@ -173,7 +173,7 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
     if not unbound:
         return "manual"
     mesh = jax.sharding.get_abstract_mesh()
-    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
+    if len(unbound) == len(axes) and mesh.shape.keys() >= set(axes):
         return "global"
     if mesh.empty:
         return "plain"

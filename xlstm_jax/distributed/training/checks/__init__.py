@@ -32,7 +32,7 @@ from xlstm_jax.distributed.training.checks.averaging import AVERAGED_ONCE
 from xlstm_jax.distributed.training.checks.collections import COLLECTIONS_OF_STATE, EQUAL_COLLECTIONS
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
 from xlstm_jax.distributed.training.checks.replicated_parameters import REPLICATED_PARAMETERS
-from xlstm_jax.distributed.training.equal_results import check_axes, check_equal_results
+from xlstm_jax.distributed.training.equal_results import check_axes, check_equal_results, types_prove_equal
 from xlstm_jax.distributed.training.first_batch import compare_keys
 from xlstm_jax.distributed.training.mistakes import (
     check_optimizer,
@@ -60,7 +60,7 @@ from xlstm_jax.distributed.training.moments import (
     TracedStep,
     TrainingCheck,
 )
-from xlstm_jax.distributed.training.varying import check_branches, types_prove_equal
+from xlstm_jax.distributed.training.varying import check_branches
 
 
 def _optimizer_of_state(tx: optax.GradientTransformation) -> None:
