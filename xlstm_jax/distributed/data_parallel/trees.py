@@ -47,6 +47,11 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: On
     return jax.tree.map(fn, tree, *rest, is_leaf=one_leaf)
 
 
+def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
+    """Returns ``leaves``, in tree order, in the structure of ``tree``; a box in ``tree`` is a leaf."""
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves)
+
+
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
     """Returns the tree of ``fn(path, leaf, *rest)``, with boxes as leaves; ``rest`` as for ``map_leaves``."""
 

@@ -26,7 +26,7 @@ from jax.tree_util import default_registry
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.state import (
@@ -224,6 +224,5 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
 
 def _placed_as(tree: PyTree, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> PyTree:
     """Returns a tree of global arrays, leaf i constrained to the sharding ``specs[i]``; a box is a leaf."""
-    structure = jax.tree.structure(tree, is_leaf=is_box)
-    shardings = jax.tree.unflatten(structure, [NamedSharding(mesh, spec) for spec in specs])
+    shardings = trees.with_leaves(tree, [NamedSharding(mesh, spec) for spec in specs])
     return jax.lax.with_sharding_constraint(tree, shardings)
