@@ -83,5 +83,5 @@ def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
         raise ValueError(
             f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "
             "or value_and_grad, then changed (scaled, cast, clipped), and would be divided by the number of devices a "
-            "second time. Call sync_gradients once, on the result of jax.grad, and not on the result of value_and_grad."
+            "second time. Call sync_gradients once, on the result of jax.grad."
         )

@@ -432,8 +432,7 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
             f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
-            "batch | {'weight': weight}, and use the weight, by weighted=True or by metric.update(..., weight=): "
-            "docs/processes.md#padding.",
+            "batch | {'weight': weight}, and use it: weighted=True or metric.update(..., weight=).",
             "padding",
         )
     for kind, names in counting.items():

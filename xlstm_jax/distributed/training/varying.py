@@ -291,7 +291,7 @@ def check_branches(
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
             "may take differently, and a gather needs all devices. Make the predicate equal on all devices, by "
-            f"pmax(flag, {over}) of jax.lax, or wrap the module around the branch, which then gathers before it."
+            f"pmax(flag, {over}) of jax.lax, or wrap the module around the branch."
         )
 
 
