@@ -44,6 +44,7 @@ KEYWORDS = {
     "howto/slow_step": ("slow", "performance", "MFU", "profiler"),
     "howto/weight_decay": ("weight decay", "mask"),
     "howto/small_leaves": ("packing", "latency", "number of collectives", "many small parameters"),
+    "howto/within_hosts": ("between hosts", "slow network", "reshard_after_forward", "intra-node", "ZeRO++"),
     "howto/compilation_cache": ("compilation cache", "compile time", "recompile"),
     "howto/notebooks": ("notebook", "Jupyter", "Colab"),
     "howto/own_step": ("own step", "custom step", "training loop"),

@@ -1,6 +1,6 @@
 """Reads the equations of a traced program (a jaxpr), with those of nested jaxprs; lists names of collectives."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xlstm_jax.private_names import core
@@ -28,7 +28,12 @@ GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-g
 
 def named_axes(eqn: Any) -> tuple[str, ...]:
     """Returns the axes in an equation's parameter ``axes`` or ``axis_name``, a name or several, as a tuple."""
-    names = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes_in(eqn.params)
+
+
+def axes_in(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the axes in the parameters of an equation: ``axes`` or ``axis_name``, as a tuple of names."""
+    names = params.get("axes", params.get("axis_name", ()))
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 
 

@@ -204,7 +204,7 @@ def of_lint():
 
 def of_fit():
     mesh, times = {"fsdp_x": 16, "fsdp_y": 16}, Range(0.0215, 0.0373, 0.0412)
-    figures = SimpleNamespace(total_bytes=2**30 + 2**27, step_seconds=times.expected, step_time=times)
+    figures = SimpleNamespace(total_bytes=2**30 + 2**27, step_seconds=times.expected, step_time=times, has_margin=True)
     best = Trial(Options(mesh, keep_gathered=False), figures, fits=True)
     large = Trial(Options({"dp": 16, "fsdp_y": 16}, remat=True, num_minibatches=64), figures, fits=False)
     failed = Trial(Options({"fsdp": 256}), None, fits=False, problem=WHY)

@@ -390,11 +390,19 @@ OPTIONS = [
     ),
     (
         "reshard",
-        {"reshard_after_forward": "no"},
+        {"reshard_after_forward": 1},
         TypeError,
         wrapping,
         "reshard_after_forward=… is not",
-        "reshard_after_forward='no' is not True or False",
+        "reshard_after_forward=1 is not True, False, or axes of axis_name",
+    ),
+    (
+        "reshard over another axis",
+        {"reshard_after_forward": "tp"},
+        ValueError,
+        wrapping,
+        "reshard_after_forward=… has",
+        "has 'tp', which is none of axis_name=('fsdp',)",
     ),
     (
         "trainable",
@@ -419,6 +427,13 @@ OPTIONS = [
 ]
 ROWS = [
     # ----- wrappers
+    wrapping(
+        "reshard-keeps-the-axis-gathered-last",
+        wrapped(nn.Dense, ("fsdp", "x"), reshard_after_forward="fsdp"),
+        ValueError,
+        "reshard_after_forward=… keeps weights",
+        "Name 'x' in inter_host_axes",
+    ),
     wrapping(
         "packing-below-float",
         lambda: PackSmall(below=2.0**20),

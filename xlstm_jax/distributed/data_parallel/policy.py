@@ -47,7 +47,7 @@ class ShardPolicy:
     gather_dtype: DTypeLike | None = None
     grad_scatter_dtype: DTypeLike | None = None
     _: KW_ONLY
-    reshard_after_forward: bool = False
+    reshard_after_forward: bool | AxisNames = False
     replicas: Copies | None = None
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
@@ -59,8 +59,11 @@ class ShardPolicy:
         axis_name = None if self.axis_name is None else as_axis_names(self.axis_name)
         object.__setattr__(self, "axis_name", axis_name)
         axes, size = self.axes, self.min_weight_size
-        if not isinstance(self.reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward={self.reshard_after_forward!r} is not True or False.")
+        dropped = self.reshard_after_forward
+        if not isinstance(dropped, bool):
+            if not isinstance(dropped, str | tuple | list) or not dropped:
+                raise TypeError(f"reshard_after_forward={dropped!r} is not True, False, or axes of axis_name.")
+            dropped = as_axis_names(dropped)
         if not isinstance(self.trainable, bool):
             raise TypeError(
                 f"trainable={self.trainable!r} is not True or False. A predicate of a parameter's path goes to "
@@ -94,10 +97,12 @@ class ShardPolicy:
             )
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
-        fields = {"min_weight_size": int(size), "communication": travels, **vars(travels)}
-        del fields["options"]
+        fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
+        fields |= {name: value for name, value in vars(travels).items() if name != "options"}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        if axis_name is not None:
+            self.kept_axes  # noqa: B018  # raises
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -105,6 +110,30 @@ class ShardPolicy:
         if isinstance(self.axis_name, tuple):  # as ``__post_init__`` has stored it
             return self.axis_name
         return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
+
+    @property
+    def kept_axes(self) -> frozenset[str]:
+        """Axes over which weights stay gathered for the backward pass, although ``reshard_after_forward`` drops them.
+
+        Raises:
+          ValueError: ``reshard_after_forward`` names other axes than those of the wrapper, or the remaining axes are
+            not gathered first, so that nothing could stay gathered over these axes alone.
+        """
+        if isinstance(dropped := self.reshard_after_forward, bool):
+            return frozenset()
+        if others := sorted(set(dropped) - set(self.axes)):
+            raise ValueError(
+                f"reshard_after_forward={dropped} has {others[0]!r}, which is none of axis_name={self.axes}; name axes "
+                "of axis_name, or pass True."
+            )
+        kept = frozenset(self.axes).difference(dropped)
+        if late := sorted(kept.difference(self.inter_host_axes)):
+            raise ValueError(
+                f"reshard_after_forward={dropped} keeps weights gathered over {late[0]!r}, which is none of "
+                f"inter_host_axes={self.inter_host_axes}, the axes that are gathered first. Name {late[0]!r} in "
+                "inter_host_axes, or in reshard_after_forward."
+            )
+        return kept
 
     def has_axis(self, axis: str) -> bool:
         """Returns whether the wrapper splits over this axis of a box; also outside of the mesh of the box."""

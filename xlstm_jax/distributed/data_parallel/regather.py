@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from xlstm_jax.equations import FUNCTIONS, GATHERS
+from xlstm_jax.equations import FUNCTIONS, GATHERS, axes_in
 from xlstm_jax.private_names import mul_p
 
 Policy = Callable[..., Any]
@@ -61,17 +61,22 @@ _MAKE_COMPLEX = ("complex", "eig", "fft")  # make complex values of real values
 
 # Cached: JAX compares policies by identity.
 @functools.cache
-def keeping_no_weights(base: Policy) -> Policy:
-    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file)."""
-    return functools.partial(_keep_but_weights, base)
+def keeping_no_weights(base: Policy, kept_axes: frozenset[str] = frozenset()) -> Policy:
+    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file).
+
+    Results of gathers over ``kept_axes`` alone are kept: shards that are gathered over these axes, and not over others.
+    """
+    return functools.partial(_keep_but_weights, base, kept_axes)
 
 
-def _keep_but_weights(base: Policy, primitive: Any, *inputs: Any, **params: Any) -> Any:
+def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *inputs: Any, **params: Any) -> Any:
     """Returns whether to keep the results of an operation, given the policy ``base``; called by JAX."""
     name = primitive.name
     if may_be_complex(name, inputs, params):
         return False
-    if name in GATHERS or name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
+    if name in GATHERS:
+        return bool(kept_axes) and kept_axes.issuperset(axes_in(params))
+    if name in RECOMPUTED or _is_table(name, params) or _is_cheap_call(base, name, params):
         return False
     # A base that keeps even products of single elements keeps everything: it has not chosen this name, which may be a
     # weight's. A base that keeps this name but not such products has chosen the name.
@@ -105,7 +110,7 @@ def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
     body = (params.get("call_jaxpr") or params["jaxpr"]).eqns
     passed = {"reduce_max"} if any(eqn.primitive.name in GATHERS for eqn in body) else ()
     return not any(
-        _keep_but_weights(base, eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params)
+        _keep_but_weights(base, frozenset(), eqn.primitive, *(value.aval for value in eqn.invars), **eqn.params)
         for eqn in body
         if eqn.primitive.name not in passed
     )

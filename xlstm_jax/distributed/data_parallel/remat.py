@@ -17,7 +17,9 @@ from typing import Any
 
 import jax
 
+from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.regather import Policy, keeping_no_weights, may_be_complex
+from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
 from xlstm_jax.program_names import HOST_MEMORY
 
 _BASES: dict[str, Policy] = {
@@ -27,7 +29,9 @@ _BASES: dict[str, Policy] = {
 }
 
 
-def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = ()) -> Policy:
+def remat_policy(
+    base: str | Policy | None = None, *, offload: Sequence[str] = (), gathered_over: AxisNames | tuple[()] = ()
+) -> Policy:
     """Makes a policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see ``regather``).
 
     >>> block = nn.remat(shard_module_params(nn.Dense, "fsdp"), policy=remat_policy("dots"))(32)
@@ -40,6 +44,9 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
         every value of that name, also a weight.
       offload: names of values (``checkpoint_name``) to keep in host memory until the backward pass reads them;
         with base "nothing" only these values are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped module.
+      gathered_over: axes over which weights stay gathered until the backward pass, which then gathers over the other
+        axes alone. Only axes that are gathered first, which are the axes across hosts (``inter_host_axes``): nothing is
+        sent between hosts a second time, for the memory of a weight divided by the number of devices of a host.
     Returns:
       The policy; the same object for equal arguments: JAX compares policies by identity, and retraces for another
       object.
@@ -49,20 +56,23 @@ def remat_policy(base: str | Policy | None = None, *, offload: Sequence[str] = (
     """
     if isinstance(offload, str):
         raise TypeError(f"offload={offload!r} is one string; pass the names in a list, as [{offload!r}].")
-    names = tuple(offload)
+    names, kept_axes = tuple(offload), frozenset(as_axis_names(gathered_over) if gathered_over else ())
     if callable(base):
-        return _policy(base, names)
+        return _policy(base, names, kept_axes)
     name = "everything" if base is None else base
     if not isinstance(name, str) or name not in _BASES:
         raise ValueError(f"base={base!r} is none of {', '.join(map(repr, _BASES))}, nor a policy; pass one of them.")
-    return _policy(_BASES[name], names)
+    return _policy(_BASES[name], names, kept_axes)
 
 
 # Cached, since JAX compares policies by identity.
 @functools.cache
-def _policy(base: Policy, offloaded: tuple[str, ...]) -> Policy:
-    """Returns the policy that keeps as ``base``, but no weights, and offloads values with the names ``offloaded``."""
-    keep = keeping_no_weights(base)
+def _policy(base: Policy, offloaded: tuple[str, ...], kept_axes: frozenset[str]) -> Policy:
+    """Returns the policy that keeps as ``base``, but no weights, and offloads values with the names ``offloaded``.
+
+    Results of gathers over ``kept_axes`` alone are kept.
+    """
+    keep = keeping_no_weights(base, kept_axes)
     if not offloaded:
         return keep
     to_host = jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -53,7 +53,7 @@ def shard_module_params(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
     *,
-    reshard_after_forward: bool = False,
+    reshard_after_forward: bool | AxisNames = False,
     replicas: Copies | None = None,
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
@@ -87,7 +87,10 @@ def shard_module_params(
       grad_scatter_dtype: dtype of the reduce-scatter of gradients; ``None``: float32, or the stored dtype if wider.
       reshard_after_forward: gather the parameters again for the backward pass, and keep everything else that is costly
         to compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module drops
-        them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``.
+        them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``. Axes: gather
+        again over these axes alone. Over the others, which cross hosts (``inter_host_axes``), weights stay gathered
+        from the forward pass on: nothing is sent between hosts a second time, for the memory of a weight divided by
+        the size of the named axes.
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
       uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": the leaf is stored with
         zeros up to the next multiple; the module, the optimizer and checkpoints do not see the zeros.

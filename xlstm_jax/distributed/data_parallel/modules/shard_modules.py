@@ -33,7 +33,7 @@ def shard_modules(
     gather_dtype: DTypeLike | None = None,
     grad_scatter_dtype: DTypeLike | None = None,
     *,
-    reshard_after_forward: bool = False,
+    reshard_after_forward: bool | AxisNames = False,
     replicas: Copies | None = None,
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,

@@ -51,7 +51,6 @@ from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
 
-EVERYTHING_ELSE = keeping_no_weights(jax.checkpoint_policies.everything_saveable)
 Method = Callable[..., Any]
 Predicate = Callable[[str, Any], Any]
 
@@ -325,7 +324,10 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass."""
+    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass.
+
+    Gathers over the axes that ``reshard_after_forward`` leaves out are not repeated: their results are kept.
+    """
     if not policy.reshard_after_forward:
         return run
 
@@ -343,7 +345,8 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
             return results
 
         # The checkpoint traces `again`, which appends the function that rebuilds its results.
-        results = system.checkpoint(again, policy=EVERYTHING_ELSE)(module, arrays)
+        keep = keeping_no_weights(jax.checkpoint_policies.everything_saveable, policy.kept_axes)
+        results = system.checkpoint(again, policy=keep)(module, arrays)
         return rebuild_results[-1](results)
 
     return run_and_drop
