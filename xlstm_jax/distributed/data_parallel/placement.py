@@ -55,17 +55,18 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         try:
             return map_leaves(lambda leaf: spread_spec(leaf_of(leaf).names, mesh), tree)
-        except KeyError:
-            for path, leaf in sharded_leaves(tree):
-                for axis in leaf.axes:
-                    if axis not in mesh.shape:
-                        raise ValueError(
-                            f"'{path}' is boxed with names {leaf.names}, but the mesh has the axes {tuple(mesh.shape)} "
-                            f"and no {axis!r}. Name a mesh axis, or None for a dim that is not split (in "
-                            "metadata_params for a layer dim of nn.scan); initialise a model with logical names under "
-                            "nn.logical_axis_rules."
-                        ) from None
-            raise
+        except KeyError:  # an axis that the mesh does not have
+            raise _unknown_axis(sharded_leaves(tree), mesh) from None
+
+
+def _unknown_axis(leaves: Iterable[tuple[str, Sharded]], mesh: Mesh | AbstractMesh) -> ValueError:
+    path, leaf = next(named for named in leaves if not mesh.shape.keys() >= set(named[1].axes))
+    axis = next(axis for axis in leaf.axes if axis not in mesh.shape)
+    return ValueError(
+        f"'{path}' is boxed with names {leaf.names}, but the mesh has the axes {tuple(mesh.shape)} "
+        f"and no {axis!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
+        "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
+    )
 
 
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
