@@ -105,10 +105,10 @@ PIPELINES_BY_MODE = (0, 11, 1)
 # 0.65 % faster, where eight were 1.1 % slower (marin-community/marin#8279), and flags that pipeline collectives 2.35 %
 # slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
 MEASUREMENT, FORECAST = "measurement", "forecast"
-AT_ONCE = {MEASUREMENT: 4, FORECAST: 8}
+PARALLEL_COLLECTIVES = {MEASUREMENT: 4, FORECAST: 8}
 AUTO = {"auto": MEASUREMENT, "forecast": FORECAST}  # strings that users pass as compiler_options
 # Bytes up to which GPUs combine scatters; by default a step combines its last scatters, and waits for them.
-APART = 2**20
+SCATTER_COMBINE_BYTES = 2**20
 GPUS, CPU = ("NVIDIA ", "Tesla "), "cpu"  # prefixes of the device kinds
 
 
@@ -150,16 +150,16 @@ def compiler_options(
       ValueError: no options are known for this kind (the error lists the kinds with known options), or ``chosen_by``
         is unknown.
     """
-    if chosen_by not in AT_ONCE:
+    if chosen_by not in PARALLEL_COLLECTIVES:
         raise ValueError(f"chosen_by={chosen_by!r}: pass {MEASUREMENT!r}, as others measured, or {FORECAST!r}.")
     if device_kind == CPU:
         return {}
     if device_kind.startswith(GPUS):
-        at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": AT_ONCE[chosen_by]}
+        at_once = {"xla_gpu_experimental_parallel_collective_overlap_limit": PARALLEL_COLLECTIVES[chosen_by]}
         if chosen_by == MEASUREMENT:
             return at_once
         if not pipelined:
-            return at_once | {"xla_gpu_reduce_scatter_combine_threshold_bytes": APART}
+            return at_once | {"xla_gpu_reduce_scatter_combine_threshold_bytes": SCATTER_COMBINE_BYTES}
         if jax.__version_info__ >= PIPELINES_BY_MODE:
             return at_once | {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
         return at_once | {"xla_gpu_enable_pipelined_all_gather": True}

@@ -138,8 +138,8 @@ def unsplit_over(x: Any, axes: Container[str]) -> Any:
     return x if left == entries else jax.sharding.reshard(x, PartitionSpec(*(entry or None for entry in left)))
 
 
-def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:
-    """Returns ``wanted``, or the sharding of ``x`` if ``x`` already is on this mesh in another way.
+def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
+    """Returns ``sharding``, or the sharding of ``x`` if ``x`` already is on this mesh in another way.
 
     Under ``jax.set_mesh`` every new array is on the mesh, and ``jax.jit(in_shardings=...)`` moves no such array.
     """
@@ -152,10 +152,10 @@ def sharding_of_input(x: Any, wanted: NamedSharding) -> NamedSharding:
     if (
         not isinstance(its, NamedSharding)
         or not is_there
-        or dict(its.mesh.shape) != dict(wanted.mesh.shape)
-        or its.is_equivalent_to(wanted, np.ndim(x))
+        or dict(its.mesh.shape) != dict(sharding.mesh.shape)
+        or its.is_equivalent_to(sharding, np.ndim(x))
     ):
-        return wanted
+        return sharding
     return its
 
 

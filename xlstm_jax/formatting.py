@@ -132,8 +132,10 @@ def one_line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def read_json(text: str, source: str, read: Callable[[Any], Result]) -> Result:
-    """Parses JSON and applies ``read``; a ``ValueError`` explains why the text is not ``source``.
+def parse_json_as(text: str, expected: str, convert: Callable[[Any], Result]) -> Result:
+    """Parses JSON and applies ``convert``; a ``ValueError`` explains why the text is not ``expected``.
+
+    ``expected`` names the content with its article, as "a forecast". A ``ValueError`` of ``convert`` passes unchanged.
 
     >>> read_json("[[1]]", "a number", lambda data: data["value"])
     Traceback (most recent call last):
@@ -143,12 +145,12 @@ def read_json(text: str, source: str, read: Callable[[Any], Result]) -> Result:
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is not {source}, but no JSON: {one_line(error)}.") from None
+        raise ValueError(f"this is not {expected}, but no JSON: {one_line(error)}.") from None
     try:
-        return read(data)
+        return convert(data)
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        why = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
-        raise ValueError(f"this is not {source} as the library writes it: {why}.") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
+        raise ValueError(f"this is not {expected} as the library writes it: {reason}.") from error
 
 
 def how_to_install(extra: str) -> str:

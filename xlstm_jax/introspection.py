@@ -63,15 +63,15 @@ def inside_branch() -> bool:
     return False
 
 
-def inside_map_variables(ours: type[Any]) -> bool:
+def inside_map_variables(library_class: type[Any]) -> bool:
     """Returns whether this code runs inside of an ``nn.map_variables`` of the model that maps parameters.
 
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Maps by functions of class ``ours`` belong to
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Maps by functions of ``library_class`` belong to
     the library, and take shards. The map of Flax's ``scan_with_axes`` maps only dim names.
     """
     for frame in _running_functions():
         maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
-        if not maps or isinstance(frame.f_locals["map_in_fn"], ours):
+        if not maps or isinstance(frame.f_locals["map_in_fn"], library_class):
             continue
         if in_filter(frame.f_locals["mapped_collections"], "params"):
             return True

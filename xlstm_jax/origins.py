@@ -38,7 +38,7 @@ class _Scope:
         return self.inputs[var] if is_input else TracedValue(var, self)
 
 
-class Made(NamedTuple):
+class ProducingEquation(NamedTuple):
     """Origin of a value: result ``number`` of the equation ``eqn``."""
 
     eqn: Any
@@ -53,34 +53,34 @@ class TracedValue(NamedTuple):
     first value.
     """
 
-    held: Any
+    tracer_or_atom: Any
     scope: _Scope | None = None
 
     @property
     def aval(self) -> Any:
-        return jax.typeof(self.held) if self.scope is None else self.held.aval
+        return jax.typeof(self.tracer_or_atom) if self.scope is None else self.tracer_or_atom.aval
 
     @property
     def number(self) -> float | None:
         """Value of a scalar literal; None for anything else."""
-        literal: Any = getattr(self.held, "val", None)
+        literal: Any = getattr(self.tracer_or_atom, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
         return float(literal) if is_scalar and np.isrealobj(literal) else None
 
-    def made(self) -> Made | None:
+    def made(self) -> ProducingEquation | None:
         """Returns the equation that made the value, with its operands; None if no equation is known."""
         if self.scope is None:
-            if found := equation_of(self.held):
+            if found := equation_of(self.tracer_or_atom):
                 eqn, tracers, number = found
-                return Made(eqn, [TracedValue(tracer) for tracer in tracers], number)
-        elif not isinstance(self.held, core.Literal) and self.held in self.scope.equations:
-            eqn, number = self.scope.equations[self.held]
-            return Made(eqn, [self.scope.value(var) for var in eqn.invars], number)
+                return ProducingEquation(eqn, [TracedValue(tracer) for tracer in tracers], number)
+        elif not isinstance(self.tracer_or_atom, core.Literal) and self.tracer_or_atom in self.scope.equations:
+            eqn, number = self.scope.equations[self.tracer_or_atom]
+            return ProducingEquation(eqn, [self.scope.value(var) for var in eqn.invars], number)
         return None
 
 
-def inside(made: Made) -> TracedValue | None:
+def inside(made: ProducingEquation) -> TracedValue | None:
     """Returns the value within the jaxpr of a call, a ``scan`` or a ``shard_map``; None for other equations."""
     name, params = name_and_params(made.eqn)
     jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
@@ -97,11 +97,11 @@ def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator
     """
     known, waiting = set[int](), [value]
     while waiting and len(known) < MOST_VALUES:
-        here = waiting.pop()
-        if id(here.held) not in known:
-            known.add(id(here.held))
-            yield here
-            if not ends(here) and (made := here.made()):
+        current = waiting.pop()
+        if id(current.tracer_or_atom) not in known:
+            known.add(id(current.tracer_or_atom))
+            yield current
+            if not ends(current) and (made := current.made()):
                 waiting.extend(made.operands)
 
 

@@ -45,7 +45,7 @@ def test_busiest_torus_axis_carries_at_most_1_05_of_the_mean_axis_load(torus, mo
         dict.fromkeys(found, True)
     ), found
     # Guard: as modules decide, each for itself, the decoder's busiest axis carries far more.
-    monkeypatch.setattr(planning, "arranged", lambda params, sizes: params)
+    monkeypatch.setattr(planning, "reorder_axes", lambda params, sizes: params)
     name, model, x = next(cases(tuple(sizes)))
     alone = bytes_by_axis(plan_sharding(model, sizes, x), sizes)
     assert sum(alone.values()) == pytest.approx(sum(found[name].values()))

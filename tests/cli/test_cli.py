@@ -608,7 +608,7 @@ def test_factory_with_sharding_keywords_receives_all_varied_options(command, mon
     found = ShardingPlan.from_json(out)
     assert found.axis_sizes == {"fsdp_x": 2, "fsdp_y": 4} and any(row.parts == 8 for row in found.rows)  # guard
     factory = load_factory("tiny_training:passes_on")
-    assert factory.not_varied == [] and load_factory("tiny_training:fixed").not_varied == list(VARIED)
+    assert factory.fixed_options == [] and load_factory("tiny_training:fixed").fixed_options == list(VARIED)
     again = Options({"dp": 2, "fsdp": 4}, 2**12, keep_gathered=False)
     told = {"axis_name": ("fsdp",), "min_weight_size": 2**12, "reshard_after_forward": True, "remat": False}
     assert factory.arguments(settings_of(again), {}) == told

@@ -26,7 +26,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, split_along
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, LeafToSplit
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.training.accumulation import STRATEGIES
@@ -117,7 +117,7 @@ def test_shard_optimizer_state_divides_the_moments_by_the_number_of_replicas():
 
 def test_second_wrapper_keeps_the_replicas_of_the_first_wrapper():
     box = Sharded(jnp.ones((8, 8)), ("x", None), communication=Communication.of(None, None, Replicas(("dp", "y"))))
-    kept = LeafToSplit(box.value, box.names, 1, AS_IT_IS)
+    kept = LeafToSplit(box.value, box.names, 1, UNCHANGED_STORE)
     assert split_along(box, kept, ("fsdp",), DEFAULT_COMMUNICATION).communication == box.communication
     assert split_along(box, kept, ("y",), DEFAULT_COMMUNICATION).communication.copied_axes == ("dp",)
 

@@ -138,8 +138,8 @@ def test_inter_host_axes_are_innermost_in_all_names_and_raise_for_an_unknown_axi
 
 def test_communication_or_else_keeps_inter_host_axes_if_the_call_sets_none():
     how = Communication(gather_dtype="bfloat16", inter_host_axes=("host",))
-    assert Communication().or_else(how) == how
-    assert how.or_else(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)
+    assert Communication().filled_from(how) == how
+    assert how.filled_from(Communication(grad_scatter_dtype="float32")).inter_host_axes == ("host",)
 
 
 @pytest.mark.parametrize("count, orders", [(1, 0), (3, 6), (6, 720), (8, 336)])

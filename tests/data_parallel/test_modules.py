@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests.support import AXES, Block, Model, assert_same_bits, assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, path_in_model
-from xlstm_jax.distributed.data_parallel.modules.linen_module import watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import active_interceptors_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
@@ -468,16 +468,16 @@ def test_integer_and_key_leaves_beside_weights_have_float0_gradients():
 
 
 def test_watching_returns_linen_interceptors_innermost_first():
-    """``watching`` returns Linen's interceptors innermost first; fails if a release changes the private stack."""
+    """``active_interceptors_of`` returns interceptors innermost first; fails if a release changes the stack."""
 
     class Watcher:
         def intercept(self, method, args, kwargs, context):
             return method(*args, **kwargs)
 
     outer, inner = Watcher(), Watcher()
-    assert watching(Watcher) == []
+    assert active_interceptors_of(Watcher) == []
     with nn.intercept_methods(outer.intercept), nn.intercept_methods(inner.intercept):
-        assert watching(Watcher) == [inner, outer]
+        assert active_interceptors_of(Watcher) == [inner, outer]
 
 
 def test_path_in_model_drops_the_collection_and_keeps_the_module_path():

@@ -141,7 +141,7 @@ def test_split_differentiable_separates_float_leaves_and_restores_the_tree():
     assert [leaf.names for leaf in live] == [("fsdp", None)]
     back = put_back([live[0].replace_boxed(2 * live[0].value)])
     assert np.array_equal(back["w"].value, 2 * np.ones((4, 2))) and back["step"] == 3 and back["key"] is tree["key"]
-    assert put_back(live, rest=lambda leaf: None)["key"] is None
+    assert put_back(live, fill_other=lambda leaf: None)["key"] is None
 
 
 def test_unbox_returns_the_same_array_with_unchanged_sharding():

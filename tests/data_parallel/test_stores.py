@@ -37,7 +37,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, LeafToSplit, Store
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, UNEVEN, LeafToSplit, Store
 
 BATCH, TX = data(), optax.adam(0.1)
 
@@ -62,7 +62,7 @@ class Transposed(Store):
         return jnp.swapaxes(value, -1, -2)
 
     def after_read(self):
-        return AS_IT_IS
+        return UNCHANGED_STORE
 
     def with_dim(self, index):
         return Transposed(self.layers + 1)
@@ -80,7 +80,7 @@ class Transpose:
     def reason(self, dim, size, parts):
         return None
 
-    def stored(self, leaf, parts):
+    def prepare_for_split(self, leaf, parts):
         value = leaf.value
         if value.ndim != 2 or isinstance(leaf.store, Transposed):
             return leaf

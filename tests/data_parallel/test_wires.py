@@ -119,7 +119,7 @@ class Counting(Extension):
 
     calls: ClassVar[list[str]] = []
 
-    def called(self, module, method, args, kwargs):
+    def changed_kwargs(self, module, method, args, kwargs):
         self.calls.append(type(module).__name__)
         return kwargs
 

@@ -149,7 +149,7 @@ ENTRY %main (a: s32[]) -> (s32[]) {
 def test_cycles_of_a_loop_beside_a_collective_include_all_trips():
     program = parse(LOOP)
     loop = program.entry.by_name["loop"]
-    assert Cycles(program).of(program.entry, loop).total == 5 * 70
+    assert Cycles(program).duration_of(program.entry, loop).total == 5 * 70
     assert loop.estimated_cycles is None  # guard: the compiler has none for the loop itself
 
 

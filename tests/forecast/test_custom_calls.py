@@ -83,7 +83,7 @@ def test_cudnn_attention_compiles_without_a_gpu_and_kernel_flops_match_the_formu
     assert executed_flops(program, lambda _: True) == want
     kernels = Kernels(program, H100)
     calls = [i for i in program.entry.instructions if "__cudnn$fmha" in i.attributes]
-    products = [kernels.of(program.entry, call).products for call in calls]
+    products = [kernels.duration_of(program.entry, call).products for call in calls]
     assert len(calls) == 2 and sum(products) >= want / H100.peak_flops["bfloat16"]
     found = forecast(step, *args, topology="h100:1x2")
     assert found.flops.total == want and not any("counted as nothing" in note for note in found.notes)

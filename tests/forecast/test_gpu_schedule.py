@@ -112,7 +112,7 @@ CUBLAS = """custom-call(%a, %b), custom_call_target="TARGET", backend_config={"g
 )
 def test_kernel_time_of_a_matrix_product_is_equal_for_dot_fusion_and_cublas(call):
     found = program(f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n", DOT)
-    seconds = Kernels(found, CHIP).of(found.entry, found.entry.root)
+    seconds = Kernels(found, CHIP).duration_of(found.entry, found.entry.root)
     assert seconds.total == seconds.products == pytest.approx(max(GEMM / 1e12, GEMM_BYTES / 1e10))
     assert GEMM / 1e12 > GEMM_BYTES / 1e10  # guard: it is the FLOP that count here
 
@@ -124,7 +124,7 @@ def test_kernel_time_of_a_matrix_product_follows_dtype_rate_or_hbm_bandwidth():
     slow = dataclasses.replace(CHIP, hbm_bandwidth=1e9)
 
     def seconds(found, chip):
-        return Kernels(found, chip).of(found.entry, found.entry.root).products
+        return Kernels(found, chip).duration_of(found.entry, found.entry.root).products
 
     assert seconds(wide, CHIP) == pytest.approx(GEMM / 5e11)
     assert seconds(narrow, CHIP) == pytest.approx(GEMM / 2e12)
@@ -173,10 +173,10 @@ def test_product_flops_of_convolutions_leave_out_taps_on_padding_and_dilation_ho
 
 def test_kernel_time_without_a_product_is_hbm_bytes_over_bandwidth():
     found = program("  %p = f32[1000,1000]{1,0} parameter(0)\n  ROOT %n = f32[1000,1000]{1,0} negate(%p)\n")
-    seconds = Kernels(found, CHIP).of(found.entry, found.entry.root)
+    seconds = Kernels(found, CHIP).duration_of(found.entry, found.entry.root)
     assert (seconds.total, seconds.products) == (pytest.approx(8e6 / 1e10), 0.0)
     slow = dataclasses.replace(CHIP, efficiency=Efficiency(products=0.5, memory=0.8)).reached
-    assert Kernels(found, slow).of(found.entry, found.entry.root).total == pytest.approx(8e6 / 0.8e10)
+    assert Kernels(found, slow).duration_of(found.entry, found.entry.root).total == pytest.approx(8e6 / 0.8e10)
 
 
 LOOP = """

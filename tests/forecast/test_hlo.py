@@ -25,7 +25,12 @@ def compiled_text(fn, *args):
 
 def loop_trips(program):
     """Trips of every loop body, largest last."""
-    bodies = [i.called["body"][0] for c in program.computations.values() for i in c.instructions if i.opcode == "while"]
+    bodies = [
+        i.callees_by_role["body"][0]
+        for c in program.computations.values()
+        for i in c.instructions
+        if i.opcode == "while"
+    ]
     return sorted(trips for computation, trips in program.executed() if computation.name in bodies)
 
 
@@ -114,15 +119,15 @@ def test_executed_includes_all_branches_but_no_fusions_or_reducers():
     program = parse(compiled_text(fn, 1, jnp.ones((8, 8))))
     executed = {computation.name: trips for computation, trips in program.executed()}
     conditional = next(i for c in program.computations.values() for i in c.instructions if i.opcode == "conditional")
-    assert len(conditional.called["branches"]) == 3
-    branches = conditional.called["branches"]
+    assert len(conditional.callees_by_role["branches"]) == 3
+    branches = conditional.callees_by_role["branches"]
     assert {name: executed.get(name) for name in branches} == dict.fromkeys(branches, 1)
     inside = {
         name
         for computation in program.computations.values()
         for i in computation.instructions
         if i.opcode in ("fusion", "reduce")
-        for names in i.called.values()
+        for names in i.callees_by_role.values()
         for name in names
     }
     assert inside and not inside & set(executed)
@@ -131,8 +136,8 @@ def test_executed_includes_all_branches_but_no_fusions_or_reducers():
 def test_schedule_of_gives_fusions_the_caller_schedule_and_loop_bodies_a_separate_schedule():
     program = parse(compiled_text(scan(3), jnp.ones((8, 8))))
     calls = [(c, i) for c in program.computations.values() for i in c.instructions]
-    fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.all_called}
-    (body,) = [i.called["body"][0] for _, i in calls if i.opcode == "while"]
+    fused = {name: c.name for c, i in calls if i.opcode == "fusion" for name in i.called_names}
+    (body,) = [i.callees_by_role["body"][0] for _, i in calls if i.opcode == "while"]
     assert body in fused.values()  # guard
     own = {name: name for name in (body, program.entry.name)}
     assert {name: program.schedule_of(program.computations[name]) for name in fused | own} == fused | own

@@ -28,7 +28,7 @@ from xlstm_jax.distributed import (
     with_ema,
 )
 from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
-from xlstm_jax.distributed.optimizers.extra_args import OF_A_STEP, REFUSED, taking_extra_args
+from xlstm_jax.distributed.optimizers.extra_args import REFUSED, STEP_EXTRA_ARGS, taking_extra_args
 from xlstm_jax.distributed.optimizers.optax_introspection import name_of, parts
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # missing in the copy for mutations
@@ -228,7 +228,7 @@ def test_optimizers_page_lists_refused_transforms_and_arguments_of_a_step():
     page = PAGE.read_text()
     refused = page.partition("## Refused")[2].partition("\n## ")[0]
     assert not [name for name in REFUSED if f"`{name}`" not in refused and f"`contrib.{name}`" not in refused]
-    assert not [name for name in OF_A_STEP if f"`{name}`" not in page]
+    assert not [name for name in STEP_EXTRA_ARGS if f"`{name}`" not in page]
 
 
 # -------------------------------------------------------------------------------------- lookahead, and its slow weights

@@ -27,7 +27,7 @@ class Counted(Carry):
     def of(cls, inputs):
         return cls() if "count" in inputs.collections else None
 
-    def takes(self):
+    def collection_names(self):
         return ("count",)
 
     def start(self):
@@ -142,4 +142,4 @@ def test_mean_over_averages_by_weight_and_passes_carries_on(weights):
     np.testing.assert_allclose(found.values["x"], want, rtol=1e-2)
     assert found.values["x"].dtype == jnp.bfloat16
     assert int(found.carries) == ((1 * 2 + 0) * 2 + 1) * 2 + 2
-    np.testing.assert_array_equal(found.each, values)
+    np.testing.assert_array_equal(found.stacked, values)

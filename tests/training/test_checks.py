@@ -90,7 +90,7 @@ def test_each_stage_has_checks_and_each_check_has_a_docs_page():
     assert set(rows) == set(get_args(Moment))
     pages = {check.page for check in CHECKS}
     assert not [page for page in pages if not (Path(__file__).parents[2] / "docs" / page).exists()]
-    assert len({(check.moment, check.looks) for check in CHECKS}) == len(CHECKS)
+    assert len({(check.moment, check.run_check) for check in CHECKS}) == len(CHECKS)
 
 
 def test_checks_run_at_each_stage_of_training(monkeypatch):

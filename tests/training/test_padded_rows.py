@@ -18,7 +18,7 @@ from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes
 from xlstm_jax.distributed.training.loss import LossFunction
-from xlstm_jax.distributed.training.step_check.copies import counted
+from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, MESH = jax.random.key(0), mesh_of(2, 4)
@@ -237,7 +237,9 @@ def test_check_step_finds_a_loss_comparing_rows_with_padded_rows(loss_fn, counts
     state = state_of(fsdp(nn.Dense)(4))
     batch = padded()
     found = [
-        *counted(OneDevice(LossFunction(loss_fn, True), batch_layout(MESH, AXES), 1, state, batch, MESH), batch, KEY)
+        *padded_row_findings(
+            OneDevice(LossFunction(loss_fn, True), batch_layout(MESH, AXES), 1, state, batch, MESH), batch, KEY
+        )
     ]
     assert bool(found) == counts and all("the loss counts rows that only pad" in text for text in found)
 

@@ -179,7 +179,7 @@ def test_replay_programs_compile_all_products_of_the_step():
     plain, state, x = faulty_step(Faults())
     step = replayed(plain, every=1)
     args = state.replace(opt_state=()), x, KEY, None, {}
-    texts = [run.jitted.lower(*run.moved(args)).compile().as_text() for run in step.runs]
+    texts = [run.jitted.lower(*run.on_this_mesh(args)).compile().as_text() for run in step.runs]
     products = [text.count(" dot(") for text in texts]
     assert products == [5, 5]  # two of the forward pass, two of the kernels' gradients, one of the activations
 

@@ -268,7 +268,7 @@ def test_check_step_finds_a_mistake_in_a_step_with_a_single_leaf(options, verdic
 
 def test_multiple_of_a_ratio_names_the_mesh_axes_of_a_wrong_sum_or_division():
     ratios = {ratio: Multiple.of(ratio, {"dp": 2, "fsdp": 4}, 1e-3) for ratio in (1.0, 4.0, 8.0, 0.5, 3.0)}
-    assert [(found.kind, found.over) for found in ratios.values()] == [
+    assert [(found.kind, found.axis_names) for found in ratios.values()] == [
         ("equal", ()),
         ("summed", ("fsdp",)),
         ("summed", ("dp", "fsdp")),

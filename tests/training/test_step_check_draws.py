@@ -180,7 +180,7 @@ def test_ratios_over_keys_are_known_unless_the_noise_is_too_large(factor, rest, 
     ratio = found["w"]
     assert ratio.is_known == known and (known or count == comparison.MOST_KEYS)
     if known:
-        assert (np.hypot(ratio.value - 1, ratio.rest) <= ratio.allowed) == equal, ratio
+        assert (np.hypot(ratio.value - 1, ratio.relative_residual) <= ratio.allowed) == equal, ratio
 
 
 def test_constant_key_draws_equal_values_for_any_shape_fold_or_split():

@@ -110,10 +110,10 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
 
 def error_line(error: Exception) -> str:
     """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
-    from xlstm_jax.forecast.training.workload import is_own, one_line_text
+    from xlstm_jax.forecast.training.workload import is_raised_by_library, one_line_text
     from xlstm_jax.formatting import shortened
 
-    text = one_line_text(error) + ("" if is_own(error) else "; --traceback shows the way there")
+    text = one_line_text(error) + ("" if is_raised_by_library(error) else "; --traceback shows the way there")
     return shortened(text, MAX_ERROR, " [... --traceback shows all of it ...] ")
 
 
@@ -130,7 +130,7 @@ def progress() -> "Iterator[ShowProgress]":
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:
         task = bar.add_task("")
 
-        def say(text: str, *, stays: bool = False) -> None:
+        def show_progress(text: str, *, stays: bool = False) -> None:
             if not stays:
                 bar.update(task, description=text)
             elif on_terminal:
@@ -138,4 +138,4 @@ def progress() -> "Iterator[ShowProgress]":
             else:
                 sys.stderr.write(f"xlstm-jax: {text}\n")
 
-        yield say
+        yield show_progress

@@ -89,16 +89,18 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
 def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
     """Returns the mesh with -1 filled in; raises, with a cure, if the product of sizes differs from the devices."""
-    given = {axis: size for axis, size in mesh.items() if size != -1}
-    devices, known = topology.num_devices, math.prod(given.values())
+    fixed_sizes = {axis: size for axis, size in mesh.items() if size != -1}
+    devices, known = topology.num_devices, math.prod(fixed_sizes.values())
     filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
     if math.prod(filled.values()) == devices:
         return filled
     # An axis can be -1 if the product of the other sizes divides the number of devices. The error suggests the
     # innermost such axis, which usually splits parameters.
-    free = [axis for axis in given if len(given) == len(mesh) and devices % (known // given[axis]) == 0]
+    free = [
+        axis for axis in fixed_sizes if len(fixed_sizes) == len(mesh) and devices % (known // fixed_sizes[axis]) == 0
+    ]
     sizes = ", ".join(str(size) for size in range(1, devices + 1) if devices % size == 0)
-    product = f"{'*'.join(given)} = " if len(given) > 1 else f"{next(iter(given))}="
+    product = f"{'*'.join(fixed_sizes)} = " if len(fixed_sizes) > 1 else f"{next(iter(fixed_sizes))}="
     cure = f"{product}{known} does not divide {devices}; {sizes} do. Choose one of these"
     if free:
         cure = f"Write -1 for the size of one axis, as {format_mesh(mesh | {free[-1]: -1})}"
@@ -131,7 +133,7 @@ def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]
 
 def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
     """Reports, before anything is compiled, the options that do not reach the factory."""
-    if ignored := [option for option in factory.not_varied if option in varied]:
+    if ignored := [option for option in factory.fixed_options if option in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
             "which it passes to shard_modules, it takes all but remat, which is for its model.",

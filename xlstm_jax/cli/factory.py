@@ -54,7 +54,7 @@ class Factory:
     function: Callable[..., Any]
 
     @cached_property
-    def declared(self) -> tuple[str, ...]:
+    def argument_names(self) -> tuple[str, ...]:
         """Names of the function's arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
@@ -66,19 +66,19 @@ class Factory:
         return inspect.Parameter.VAR_KEYWORD in kinds
 
     @property
-    def taken(self) -> tuple[str, ...]:
+    def accepted_options(self) -> tuple[str, ...]:
         """Names of the options that reach the function."""
-        return (*self.declared, *(PASSED_ON if self.takes_sharding else ()))
+        return (*self.argument_names, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
     def axes_name(self) -> str | None:
         """Name of the argument for the axes to split over; None if the function has fixed axis names."""
-        return next((name for name in AXES if name in self.taken), None)
+        return next((name for name in AXES if name in self.accepted_options), None)
 
     @property
-    def not_varied(self) -> list[str]:
+    def fixed_options(self) -> list[str]:
         """Descriptions of the options that a search cannot vary for this function."""
-        return [option for option, names in VARIED.items() if not set(names) & set(self.taken)]
+        return [option for option, names in VARIED.items() if not set(names) & set(self.accepted_options)]
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the arguments for a call of the function.
@@ -89,21 +89,21 @@ class Factory:
         Raises:
           FactoryError: the function has no argument of a chosen name.
         """
-        if unknown := [name for name in chosen if name not in self.declared and not self.takes_sharding]:
+        if unknown := [name for name in chosen if name not in self.argument_names and not self.takes_sharding]:
             raise self._unknown(unknown[0])
-        return {name: value for name, value in options.items() if name in self.taken} | dict(chosen)
+        return {name: value for name, value in options.items() if name in self.accepted_options} | dict(chosen)
 
     def _unknown(self, name: str) -> FactoryError:
         """Returns the error for a ``--set`` argument that neither the function nor ``shard_modules`` has."""
-        names, passed_on = self.declared, ""
+        names, passed_on = self.argument_names, ""
         if self.takes_sharding:
             names = (*names, *SHARDING)
             passed_on = f", and passes others on, as to shard_modules, which has {', '.join(SHARDING)}"
         near = get_close_matches(name, names, n=1)
         cure = f"Did you mean {near[0]}?" if near else "Give it one, with a default."
         return FactoryError(
-            f"--set {name}=...: {self.name} has no argument of this name; it has {', '.join(self.declared) or 'none'}"
-            f"{passed_on}. {cure}"
+            f"--set {name}=...: {self.name} has no argument of this name; it has "
+            f"{', '.join(self.argument_names) or 'none'}{passed_on}. {cure}"
         )
 
     def workload(
@@ -123,15 +123,15 @@ class Factory:
           FactoryError: the function raises, or does not return a ``Workload``.
         """
         # Both argument names for the axes are options: the factory receives the name that it declares.
-        given = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
-        arguments = self.arguments(given, chosen)
+        options = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
+        arguments = self.arguments(options, chosen)
         call = f"{self.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         try:
             made = self.function(**arguments)
         except Exception as error:  # a user's function may raise anything
             for name in chosen:
                 # Arguments in **sharding are passed on, so an unknown name is an error of the inner function.
-                if name not in self.declared and NO_ARGUMENT.search(str(error)) and f"'{name}'" in str(error):
+                if name not in self.argument_names and NO_ARGUMENT.search(str(error)) and f"'{name}'" in str(error):
                     raise self._unknown(name) from error
             raise FactoryError(f"{call} raised {described(error)}.") from error
         if not isinstance(made, Workload):

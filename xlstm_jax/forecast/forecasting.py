@@ -45,7 +45,7 @@ from xlstm_jax.forecast.hardware.nccl import NVLINK_FRACTION, network_fraction
 from xlstm_jax.forecast.hardware.topologies import Topology, parse_topology
 from xlstm_jax.forecast.hlo.op_names import in_shard_map
 from xlstm_jax.forecast.hlo.program import Program, parse
-from xlstm_jax.formatting import notebook_html, plain_text, read_json
+from xlstm_jax.formatting import notebook_html, parse_json_as, plain_text
 
 FORMAT, DERIVED = 2, "step_time"
 CPU_NOTE = (
@@ -303,26 +303,32 @@ class Forecast:
         Raises:
           ValueError: the text is no forecast, or has another format.
         """
-        return read_json(text, "a forecast", Forecast._of_json)
+        return parse_json_as(text, "a forecast", Forecast._of_json)
 
     @staticmethod
     def _of_json(data: Any) -> "Forecast":
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise ValueError(f"this is no forecast of format {FORMAT}; make it anew with this version of the library.")
         data.pop(DERIVED, None)
-        return _restored(Forecast, data)
+        return _from_parsed_json(Forecast, data)
 
 
-def _restored(kind: Any, data: Any) -> Any:
-    """Converts parsed JSON to a value of type ``kind``: dicts to dataclasses and lists to tuples, as annotated."""
+def _from_parsed_json(annotation: Any, data: Any) -> Any:
+    """Converts parsed JSON to a value of the type ``annotation``.
+
+    Supported types: dataclasses (from dicts), tuples (from lists) with one type of items, ``X | None``, and the types
+    of JSON. A value of any other type is returned unchanged.
+    """
     # JSON stores tuples as lists and dataclasses as dicts; the annotations give the original type.
-    if isinstance(kind, UnionType):  # X | None
-        return None if data is None else _restored(get_args(kind)[0], data)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        kinds = get_type_hints(kind)
+    if isinstance(annotation, UnionType):  # X | None
+        return None if data is None else _from_parsed_json(get_args(annotation)[0], data)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        field_types = get_type_hints(annotation)
         # Fields of an earlier release that this release has dropped are ignored.
-        return kind(**{name: _restored(kinds[name], value) for name, value in data.items() if name in kinds})
-    return tuple(_restored(get_args(kind)[0], item) for item in data) if isinstance(data, list) else data
+        return annotation(
+            **{name: _from_parsed_json(field_types[name], value) for name, value in data.items() if name in field_types}
+        )
+    return tuple(_from_parsed_json(get_args(annotation)[0], item) for item in data) if isinstance(data, list) else data
 
 
 def forecast(

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 ROWS = 12  # rows per table; a last row sums up the rest
 NAMED = 3  # leaves named for a collective of several leaves
-OUTSIDE = "outside of modules"
-LETTERS = 75  # characters of module names that fit below the picture of memory
+NO_MODULE_LABEL = "outside of modules"
+MAX_LABEL_CHARS = 75  # characters of module names that fit below the picture of memory
+MIN_RUN_FRACTION = 1 / 15  # of the axis: a shorter run of a module gets no label
 DOES_NOT_FIT = (
     "Traffic and time are those of the program that the compiler made nevertheless, which may recompute and gather "
     "again arrays that it could not keep."
@@ -191,7 +192,7 @@ def _waiting_table(forecast: Any) -> RenderableType:
     rows = []
     for collective in ordered[:ROWS]:
         overlap = collective.overlapped
-        modules = ", ".join(dict.fromkeys(module or OUTSIDE for module in overlap.modules))
+        modules = ", ".join(dict.fromkeys(module or NO_MODULE_LABEL for module in overlap.modules))
         products = [overlap.product_seconds] if forecast.on_gpus else []
         each = (collective.alone_s, overlap.seconds, *products, collective.exposed_s)
         times = [format_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
@@ -303,7 +304,7 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
     axes.bar(points, live, widths, base, align="edge", color=[COLORS[direction] for _, direction in owners])
     for direction in dict.fromkeys(direction for _, direction in owners):
         axes.bar(0, 0, color=COLORS[direction], label=direction)  # for the legend
-    for name, middle in names_below(owners, points):
+    for name, middle in labels_below_axis(owners, points):
         axes.annotate(name, (middle, 0), fontsize=7, ha="center", textcoords="offset points", xytext=(0, -10))
     # A device may have far more memory than the step uses: the title names the limit, even if its line is out of view.
     axes.set_ylim(0, 1.25 * (base + memory.peak_live_bytes / gib))
@@ -326,18 +327,42 @@ def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
     return owners
 
 
-def names_below(owners: Sequence[tuple[str, str]], points: Sequence[int]) -> list[tuple[str, float]]:
-    """Returns labels (module name, position), each at the middle of the module's longest run, without overlaps."""
+def labels_below_axis(
+    modules_and_directions: Sequence[tuple[str, str]], positions: Sequence[int]
+) -> list[tuple[str, float]]:
+    """Returns labels (module name, position), each at the middle of a run of the module, without overlaps.
+
+    A run is a stretch of the axis with the same module and direction; recomputation counts as backward. Each pair of
+    module and direction gets at most one label, so a name can appear twice, forward and backward. The label is at the
+    longest run where the label overlaps no other; runs shorter than ``MIN_RUN_FRACTION`` of the axis get none.
+
+    Args:
+      modules_and_directions: (top-level module, direction) of each moment, as ``owners_of`` returns them.
+      positions: ``positions[i]`` is the position of moment i in the schedule, ascending; the last is the axis's width.
+    """
     # Recomputation alternates with the backward pass of the same module, so both share a name.
-    parts = [(path, "backward" if direction == "recompute" else direction) for path, direction in owners]
-    starts = [i for i in range(len(parts)) if i == 0 or parts[i] != parts[i - 1]]
-    runs = [(points[after] - points[i], i, after) for i, after in pairwise([*starts, len(parts) - 1])]
+    labels_of_moments = [
+        (module, "backward" if direction == "recompute" else direction) for module, direction in modules_and_directions
+    ]
+    starts = [i for i in range(len(labels_of_moments)) if i == 0 or labels_of_moments[i] != labels_of_moments[i - 1]]
+    width = positions[-1]
+    runs = [
+        (positions[end] - positions[start], start, end)
+        for start, end in pairwise([*starts, len(labels_of_moments) - 1])
+    ]
     placed: dict[tuple[str, str], tuple[str, float]] = {}
-    for length, i, after in sorted(runs, reverse=True):
-        name, middle = parts[i][0] or OUTSIDE, (points[i] + points[after]) / 2
-        near = [n for n, m in placed.values() if abs(m - middle) < points[-1] * (len(name) + len(n) + 2) / 2 / LETTERS]
-        if length > points[-1] / 15 and parts[i] not in placed and not near:
-            placed[parts[i]] = (name, middle)
+    # The longest runs choose first.
+    for length, start, end in sorted(runs, reverse=True):
+        label = labels_of_moments[start]
+        name, middle = label[0] or NO_MODULE_LABEL, (positions[start] + positions[end]) / 2
+        # Labels overlap if their middles are closer than half the width of both and of two spaces between them.
+        overlapping = [
+            other_name
+            for other_name, other_middle in placed.values()
+            if abs(other_middle - middle) < width * (len(name) + len(other_name) + 2) / 2 / MAX_LABEL_CHARS
+        ]
+        if length > width * MIN_RUN_FRACTION and label not in placed and not overlapping:
+            placed[label] = (name, middle)
     return list(placed.values())
 
 

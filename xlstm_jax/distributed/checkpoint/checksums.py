@@ -235,6 +235,6 @@ def _parts(path: str, array: jax.Array) -> list[_Part]:
             # Modulo 2^32, like positions: NumPy raises for a uint32 of a larger Python number.
             origin = np.array([place.start or 0 for place in shard.index], np.uint64).astype(np.uint32)
             is_view = is_in_host_memory(shard.device)
-            held = np.asarray(shard.data) if is_view else _sums_of_part(shard.data, origin, strides)
-            parts.append(_Part(path, held, origin, strides, is_view))
+            view_or_sums = np.asarray(shard.data) if is_view else _sums_of_part(shard.data, origin, strides)
+            parts.append(_Part(path, view_or_sums, origin, strides, is_view))
     return parts

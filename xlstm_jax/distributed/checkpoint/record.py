@@ -351,12 +351,12 @@ def _parts(record: Record) -> list[str]:
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
 
 
-def names_problem(saved: Set[str], wanted: Set[str], target_has: str) -> str:
-    """Lists the names missing from ``saved`` and from ``wanted``, as text for an error; "" for equal sets.
+def names_problem(saved: Set[str], expected: Set[str], target_has: str) -> str:
+    """Lists the names missing from ``saved`` and from ``expected``, as text for an error; "" for equal sets.
 
     ``target_has`` begins the clause about the target, as "the parameters have".
     """
-    missing, extra = sorted(wanted - saved), sorted(saved - wanted)
+    missing, extra = sorted(expected - saved), sorted(saved - expected)
     problems = [f"it has no {listed(missing)}"] if missing else []
     problems += [f"it has {listed(extra)}, which {target_has} not"] if extra else []
     return "; and ".join(problems)

@@ -77,8 +77,10 @@ def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
     """
     if not _averages.known or not wrong_averages_raise():
         return
-    ends = lambda origin: bool(averaged_axes(origin.held)) or is_gradient(origin)  # noqa: E731
-    found = frozenset[str]().union(*[averaged_axes(origin.held) for origin in origins(TracedValue(value), ends)])
+    ends = lambda origin: bool(averaged_axes(origin.tracer_or_atom)) or is_gradient(origin)  # noqa: E731
+    found = frozenset[str]().union(
+        *[averaged_axes(origin.tracer_or_atom) for origin in origins(TracedValue(value), ends)]
+    )
     if twice := tuple(axis for axis in axes if axis in found):
         raise ValueError(
             f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "

@@ -4,10 +4,10 @@ A unit (``modules/unit``) is a wrapped module: it gathers its leaves, each with 
 A feature changes this through the hooks of ``Extension``, called when the unit is entered, runs and is left:
 
   enter     wires        returns wires (formats of sent shards) that replace the wires chosen by the boxes
-            replaced     returns functions that replace leaves before the module reads the leaves
-            arrived      receives the gathered value of a leaf of ``wires``
+            value_replacements  returns functions that replace leaves before the module reads the leaves
+            on_gathered  receives the gathered value of a leaf of ``wires``
             from_shards  computes a method's result without a gather
-  run       called       is called before a method of the unit, or of a module within
+  run       changed_kwargs  returns the keyword arguments for a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
   before    collections  names the collections that the unit receives, in addition to "params"
             named_wires  returns the names of the wires that ``wires`` would return, for plans and comparisons
@@ -15,7 +15,7 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
             recording_parts   records leaves that modules gather in successive parts
 
 Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
-split, and ``arranged``, when the leaves of the entire model are available. Five hooks let leaves share collectives:
+split, and ``reorder_axes``, when the leaves of the entire model are available. Five hooks let leaves share collectives:
 
   split   sent_together    marks the leaves that will share collectives, and so the order of axes
           sent_with        returns the unit with whose leaves a marked leaf shares collectives
@@ -37,7 +37,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal
+from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
@@ -72,14 +72,14 @@ class Extension:
         """
         return {}
 
-    def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
+    def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns, by path, functions that map a leaf to the value the module reads in its place; after ``wires``."""
         return {}
 
-    def arrived(self, path: str, value: Any) -> None:
+    def on_gathered(self, path: str, value: Any) -> None:
         """Receives the gathered value of the leaf at ``path``, if ``wires`` has returned a wire for the leaf."""
 
-    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the keyword arguments, changed or not, for a call of a method of the unit or of a submodule."""
         return kwargs
 
@@ -103,15 +103,20 @@ class Extension:
         return {}
 
     def axis_orders(
-        self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+        self,
+        sizes: Sequence[float],
+        default_orders: Sequence[AxisOrder],
+        axis_sizes: Mapping[str, int],
+        slow: Collection[str],
     ) -> Sequence[AxisOrder]:
         """Returns, for each leaf of a unit, the axes over which the leaf is split, outermost first.
 
-        ``sizes`` has the bytes of each leaf, ``given`` its axes as the user orders them; ``slow`` axes cross hosts.
+        ``sizes`` has the bytes of each leaf, ``default_orders`` its axes as the user orders them.
+        ``slow`` axes cross hosts.
         """
-        return given
+        return default_orders
 
-    def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+    def reorder_axes(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
         """Returns the boxed parameters of an entire model; a leaf over several axes may have another axis order."""
         return params
 
@@ -169,7 +174,7 @@ Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axe
 class SplitShard(NamedTuple):
     """Shard of a leaf that is gathered along ``dim`` over ``axes``; ``trains`` is False for a frozen leaf."""
 
-    shard: Primal
+    shard: PrimalType
     dim: int
     axes: tuple[str, ...]
     communication: Communication
@@ -216,7 +221,7 @@ def extensions_of(collections: Collection[str]) -> list[Extension]:
     return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
 
 
-def passing_collections() -> list[str]:
+def collections_of_extensions() -> list[str]:
     """Returns the names of the collections that extensions read when a unit is entered, in addition to "params"."""
     return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
 
@@ -233,22 +238,22 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 
 
 def axis_orders(
-    sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+    sizes: Sequence[float], default_orders: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
-    """Returns the axes of each split leaf, outermost first: ``given``, unless an extension reorders the axes."""
-    if all(len(order) < 2 for order in given):
-        return given
+    """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension reorders them."""
+    if all(len(order) < 2 for order in default_orders):
+        return default_orders
     for cls in with_hook("axis_orders"):
-        given = cls().axis_orders(sizes, given, axis_sizes, slow)
-    return given
+        default_orders = cls().axis_orders(sizes, default_orders, axis_sizes, slow)
+    return default_orders
 
 
-def arranged(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """Returns the boxed parameters of an entire model, with the axis order of each leaf as extensions choose."""
     if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
-    for cls in with_hook("arranged"):
-        params = cls().arranged(params, axis_sizes)
+    for cls in with_hook("reorder_axes"):
+        params = cls().reorder_axes(params, axis_sizes)
     return params
 
 
@@ -311,19 +316,19 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     return None
 
 
-def called(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def kwargs_from_extensions(module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the keyword arguments for a method of a module that no unit has entered yet."""
-    extensions = [cls() for cls in EXTENSIONS if "called" in cls.hooks and not cls.collections]
+    extensions = [cls() for cls in EXTENSIONS if "changed_kwargs" in cls.hooks and not cls.collections]
     return kwargs_from(extensions, module, method, args, kwargs) if extensions else kwargs
 
 
 def kwargs_from(
     extensions: Sequence[Extension], module: Any, method: str, args: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the keyword arguments for a method of a module, passed through the hook ``called`` of each extension."""
+    """Returns the keyword arguments for a method of a module, as the hooks ``changed_kwargs`` return them."""
     for extension in extensions:
-        if "called" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
-            kwargs = extension.called(module, method, args, kwargs)
+        if "changed_kwargs" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
+            kwargs = extension.changed_kwargs(module, method, args, kwargs)
     return kwargs
 
 

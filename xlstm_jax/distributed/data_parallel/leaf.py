@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, LeafToSplit, Store
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
@@ -76,7 +76,7 @@ class Sharded(QuickBox):
 
     names: tuple[AxisEntry, ...] = struct.field(pytree_node=False)  # type: ignore[assignment]  # Flax: no tuples in it
     communication: Communication = struct.field(default=DEFAULT_COMMUNICATION, pytree_node=False)
-    store: Store = struct.field(default=AS_IT_IS, pytree_node=False)
+    store: Store = struct.field(default=UNCHANGED_STORE, pytree_node=False)
     unit_depth: int = struct.field(default=0, pytree_node=False)
     model_axes: tuple[str, ...] = struct.field(default=(), pytree_node=False)
     trainable: bool = struct.field(default=True, pytree_node=False)
@@ -109,7 +109,7 @@ class Sharded(QuickBox):
     @property
     def stores_value(self) -> bool:
         """True if the stored array is the value itself."""
-        return self.store == AS_IT_IS
+        return self.store == UNCHANGED_STORE
 
     @property
     def true_shape(self) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ def _whole(ndim: int) -> Any:
     return jax.tree.structure(Sharded(0, (None,) * ndim))
 
 
-def is_ours(leaf: Any) -> bool:
+def is_library_box(leaf: Any) -> bool:
     """Returns whether ``leaf`` is in a box of the library, which has ``communication`` and ``model_axes``."""
     return isinstance(leaf, Sharded | SplitVariable)
 
@@ -329,12 +329,12 @@ def frozen(leaf: Any) -> Any:
     if not leaf_of(leaf).is_differentiable:
         return leaf
     boxed = split_by_model(leaf)
-    return (boxed if is_ours(boxed) else leaf_of(boxed)).replace(trainable=False)
+    return (boxed if is_library_box(boxed) else leaf_of(boxed)).replace(trainable=False)
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
     """Returns the leaf with fields of its communication options replaced; unchanged if not in a box of the library."""
-    return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_ours(leaf) else leaf
+    return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf
 
 
 def with_layer_names(leaf: Any) -> Any:
@@ -431,7 +431,7 @@ def gather_leaf(
     which shards are sent, in place of the format that the options select. ``together``, if given, returns the
     gathered array and the axes that still split its dims, from a gather together with other leaves.
     """
-    communication = communication.or_else(leaf.communication)
+    communication = communication.filled_from(leaf.communication)
     if set(leaf.axes) & set(axes):
         collectives.check_bound(communication.copied_axes, caller=f"gather_params, replicas of '{path}'")
         communication.dtypes(leaf.value, path)  # raises here, with the leaf's path

@@ -23,7 +23,7 @@ import numpy as np
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, sent_with
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_ours, leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_library_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
@@ -38,7 +38,10 @@ SHARED_ORDER_LIMIT = 1.05
 
 
 def balanced_orders(
-    sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow_axes: Collection[str] = ()
+    sizes: Sequence[float],
+    default_orders: Sequence[AxisOrder],
+    axis_sizes: Mapping[str, int],
+    slow_axes: Collection[str] = (),
 ) -> list[AxisOrder]:
     """Returns for each leaf the order of axes, outermost first, with the least load on the busiest axis.
 
@@ -48,12 +51,12 @@ def balanced_orders(
 
     Args:
       sizes: bytes of each leaf.
-      given: the axes of each leaf, in the order of the user's option.
+      default_orders: the axes of each leaf, in the order of the user's option.
       axis_sizes: the number of devices along each axis.
       slow_axes: axes that stay innermost, in the given order.
     """
-    if all(len(order) < 2 for order in given):
-        return list(given)
+    if all(len(order) < 2 for order in default_orders):
+        return list(default_orders)
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: AxisOrder) -> list[float]:
@@ -61,11 +64,11 @@ def balanced_orders(
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 
-    orders = list(given)
+    orders = list(default_orders)
     # The largest first: small leaves even out the differences that large leaves leave.
     for leaf in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        slow = tuple(axis for axis in given[leaf] if axis in slow_axes)
-        fast = tuple(axis for axis in given[leaf] if axis not in slow_axes)
+        slow = tuple(axis for axis in default_orders[leaf] if axis in slow_axes)
+        fast = tuple(axis for axis in default_orders[leaf] if axis not in slow_axes)
         first = permutations(fast, len(fast) if len(fast) <= ALL_TRIED else PLACES_TRIED)
         choices = [(*outer, *(axis for axis in fast if axis not in outer), *slow) for outer in first]
         # `min` takes the first of equally good orders, hence reversed: the first axis is left to modules with a single
@@ -105,7 +108,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
     reorderable, group_of, slow_axes = {}, {}, set()
     for path, leaf in leaves_with_path(params):
         box = leaf_of(leaf)
-        dim, axes = _reorderable(box, axis_sizes) if is_ours(leaf) else (0, ())
+        dim, axes = _reorderable(box, axis_sizes) if is_library_box(leaf) else (0, ())
         if axes:
             reorderable[path] = _sent_bytes(box), dim, axes
             slow_axes |= set(box.communication.inter_host_axes)
@@ -161,8 +164,8 @@ def _shared_orders(
         for path in reorderable:
             groups[key(path)].append(path)
         sizes = [sum(reorderable[path][0] for path in paths) for paths in groups.values()]
-        given = [reorderable[paths[0]][2] for paths in groups.values()]
-        orders = balanced_orders(sizes, given, axis_sizes, slow_axes)
+        default_orders = [reorderable[paths[0]][2] for paths in groups.values()]
+        orders = balanced_orders(sizes, default_orders, axis_sizes, slow_axes)
         return {path: order for paths, order in zip(groups.values(), orders, strict=True) for path in paths}
 
     def in_balance(orders: dict[str, AxisOrder]) -> bool:
@@ -190,5 +193,5 @@ class LinkBalance(Extension):
     ) -> Sequence[AxisOrder]:
         return balanced_orders(sizes, given, axis_sizes, slow)
 
-    def arranged(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
+    def reorder_axes(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
         return balanced_over_model(params, axis_sizes)

@@ -16,8 +16,8 @@ from xlstm_jax.introspection import inside_branch, is_batched
 def can_send_parts(box: Sharded) -> bool:
     """Returns whether parts of a matrix can be sent, not the full matrix: a single dim is split, values are floats."""
     is_float = box.communication.format_of(box.value) is None and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
-    is_own = not box.model_axes and not box.read_as_stored and box.store.order(len(box.names)) == (0, 1)
-    return is_float and is_own and len(box.names) == 2 and sum(map(bool, box.names)) == 1
+    is_stored_plainly = not box.model_axes and not box.read_as_stored and box.store.order(len(box.names)) == (0, 1)
+    return is_float and is_stored_plainly and len(box.names) == 2 and sum(map(bool, box.names)) == 1
 
 
 def bound_split(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:

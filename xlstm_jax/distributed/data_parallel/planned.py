@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.policy import ShardChoice
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 
 _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="planned")
@@ -93,14 +93,16 @@ class PlannedLeaf(Sharded, repr=False):
     def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
         """Returns the leaf as a wrapped module reads it after a gather over ``axes``: with names without ``axes``."""
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
-        ours = any(decision.axes == axes and decision.choice.dim is not None for decision in self.decisions)
-        if not ours and not set(self.axes) <= set(axes):
+        is_split_over_axes = any(
+            decision.axes == axes and decision.choice.dim is not None for decision in self.decisions
+        )
+        if not is_split_over_axes and not set(self.axes) <= set(axes):
             return self
         remaining = (tuple(axis for axis in entry_axes(entry) if axis not in axes) for entry in self.names)
         stored = tuple(map(axes_entry, remaining))
         names = self.store.of_value(stored)
         box_type = self.box_type if any(names) else None
-        return self.replace(value=true_value(self), store=AS_IT_IS, names=names, box_type=box_type)
+        return self.replace(value=true_value(self), store=UNCHANGED_STORE, names=names, box_type=box_type)
 
     def _get_partition_name(self, params: dict[Any, Any]) -> str | None:  # type: ignore[override]  # Flax: no None
         # A box records a name for an added layer dim; a leaf without a box records none.

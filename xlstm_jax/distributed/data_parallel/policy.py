@@ -170,10 +170,10 @@ def choose_shard_dim(
       uneven: choice if the axes divide no dim: "replicate" does not split the leaf; "pad" chooses the largest dim,
         which is then stored with zeros up to the next multiple.
     """
-    held = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
+    present_axes = [axis for entry in names for axis in entry_axes(entry) if axis in axis_sizes]
     size, parts = math.prod(shape), math.prod(axis_sizes.values())
-    if held:
-        return ShardChoice(None, AlreadySplit(", ".join(map(repr, held))))
+    if present_axes:
+        return ShardChoice(None, AlreadySplit(", ".join(map(repr, present_axes))))
     if size == 0:
         return ShardChoice(None, NoValues(shape))
     if size < min_weight_size:

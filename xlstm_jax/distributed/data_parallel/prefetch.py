@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    Primal,
+    PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     shard_as_sent,
@@ -82,16 +82,16 @@ def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) ->
     dims = [dim for dim, entry in enumerate(names) if gathered.intersection(entry_axes(entry))]
     if not collectives.spread_axes(sorted(gathered)):
         return None
-    held = entry_axes(names[dims[0]])
-    first = next(i for i, axis in enumerate(held) if axis in gathered)
-    if len(dims) > 1 or not gathered.issuperset(held[first:]):
+    split_axes = entry_axes(names[dims[0]])
+    first = next(i for i, axis in enumerate(split_axes) if axis in gathered)
+    if len(dims) > 1 or not gathered.issuperset(split_axes[first:]):
         raise ValueError(
             f"'{path_in_model(module, path)}' is split as {names}, and gathered over {sorted(gathered)}: layers are "
             "gathered ahead only if these axes split one dim, and are its innermost axes. Pass prefetch=False, or "
             "write nn.scan(nn.remat(...))."
         )
-    left = (*names[: dims[0]], axes_entry(held[:first]), *names[dims[0] + 1 :])
-    return Route(dims[0], held[first:], left, leaf.communication, path_in_model(module, path))
+    left = (*names[: dims[0]], axes_entry(split_axes[:first]), *names[dims[0] + 1 :])
+    return Route(dims[0], split_axes[first:], left, leaf.communication, path_in_model(module, path))
 
 
 def prefetched_scan(
@@ -126,7 +126,7 @@ def prefetched_scan(
         for (path, leaf), route in zip(leaves, routes, strict=True)
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
-    found = zip(routes, boxes, map(Primal.of, values), strict=True)
+    found = zip(routes, boxes, map(PrimalType.of, values), strict=True)
     entries, values = _sent_together([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
     # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
     scan = _Scan(layer, structure, entries)
@@ -142,7 +142,7 @@ class _Leaf(NamedTuple):
 
     route: Any  # a ``Route``; ``None`` if the leaf is not split
     box: Sharded  # without a value
-    stacked: Primal
+    stacked: PrimalType
     places: tuple[int, ...]
     parcel: Parcel | None = None
     members: tuple[Any, ...] = ()  # of ``_Leaf``
@@ -155,7 +155,7 @@ class _Leaf(NamedTuple):
         return self.route.communication.wire(self.of_layer, self.route.dim, self.route.axes)
 
     @property
-    def of_layer(self) -> Primal:
+    def of_layer(self) -> PrimalType:
         """Types of a layer's shard."""
         return replace(self.stacked, shape=self.stacked.shape[1:])
 
@@ -411,10 +411,10 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
     """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
-    live, put_back = trees.split_differentiable(args)
-    _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], live)
+    differentiable, put_back = trees.split_differentiable(args)
+    _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], differentiable)
     (grads,) = pull(jax.tree.leaves(cotangents))
-    return put_back(grads, rest=lambda leaf: None)
+    return put_back(grads, fill_other=lambda leaf: None)
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:

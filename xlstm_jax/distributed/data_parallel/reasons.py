@@ -28,7 +28,7 @@ class Reason:
         return self.text.format(**vars(self))
 
     @property
-    def each(self) -> "tuple[Reason, ...]":
+    def all_reasons(self) -> "tuple[Reason, ...]":
         """Tuple of the reasons in an ``OfSeveral``; for any other reason a tuple of the reason itself."""
         return (self,)
 
@@ -113,7 +113,7 @@ class OfSeveral(Reason):
         return "; ".join(f"over {axes}: {reason}" for axes, reason in self.reasons)
 
     @property
-    def each(self) -> tuple[Reason, ...]:
+    def all_reasons(self) -> tuple[Reason, ...]:
         return tuple(reason for _, reason in self.reasons)
 
     def to_json(self) -> dict[str, Any]:

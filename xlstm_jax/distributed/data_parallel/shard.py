@@ -91,8 +91,8 @@ def box_params(
     sizes = dict.fromkeys(order_as.values(), 0)
     for path, of in order_as.items():
         sizes[of] += leaves[path].stored_bytes
-    given = [tuple(axis_sizes)] * len(sizes)
-    orders = axis_orders(list(sizes.values()), given, axis_sizes, communication.inter_host_axes)
+    default_orders = [tuple(axis_sizes)] * len(sizes)
+    orders = axis_orders(list(sizes.values()), default_orders, axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(sizes, orders, strict=True))
 
     def boxed(path: str, leaf: Any) -> Any:
@@ -103,7 +103,7 @@ def box_params(
         box, axes = leaf_of(leaf), order_of[order_as[path]]
         to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
-            to_split = mode.stored(to_split, math.prod(axis_sizes.values()))
+            to_split = mode.prepare_for_split(to_split, math.prod(axis_sizes.values()))
         split = split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
         return split.replace(marks=frozenset({marks[path]})) if path in marks else split
 

@@ -71,7 +71,7 @@ class Store:
         return self
 
 
-AS_IT_IS = Store()
+UNCHANGED_STORE = Store()
 
 
 def with_zeros_behind(value: jax.Array, shape: Shape) -> jax.Array:
@@ -95,7 +95,7 @@ class Uneven(Protocol):
         """Returns the reason to split ``dim`` of ``size``, though ``parts`` does not divide it; ``None``: not split."""
         ...
 
-    def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
+    def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
         """Returns the leaf in the format in which it can be split into ``parts`` shards along ``leaf.dim``."""
         ...
 

@@ -14,7 +14,7 @@ from xlstm_jax.distributed.data_parallel.dim_names import reader
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     is_box,
-    is_ours,
+    is_library_box,
     leaf_of,
     rebox,
     split_by_model,
@@ -42,9 +42,9 @@ def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
     return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
 
 
-def map_leaves(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
-    """Applies ``jax.tree.map`` with boxes as leaves; ``rest`` has a box or a bare value for each leaf."""
-    return jax.tree.map(fn, tree, *rest, is_leaf=one_leaf)
+def map_leaves(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
+    """Applies ``jax.tree.map`` with boxes as leaves; ``other_trees`` has a box or a bare value for each leaf."""
+    return jax.tree.map(fn, tree, *other_trees, is_leaf=one_leaf)
 
 
 def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
@@ -52,30 +52,32 @@ def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves)
 
 
-def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree of ``fn(path, leaf, *rest)``, with boxes as leaves; ``rest`` as for ``map_leaves``."""
+def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
+    """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; ``other_trees`` as for ``map_leaves``."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)
 
-    return jax.tree_util.tree_map_with_path(named, tree, *rest, is_leaf=is_box)
+    return jax.tree_util.tree_map_with_path(named, tree, *other_trees, is_leaf=is_box)
 
 
-def map_sharded(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree of ``fn(leaf, *rest)``, with each leaf converted to a ``Sharded`` first."""
-    return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *rest, is_leaf=is_box)
+def map_sharded(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
+    """Returns the tree of ``fn(leaf, *other_trees)``, with each leaf converted to a ``Sharded`` first."""
+    return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *other_trees, is_leaf=is_box)
 
 
-def map_values(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *rest)`` as the value of each leaf, in the leaf's box if there is a box.
+def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
+    """Returns the tree with ``fn(leaf, *other_trees)`` as the value of each leaf, in the leaf's box if there is a box.
 
-    ``fn`` gets the leaf converted by ``leaf_of``, and the leaves of ``rest`` unchanged.
+    ``fn`` gets the leaf converted by ``leaf_of``, and the leaves of ``other_trees`` unchanged.
     """
-    return jax.tree.map(lambda leaf, *others: rebox(leaf, fn(leaf_of(leaf), *others)), tree, *rest, is_leaf=is_box)
+    return jax.tree.map(
+        lambda leaf, *others: rebox(leaf, fn(leaf_of(leaf), *others)), tree, *other_trees, is_leaf=is_box
+    )
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Applies ``map_values`` with ``fn(path, leaf, *rest)``."""
+    """Applies ``map_values`` with ``fn(path, leaf, *other_trees)``."""
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 
@@ -136,7 +138,7 @@ def readable(tree: PyTree) -> PyTree:
     """
 
     def shard(leaf: Any) -> Any:
-        return leaf if is_ours(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
+        return leaf if is_library_box(leaf) or not is_box(leaf) else leaf_of(leaf).replace(read_as_stored=True)
 
     return map_leaves(shard, tree)
 
@@ -172,16 +174,16 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
     """Returns the leaves that take a gradient (boxes are leaves), and a function to rebuild the tree.
 
     Returns:
-      The list, and ``put_back(leaves, rest=...)``, which returns the tree with ``leaves`` in place of the listed
-      leaves, and ``rest(leaf)`` in place of every other leaf (default: unchanged).
+      The list, and ``put_back(leaves, fill_other=...)``, which returns the tree with ``leaves`` in place of the listed
+      leaves, and ``fill_other(leaf)`` in place of every other leaf (default: unchanged).
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
     # Computed once, from the original leaves: the leaves that are put back may be gradients, or None.
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 
-    def put_back(new_leaves: Iterable[Any], rest: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
+    def put_back(new_leaves: Iterable[Any], fill_other: Callable[[Any], Any] = lambda leaf: leaf) -> PyTree:
         new = iter(new_leaves)
-        merged = [next(new) if take else rest(leaf) for take, leaf in zip(takes, leaves, strict=True)]
+        merged = [next(new) if take else fill_other(leaf) for take, leaf in zip(takes, leaves, strict=True)]
         return jax.tree.unflatten(treedef, merged)
 
     return [leaf for take, leaf in zip(takes, leaves, strict=True) if take], put_back
@@ -209,14 +211,16 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     return map_values(stored, boxed, tree)
 
 
-def split_arrays(tree: PyTree, *others: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
+def split_arrays(tree: PyTree, *array_types: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
     """Returns the arrays of a tree by their positions among the leaves, and a function from new arrays to the tree.
 
-    Instances of the classes ``others`` count as arrays. The remaining leaves stay unchanged.
+    Instances of the classes ``array_types`` count as arrays. The remaining leaves stay unchanged.
     """
-    with_paths, treedef = flatten_with_path(tree, lambda node: isinstance(node, others))
+    with_paths, treedef = flatten_with_path(tree, lambda node: isinstance(node, array_types))
     leaves = [leaf for _, leaf in with_paths]
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *others))}
-    # The function below keeps `rest`, so it must not contain arrays: a tracer would outlive its trace.
-    rest = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
-    return arrays, lambda arrays: jax.tree.unflatten(treedef, [arrays.get(i, leaf) for i, leaf in enumerate(rest)])
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, *array_types))}
+    # The function below keeps `other_leaves`, so it must not contain arrays: a tracer would outlive its trace.
+    other_leaves = [None if i in arrays else leaf for i, leaf in enumerate(leaves)]
+    return arrays, lambda arrays: jax.tree.unflatten(
+        treedef, [arrays.get(i, leaf) for i, leaf in enumerate(other_leaves)]
+    )

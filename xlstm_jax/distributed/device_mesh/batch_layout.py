@@ -262,13 +262,13 @@ def batch_layout(
     return BatchLayout(mesh, axes, rows[first], batch_spec, tokens)
 
 
-def _check_sequence(columns: list[tuple[str, ...]], given: str, tokens: str | None) -> None:
+def _check_sequence(columns: list[tuple[str, ...]], argument: str, tokens: str | None) -> None:
     """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
     if tokens == ZIGZAG and len(columns) != 1:
         dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
-            f"layout='zigzag', and {given} splits {dims_text}; the tokens of one sequence are laid out, over the axes "
-            "that split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
+            f"layout='zigzag', and {argument} splits {dims_text}; the tokens of one sequence are laid out, over the "
+            "axes that split it. Pass batch_spec=P(('dp', 'fsdp'), 'cp'), say, of tokens [b, t]."
         )
 
 

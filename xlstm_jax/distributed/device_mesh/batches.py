@@ -272,9 +272,9 @@ def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, t
     scalars = {path: text for path, leaf in leaves if np.ndim(leaf) == 0 for text in entries_of(leaf).values()}
     entries = {"rows for each process": str(rows)} | shapes | scalars
     entries |= {"mesh": f"{dict(mesh.shape)}, split over {split}", "number of the batch": str(number)}
-    held, me = _shards_of_processes(mesh, axes), jax.process_index()
-    compare(entries, "batch of a new shape", me, sorted(held), timeout_s)
-    sharing = sorted(process for process, shards in held.items() if shards == held[me])
+    shards_of_processes, me = _shards_of_processes(mesh, axes), jax.process_index()
+    compare(entries, "batch of a new shape", me, sorted(shards_of_processes), timeout_s)
+    sharing = sorted(process for process, shards in shards_of_processes.items() if shards == shards_of_processes[me])
     if len(sharing) > 1:
         compare(entries_of(batch), f"batch of processes with the same shards over {axes}", me, sharing, timeout_s)
     _batches_seen[mesh] = number, of_this

@@ -135,6 +135,6 @@ class DataParallel(nnx.Module):
     all_reduce_gradients_static = all_reduce_gradients
 
 
-def _check_choice(argument: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ValueError(f"Unsupported {argument}: {given!r} is none of {', '.join(map(repr, choices))}.")
+def _check_choice(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"Unsupported {argument}: {value!r} is none of {', '.join(map(repr, choices))}.")

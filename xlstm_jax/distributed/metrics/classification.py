@@ -249,7 +249,7 @@ class Statistic(ABC):
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
         """Returns (numerator, denominator) of the fraction: [C], or [] for counts summed over classes."""
 
-    def of(self, cells: Cells, task: Task) -> jax.Array:
+    def compute(self, cells: Cells, task: Task) -> jax.Array:
         """Computes the statistic from the cells "tp", "fp", "fn" and "tn" of ``task``: [C] for "per_class", else []."""
         del task
         if self.average == "micro":
@@ -286,12 +286,12 @@ class Accuracy(Statistic):
         right = tp.merge(tn)
         return right.value, right.merge(fp).merge(fn).value
 
-    def of(self, cells: Cells, task: Task) -> jax.Array:
+    def compute(self, cells: Cells, task: Task) -> jax.Array:
         if self.average == "micro" and isinstance(task, Multiclass):
             # A row is one decision among C classes, not C decisions. Every class counts every row: read class 0.
             _, rows = self.terms(**cells)
             return ratio(_over_classes(cells)["tp"].value, rows[0], self.zero_division)
-        return super().of(cells, task)
+        return super().compute(cells, task)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,4 +383,4 @@ class ConfusionMatrix(PureMetric):
         return {name: total_of(which, made.unknown, weight) for name, which in became.items()}
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        return {name: statistic.of(cells, self.task) for name, statistic in self.statistics.items()}
+        return {name: statistic.compute(cells, self.task) for name, statistic in self.statistics.items()}

@@ -108,13 +108,13 @@ class Layout:
           ValueError: a cell is not in the layout, or its shape differs from the layout.
           TypeError: the type of a cell differs from the layout.
         """
-        given, neutral = _by_path(cells), _by_path(identity)
-        if unknown := sorted(given.keys() - neutral.keys()):
+        by_path, neutral = _by_path(cells), _by_path(identity)
+        if unknown := sorted(by_path.keys() - neutral.keys()):
             names = [entry.name for entry in self.entries]
             raise ValueError(f"the state has no {'/'.join(unknown[0])!r}; it has {sorted(names)}.")
         groups = defaultdict(list)
         for entry in self.entries:
-            groups[entry.group].append(_fitted(given.get(entry.path, neutral[entry.path]), entry))
+            groups[entry.group].append(_fitted(by_path.get(entry.path, neutral[entry.path]), entry))
 
         def end_to_end(*arrays: jax.Array) -> jax.Array:
             return jnp.concatenate([jnp.ravel(array) for array in arrays])

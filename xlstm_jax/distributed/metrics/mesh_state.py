@@ -67,7 +67,7 @@ class MeshState:
         """Merges the local values by one collective over the devices of the mesh; every process must call it."""
         sync_together([self])
 
-    def add_local(self, seen: Vectors, on_all_processes: bool) -> None:
+    def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
         """Merges the cells of a new value, packed in vectors, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges.
@@ -83,8 +83,8 @@ class MeshState:
         if not on_all_processes or jax.process_index() == 0:
             row = jax.tree.map(lambda x: _first_shards(x)[0].data, self.local.vectors)
             # Only on the devices of the first row: a program over the mesh would wait for the other processes.
-            seen = jax.device_put(jax.tree.map(lambda x: x[None], seen), jax.tree.leaves(row)[0].sharding)
-            merged = _merge(self.local.layout, row, seen)
+            new_cells = jax.device_put(jax.tree.map(lambda x: x[None], new_cells), jax.tree.leaves(row)[0].sharding)
+            merged = _merge(self.local.layout, row, new_cells)
             self._set_local(jax.tree.map(with_row, self.local.vectors, merged))
         self.synced = None
 
@@ -148,8 +148,8 @@ class MeshState:
         """
         check_entries(state_dict, {"local", "synchronized", "is_synchronized"})
         cells = jax.eval_shape(self.metric.identity)
-        rows = _restored(cells, state_dict["local"], "local", devices=True)
-        synced = self.metric.state_of(_restored(cells, state_dict["synchronized"], "synchronized", devices=False))
+        rows = _from_saved(cells, state_dict["local"], "local", devices=True)
+        synced = self.metric.state_of(_from_saved(cells, state_dict["synchronized"], "synchronized", devices=False))
         # Every check is above, so a rejected state dict leaves this state unchanged.
         rows = jax.vmap(self.metric.state_of)(rows).vectors
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
@@ -211,13 +211,13 @@ def _device_of(place: Device | str | int) -> Device:
         raise ValueError(f"to({place!r}): this process has no such device, but {', '.join(available)}.") from error
 
 
-def check_entries(given: StateDict, wanted: Iterable[str]) -> None:
-    """Raises a ValueError unless a state dict has exactly the entries ``wanted``."""
-    if given.keys() != set(wanted):
-        raise ValueError(f"the state dict has the entries {sorted(given)}, and should have {sorted(wanted)}.")
+def check_entries(saved: StateDict, expected: Iterable[str]) -> None:
+    """Raises a ValueError unless a state dict has exactly the entries ``expected``."""
+    if saved.keys() != set(expected):
+        raise ValueError(f"the state dict has the entries {sorted(saved)}, and should have {sorted(expected)}.")
 
 
-def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
+def _from_saved(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
     """Restores saved arrays into cells like ``like``; raises a ValueError if structure, shapes or dtypes differ.
 
     With ``devices`` the saved arrays have a leading device dim of any size.
@@ -230,11 +230,11 @@ def _restored(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
         # A state dict from text (JSON, YAML) has Python numbers, which have no dtype.
         shape, dtype = np.shape(got), getattr(got, "dtype", None)
         # `devices` counts as 0 or 1 leading dims, of any size: the number of devices may have changed.
-        wanted = (*shape[:devices], *want.shape)
-        if shape != wanted or len(shape) != devices + len(want.shape) or dtype != want.dtype:
+        expected_shape = (*shape[:devices], *want.shape)
+        if shape != expected_shape or len(shape) != devices + len(want.shape) or dtype != want.dtype:
             raise ValueError(
                 f"state dict[{name!r}] has an array of shape {shape} and dtype {dtype}; "
-                f"this metric's has shape {wanted} and dtype {want.dtype}."
+                f"this metric's has shape {expected_shape} and dtype {want.dtype}."
             )
     return cells
 

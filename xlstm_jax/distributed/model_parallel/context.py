@@ -177,9 +177,9 @@ def context_attention(
         the layout of the step differs from ``layout``; or the step splits rows, not a sequence, over the axis.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_attention")
-    seen = (int(window), int(window)) if isinstance(window, int | np.integer) else window
+    window_sides = (int(window), int(window)) if isinstance(window, int | np.integer) else window
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    options = _Options(axes, layout_over(axes, layout, "context_attention"), causal, seen, scale, block_size)
+    options = _Options(axes, layout_over(axes, layout, "context_attention"), causal, window_sides, scale, block_size)
     _check(query, key, value, segment_ids, options, impl, kernel)
     # Cast here, outside of the ring's custom rule: the cotangents then vary over the same axes as the inputs.
     over = frozenset(collectives.spread_axes(axes)).union(*map(collectives.varying_axes, (query, key, value)))
@@ -187,8 +187,10 @@ def context_attention(
     if impl == "ring":
         with jax.named_scope(UNBALANCED_SCOPE) if options.is_unbalanced else nullcontext():
             return _ring(query, key, value, segment_ids, options)
-    by = _by_gather if impl == "gather" else _by_ulysses
-    return by(query, key, value, segment_ids, options, kernel or jax.nn.dot_product_attention).astype(query.dtype)
+    attention_impl = _by_gather if impl == "gather" else _by_ulysses
+    return attention_impl(query, key, value, segment_ids, options, kernel or jax.nn.dot_product_attention).astype(
+        query.dtype
+    )
 
 
 def _by_gather(

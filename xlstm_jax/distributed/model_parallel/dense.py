@@ -214,8 +214,8 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
     """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``."""
-    given = (axis,) if isinstance(axis, int) else tuple(axis)
-    dims = tuple(dim % x.ndim for dim in given)
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    dims = tuple(dim % x.ndim for dim in axes)
     if dims != tuple(range(x.ndim - len(dims), x.ndim)):
         raise ValueError(
             f"{caller}: axis={axis} are not the last dims of an input of shape {x.shape}, in their order; a split "
@@ -454,19 +454,19 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
                 "same input must agree: pass equal options, or call each layer separately."
             )
     first._check_ring()
-    given = [layer.operands(x) for layer in layers]
+    operands = [layer.operands(x) for layer in layers]
     if first.sequence_dim is None and (n := axis_devices(first.axis_name, first._called)) > 1:
         check_equal(x, first.axis_name, n, first._called)
     products = column_products(
-        given[0][0],
-        [kernel for _, kernel, _ in given],
+        operands[0][0],
+        [kernel for _, kernel, _ in operands],
         first.axis_name,
         sequence_dim=first.sequence_dim,
         ring=first.ring,
         product=partial(contracted, count=last_dims(first.axis, x, first._called), precision=first.precision),
         caller=first._called,
     )
-    return [y if bias is None else y + bias for y, (_, _, bias) in zip(products, given, strict=True)]
+    return [y if bias is None else y + bias for y, (_, _, bias) in zip(products, operands, strict=True)]
 
 
 class RowDense(_SplitDense):

@@ -73,12 +73,12 @@ class _Split:
     path: str
 
     @property
-    def called(self) -> str:
+    def quoted_path(self) -> str:
         return f"'{self.path}'"
 
     @property
     def devices(self) -> int:
-        return axis_devices(self.axis_name, self.called)
+        return axis_devices(self.axis_name, self.quoted_path)
 
 
 @dataclass
@@ -222,9 +222,9 @@ def _name_axis(layer: Any, split: _Split) -> None:
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
     """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there."""
     metadata = variable.get_metadata()
-    given = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
+    chosen = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
     # nnx.vmap adds leading dims of layers.
-    names = (None,) * (variable.get_raw_value().ndim - len(given)) + given
+    names = (None,) * (variable.get_raw_value().ndim - len(chosen)) + chosen
     dim += len(names) - ndim
     if names[dim] not in (None, split.axis_name) or (names[dim] is None and split.axis_name in names):
         raise ValueError(
@@ -244,7 +244,7 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
     """Returns a subclass with the same name: split, between split layers, or (kind "") only checked."""
     methods: dict[str, Method] = {}
     if split.kind in BETWEEN:
-        around = _entered if split.kind == "inside" else _apart
+        around = _entered if split.kind == "inside" else _without_split_input
         methods = {name: _within(getattr(cls, name), around, split) for name in public_methods(cls, NNX)}
     elif split.kind == "vocabulary" and issubclass(cls, nnx.Embed):
         methods = {"__call__": _looked_up, "attend": _attended}
@@ -282,7 +282,7 @@ def _within(plain: Method, around: Callable[[nnx.Module, _Split], Any], split: _
 
 
 @contextmanager
-def _apart(module: nnx.Module, split: _Split) -> Iterator[None]:
+def _without_split_input(module: nnx.Module, split: _Split) -> Iterator[None]:
     """Runs a module with unsplit input and output: no split layer is before it."""
     del module, split
     run = _run.get() or _Run()
@@ -297,11 +297,14 @@ def _apart(module: nnx.Module, split: _Split) -> Iterator[None]:
 def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
     """Sums the gradients of a module's parameters over the axis, and makes its random keys differ by device."""
     if split.devices == 1:
-        with _apart(module, split):
+        with _without_split_input(module, split):
             yield
         return
     variables = {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf)}
-    with _apart(module, split), gathered({path: leaf for path, leaf in variables.items() if is_split(leaf)}):
+    with (
+        _without_split_input(module, split),
+        gathered({path: leaf for path, leaf in variables.items() if is_split(leaf)}),
+    ):
         before = {path: leaf.get_raw_value() for path, leaf in variables.items()}
         for path, leaf in variables.items():
             # NNX refuses to write a variable of another trace. This write is undone before NNX could notice.
@@ -317,7 +320,7 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
 def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
     if isinstance(leaf, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact):
         with jax.named_scope("sync_gradients"):  # a gradient is sent, not an activation
-            return enter_split(value, split.axis_name, caller=split.called)
+            return enter_split(value, split.axis_name, caller=split.quoted_path)
     if isinstance(leaf, nnx.RngKey) and is_prng_key(value):
         return jax.random.fold_in(value, collectives.axis_index((split.axis_name,)))
     return value
@@ -328,7 +331,7 @@ def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
 
 def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array | None, int]:
     """Returns input, kernel and bias in the dtype of the layer, and the number of contracted dims."""
-    count = last_dims(getattr(layer, "axis", -1), x, split.called)
+    count = last_dims(getattr(layer, "axis", -1), x, split.quoted_path)
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], bias), dtype=layer.dtype)
     return x, kernel, bias, count
@@ -347,14 +350,14 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
             f"split_modules: '{split.path}' is split by columns, and runs on what "
             f"'{(run and run.column) or 'a layer before it'}' returned, which is split by columns, too: its input of "
             f"shape {x.shape} has {x.shape[x.ndim - count]} of {kernel.shape[0]} features on each of the {n} devices "
-            f"along {split.axis_name!r}. Split {split.called} by 'row'."
+            f"along {split.axis_name!r}. Split {split.quoted_path} by 'row'."
         )
     (y,) = column_products(
         x,
         [kernel],
         split.axis_name,
         product=functools.partial(contracted, count=count, precision=self.precision),
-        caller=split.called,
+        caller=split.quoted_path,
     )
     if run is not None and split.kind == "column":
         run.column = split.path
@@ -363,10 +366,10 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 def _check_features(features: tuple[int, ...], split: _Split) -> None:
     """Raises if the devices along the axis do not divide the first feature dim, or if this dim counts fused layers."""
-    count = param_shards(split.axis_name, split.called)
-    check_features_divide(features, count, split.axis_name, split.called)
+    count = param_shards(split.axis_name, split.quoted_path)
+    check_features_divide(features, count, split.axis_name, split.quoted_path)
     if len(features) == 3 and count > 1 and count == features[0] in FUSED and features[1] not in FUSED:
-        raise fused_features_error(features, count, split.axis_name, f"split_modules: {split.called}")
+        raise fused_features_error(features, count, split.axis_name, f"split_modules: {split.quoted_path}")
     if features[0] % count:
         raise ValueError(
             f"split_modules: '{split.path}' has {features[0]} features (or heads), which the {count} devices along "
@@ -389,11 +392,11 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
         raise ValueError(
             f"split_modules: '{split.path}' is split by rows, and its input of shape {x.shape} has all "
             f"{x.shape[x.ndim - count]} features, not the {kernel.shape[0]} of each of the {n} devices along "
-            f"{split.axis_name!r}. Split the layer before {split.called} by 'column', or leave {split.called} out of "
-            "split=."
+            f"{split.axis_name!r}. Split the layer before {split.quoted_path} by 'column', or leave "
+            f"{split.quoted_path} out of split=."
         )
     product = functools.partial(contracted, count=count, precision=self.precision)
-    y = row_product(x, kernel, split.axis_name, product=product, caller=split.called)
+    y = row_product(x, kernel, split.axis_name, product=product, caller=split.quoted_path)
     if (run := _run.get()) is not None:
         run.column = None
     return y if bias is None else y + bias
@@ -403,10 +406,10 @@ def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns the rows of integers [b, t] from a table that is split along the vocabulary: [b, t, d], replicated."""
     split: _Split = getattr(self, SPLIT)
     del out_sharding
-    check_integers(inputs, split.called)
+    check_integers(inputs, split.quoted_path)
     _check_features((self.num_embeddings,), split)
     (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
-    return look_up_split_rows(table, inputs, self.num_embeddings, split.axis_name, caller=split.called)
+    return look_up_split_rows(table, inputs, self.num_embeddings, split.axis_name, caller=split.quoted_path)
 
 
 def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
@@ -414,7 +417,7 @@ def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
-    (logits,) = column_products(query, [table.T], split.axis_name, caller=split.called)
+    (logits,) = column_products(query, [table.T], split.axis_name, caller=split.quoted_path)
     return joined_logits(logits, split.axis_name)
 
 
@@ -441,7 +444,7 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
             raise ValueError(
                 f"split_modules: '{split.path}' is not split, and runs on what '{column}' returned, split by columns: "
                 f"its input of shape {args[0].shape} has {features} of {rows} features on each of the {n} devices "
-                f"along {axis!r}. Split {split.called} by 'row', which sums over these devices."
+                f"along {axis!r}. Split {split.quoted_path} by 'row', which sums over these devices."
             )
     # With check_vma=True JAX sums the gradients.
     if not collectives.is_tracked(axis):

@@ -163,18 +163,19 @@ def layout_context(sequence: SequenceLayout) -> contextlib.AbstractContextManage
     return _layout_of_step(sequence)
 
 
-def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
+def layout_over(axes: tuple[str, ...], requested: str | None, caller: str) -> str:
     """Returns the layout of the tokens on the devices along ``axes``, which are bound.
 
     Args:
       axes: the axes over which ``caller`` exchanges tokens.
-      given: the layout in the user's call, or the layout that ``caller`` needs; None: the layout of the step.
+      requested: the layout in the user's call, or the layout that ``caller`` needs; None: the layout of the step.
       caller: the public function, for the errors.
     Raises:
-      ValueError: the layout of the step differs from ``given``; the zigzag layout of the step is over different axes;
-        the step splits rows, not a sequence, over the axes; or ``given`` is "zigzag" outside of step and ``in_layout``.
+      ValueError: the layout of the step differs from ``requested``; the zigzag layout of the step is over other axes;
+        the step splits rows, not a sequence, over the axes; or ``requested`` is "zigzag" outside of step and
+        ``in_layout``.
     """
-    check_layout(given)
+    check_layout(requested)
     axes = collectives.spread_axes(axes)
     # On a single device the sequence is in natural order.
     if not axes:
@@ -185,7 +186,7 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
         return current.layout if current is not None and current.axes == axes else CONTIGUOUS
     over = format_axes(axes)
     if current is None:
-        if given == ZIGZAG:
+        if requested == ZIGZAG:
             raise ValueError(
                 f"{caller}: layout='zigzag', and nothing says that the tokens over {over} are laid out so. Make the "
                 f"step with make_train_step(..., layout='zigzag'); in a shard_map of your own: with in_layout(batch, "
@@ -200,10 +201,10 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
             f"batch_spec=P({format_axes(rest) if rest else None}, {over}) in place of batch_axes, for tokens [b, t]."
         )
     layout = current.layout if set(axes) & set(current.axes) else CONTIGUOUS
-    if given is not None and given != layout:
+    if requested is not None and requested != layout:
         raise ValueError(
-            f"{caller} is {_named(given, caller)}, and the tokens of this step lie {layout} over {over}. "
-            + _cure(given, caller)
+            f"{caller} is {_named(requested, caller)}, and the tokens of this step lie {layout} over {over}. "
+            + _cure(requested, caller)
         )
     if layout == ZIGZAG and axes != current.axes:
         raise ValueError(
@@ -213,16 +214,16 @@ def layout_over(axes: tuple[str, ...], given: str | None, caller: str) -> str:
     return layout
 
 
-def _named(given: str, caller: str) -> str:
-    return f"given layout={given!r}" if caller.startswith("context") else f"of tokens that lie {given}"
+def _named(layout: str, caller: str) -> str:
+    return f"given layout={layout!r}" if caller.startswith("context") else f"of tokens that lie {layout}"
 
 
-def _cure(given: str, caller: str) -> str:
+def _cure(layout: str, caller: str) -> str:
     if not caller.startswith("context"):
         return "Make the step with layout='contiguous', and pass batches in natural order."
     return (
         "Leave layout= out here, and set the layout of the step: make_train_step(..., layout="
-        f"{given!r}), which reorders a batch in natural order."
+        f"{layout!r}), which reorders a batch in natural order."
     )
 
 

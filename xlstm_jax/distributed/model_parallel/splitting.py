@@ -15,7 +15,12 @@ from flax import linen as nn
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.modules.linen_module import class_and_fields, is_nnx, methods_to_lift, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    active_interceptors_of,
+    class_and_fields,
+    is_nnx,
+    methods_to_lift,
+)
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
@@ -129,16 +134,18 @@ class _Splitting:
     kinds: Mapping[re.Pattern[str], str]
     axis_name: str
     dense: set[str] = field(default_factory=set)
-    others: set[str] = field(default_factory=set)
+    other_modules: set[str] = field(default_factory=set)
     matched: set[re.Pattern[str]] = field(default_factory=set)
-    ran: dict[str, str] = field(default_factory=dict)  # kinds of the split layers by path, in call order
+    kinds_in_call_order: dict[str, str] = field(
+        default_factory=dict
+    )  # kinds of the split layers by path, in call order
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
         """Returns the kind that the first matching pattern gives to a module; None without a match.
 
         Only dense layers may have a kind outside of ``BETWEEN``. Records path and pattern for ``check_matched``.
         """
-        (self.dense if is_dense else self.others).add(path)
+        (self.dense if is_dense else self.other_modules).add(path)
         kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
         pattern = next((pattern for pattern in kinds if pattern.search(path)), None)
         if pattern is None:
@@ -150,7 +157,7 @@ class _Splitting:
         """Raises if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
-                seen = self.dense | self.others if kind in BETWEEN else self.dense
+                seen = self.dense | self.other_modules if kind in BETWEEN else self.dense
                 noun = "modules" if kind in BETWEEN else "dense layers"
                 raise ValueError(
                     f"split_modules: {pattern.pattern[6:-2]!r} matches none of the {noun} of "
@@ -200,14 +207,14 @@ class _Run:
         else:
             _check_plain(path, module, kind)
             _check_heads(path, module, kind, self.splitting.axis_name)
-            self.splitting.ran.setdefault(path, kind)
+            self.splitting.kinds_in_call_order.setdefault(path, kind)
             object.__setattr__(module, "__class__", _split_class(cls, kind))
             object.__setattr__(module, "axis_name", self.splitting.axis_name)
         return getattr(module, name)(*args, **kwargs)
 
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
         """Raises if a row-split layer gets unsplit features, or a column-split layer gets split features."""
-        axis, ran = self.splitting.axis_name, self.splitting.ran
+        axis, ran = self.splitting.axis_name, self.splitting.kinds_in_call_order
         n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
         share = share_of_input(module, x, count, n)
         if isinstance(module, RowDense) and share == "all":
@@ -318,7 +325,7 @@ def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[.
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Unbound, or within another method of this model: nothing to intercept, or already intercepted.
-        if self.scope is None or any(run.splitting is splitting for run in watching(_Run)):
+        if self.scope is None or any(run.splitting is splitting for run in active_interceptors_of(_Run)):
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(_Run(splitting, len(self.path)).intercept):
             result = plain(self, *args, **kwargs)

@@ -123,8 +123,8 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     The tree is boxed. Also returns the dim to be cut of each leaf: its ``cut``-th split dim, or the last, or None.
     """
     rng = np.random.default_rng(0)
-    live, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
-    split_dims = [[dim for dim, entry in enumerate(leaf.names) if entry] for leaf in live]
+    trainable, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
+    split_dims = [[dim for dim, entry in enumerate(leaf.names) if entry] for leaf in trainable]
     dims = [split[min(cut, len(split) - 1)] if split else None for split in split_dims]
 
     def small(leaf: Sharded, dim: int | None) -> PyTree:
@@ -134,7 +134,7 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
         names = tuple(_PROBE_AXIS if d == dim else None for d in range(len(shape)))
         return value if dim is None else Sharded(value, names)
 
-    return put_back(map(small, live, dims), rest=lambda leaf: None), dims
+    return put_back(map(small, trainable, dims), fill_other=lambda leaf: None), dims
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:

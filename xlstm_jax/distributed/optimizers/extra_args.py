@@ -24,9 +24,9 @@ from xlstm_jax.distributed.optimizers.optax_introspection import around_lookahea
 from xlstm_jax.formatting import joined
 
 VALUE, GRAD, VALUE_FN, GRAD_FN = "value", "grad", "value_fn", "grad_fn"
-OF_A_STEP = (VALUE, GRAD, VALUE_FN, GRAD_FN)
+STEP_EXTRA_ARGS = (VALUE, GRAD, VALUE_FN, GRAD_FN)
 VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-USUAL = 3  # gradients, state and parameters
+NUM_USUAL_ARGS = 3  # gradients, state and parameters
 
 # the wording of Python's errors
 UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
@@ -66,23 +66,23 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
         takes = _parameters(tx.update)
-        given = extra_args if takes is None else {name: x for name, x in extra_args.items() if _may_take(takes, name)}
-        given = dict(given)
+        passed = extra_args if takes is None else {name: x for name, x in extra_args.items() if _may_take(takes, name)}
+        passed = dict(passed)
         while True:
             try:
-                return tx.update(updates, state, params, **given)
+                return tx.update(updates, state, params, **passed)
             except TypeError as error:
                 # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does
                 # not show: call them, and drop the arguments that they reject.
                 refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
-                if refused is None or refused[1] not in given:
-                    raise _with_names(error, extra_args, given) from error
+                if refused is None or refused[1] not in passed:
+                    raise _with_names(error, extra_args, passed) from error
                 if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in optax_introspection.parts(tx)):
                     raise ValueError(
                         "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
                         "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
                     ) from error
-                del given[refused[1]]
+                del passed[refused[1]]
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -104,13 +104,13 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
         return None
 
 
-def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, Any]) -> TypeError:
+def _with_names(error: TypeError, extra_args: dict[str, Any], passed: dict[str, Any]) -> TypeError:
     """Returns the error to raise in place of a ``TypeError`` of an update: names a missing extra argument, if any."""
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
     all_names = re.findall(r"'(\w+)'", missing[2])
-    names = [name for name in all_names if name not in given]
+    names = [name for name in all_names if name not in passed]
     who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names or all_names])
     if not names:
         # Optax passes extra arguments to a GradientTransformationExtraArgs only.
@@ -129,7 +129,8 @@ def _with_names(error: TypeError, extra_args: dict[str, Any], given: dict[str, A
 
 def _needs_more(who: str, needed: str) -> str:
     return (
-        f"the update of {who} needs {needed}, and a training step has {joined([f'{name}=' for name in OF_A_STEP])}. "
+        f"the update of {who} needs {needed}, and a training step has "
+        f"{joined([f'{name}=' for name in STEP_EXTRA_ARGS])}. "
         "Give the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams), and set "
         "it there between steps."
     )
@@ -159,6 +160,6 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[optax_
 
 def _required(update: Callable[..., Any] | None) -> list[str]:
     """Returns the names of arguments that ``update`` requires and that neither optax nor a step provides."""
-    further = (_parameters(update) or [])[USUAL:] if update else []
+    further = (_parameters(update) or [])[NUM_USUAL_ARGS:] if update else []
     named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
-    return [p.name for p in named if p.default is p.empty and p.name not in OF_A_STEP]
+    return [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]

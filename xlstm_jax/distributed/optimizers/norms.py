@@ -122,9 +122,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = global_norm(updates)
-        live, put_back = trees.split_differentiable(updates)
+        trainable, put_back = trees.split_differentiable(updates)
         # The same operations as in optax, for the same rounding.
-        clipped = jax.tree.map(lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm), live)
+        clipped = jax.tree.map(
+            lambda u: jnp.where(norm < max_norm, u, (u / norm.astype(u.dtype)) * max_norm), trainable
+        )
         return put_back(clipped), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)

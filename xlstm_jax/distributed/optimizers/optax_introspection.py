@@ -41,7 +41,7 @@ class Part(NamedTuple):
     """
 
     name: str
-    held: dict[str, Any]
+    closure_values: dict[str, Any]
     update: Callable[..., Any] | None
     made_by: str
 
@@ -60,13 +60,13 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
     With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
     """
-    held = _held(tx)
-    if _is_transform(held.get("tx")):  # a transform wrapped by with_extra_args_support
-        return name_of(held["tx"], flags)
-    inside = [name_of(part, flags) for part in _inside(tx, held)]
-    factory = _factory_name(held)
+    closure_values = _held(tx)
+    if _is_transform(closure_values.get("tx")):  # a transform wrapped by with_extra_args_support
+        return name_of(closure_values["tx"], flags)
+    inside = [name_of(part, flags) for part in _inside(tx, closure_values)]
+    factory = _factory_name(closure_values)
     inside += [factory] if factory else []
-    inside += sorted(name for name, value in held.items() if value is True) if flags else []
+    inside += sorted(name for name, value in closure_values.items() if value is True) if flags else []
     own_name = _own_name(tx)
     return f"{own_name}({', '.join(inside)})" if inside else own_name
 
@@ -84,13 +84,13 @@ _last_read: tuple[optax.GradientTransformation, list[Part]] | None = None
 
 
 def _parts(tx: optax.GradientTransformation) -> list[Part]:
-    held = _held(tx)
-    if _is_transform(held.get("tx")):
-        return _parts(held["tx"])
-    result = [Part(_own_name(tx), held, tx.update, getattr(tx.update, "__module__", ""))]
-    if name := _factory_name(held):
-        result.append(Part(name, {}, None, getattr(_factory(held), "__module__", "")))
-    for part in _within(tx, held):
+    closure_values = _held(tx)
+    if _is_transform(closure_values.get("tx")):
+        return _parts(closure_values["tx"])
+    result = [Part(_own_name(tx), closure_values, tx.update, getattr(tx.update, "__module__", ""))]
+    if name := _factory_name(closure_values):
+        result.append(Part(name, {}, None, getattr(_factory(closure_values), "__module__", "")))
+    for part in _within(tx, closure_values):
         result += _parts(part)
     return result
 
@@ -99,23 +99,23 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
     """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
     if LOOKAHEAD not in [part.name for part in parts(tx)]:
         return False
-    held = _held(tx)
-    if _is_transform(held.get("tx")):
-        return sees_pairs(held["tx"])
+    closure_values = _held(tx)
+    if _is_transform(closure_values.get("tx")):
+        return sees_pairs(closure_values["tx"])
     name = _own_name(tx)
-    if LOOKAHEAD in (name, _factory_name(held)):
+    if LOOKAHEAD in (name, _factory_name(closure_values)):
         return True
-    return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, held)))
+    return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, closure_values)))
 
 
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
     """Returns the name of a transform around ``optax.lookahead`` that does not pass pairs of weights on, or None."""
-    held = _held(tx)
-    if _is_transform(held.get("tx")):
-        return around_lookahead(held["tx"])
+    closure_values = _held(tx)
+    if _is_transform(closure_values.get("tx")):
+        return around_lookahead(closure_values["tx"])
     if _own_name(tx) == WITH_SLOW_PARAMS or sees_pairs(tx):
         return None
-    within = _within(tx, held)
+    within = _within(tx, closure_values)
     if any(map(sees_pairs, within)):
         return _own_name(tx)
     return next(filter(None, map(around_lookahead, within)), None)
@@ -136,20 +136,20 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
     for part in of_parts:
         # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
         if part.name == "scale_by_schedule":
-            result.append(part.held["step_size_fn"])
-        elif part.name == "scale" and isinstance(part.held.get("step_size"), int | float):
-            factors.append(optax.constant_schedule(part.held["step_size"]))
-        if injected := part.held.get("sched_hps", {}).get("learning_rate"):
+            result.append(part.closure_values["step_size_fn"])
+        elif part.name == "scale" and isinstance(part.closure_values.get("step_size"), int | float):
+            factors.append(optax.constant_schedule(part.closure_values["step_size"]))
+        if injected := part.closure_values.get("sched_hps", {}).get("learning_rate"):
             result.append(injected.schedule_fn)
     return result + factors if result else []
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     """Returns by path whether weight decay applies to a parameter (bare shapes); None if ``part`` has no mask."""
-    mask = part.held.get("mask")
+    mask = part.closure_values.get("mask")
     if part.name == "inject_hyperparams":
-        mask = part.held.get("other_hps", {}).get("mask")
-    elif part.name != "masked" or name_of(part.held["inner"]) != "add_decayed_weights":
+        mask = part.closure_values.get("other_hps", {}).get("mask")
+    elif part.name != "masked" or name_of(part.closure_values["inner"]) != "add_decayed_weights":
         return None
     if mask is None:
         return None
@@ -167,20 +167,20 @@ def _own_name(tx: optax.GradientTransformation) -> str:
     return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
 
 
-def _factory(held: Mapping[str, Any]) -> Any:
+def _factory(closure_values: Mapping[str, Any]) -> Any:
     """Returns the factory that ``inject_hyperparams`` calls; for a ``functools.partial`` its function."""
-    made = held.get("inner_factory")
+    made = closure_values.get("inner_factory")
     return getattr(made, "func", made)
 
 
-def _factory_name(held: Mapping[str, Any]) -> str | None:
-    return getattr(_factory(held), "__name__", None)
+def _factory_name(closure_values: Mapping[str, Any]) -> str | None:
+    return getattr(_factory(closure_values), "__name__", None)
 
 
-def _within(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
     """Returns all transforms that a transform contains, under any name: ``inner``, ``adv_optimizer``."""
     transforms = [link for link in links(tx) if link is not tx]
-    for value in held.values():
+    for value in closure_values.values():
         transforms += _transforms_of(value)
     return transforms
 
@@ -195,11 +195,15 @@ def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
     return [tx for item in value for tx in _transforms_of(item)] if isinstance(value, list | tuple) else []
 
 
-def _inside(tx: optax.GradientTransformation, held: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
     """Returns the transforms to which a transform passes updates: ``inner``, ``transforms``, links of a chain."""
     # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
-    several = held.get("transforms")
-    inside = [held.get("inner"), held.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
+    several = closure_values.get("transforms")
+    inside = [
+        closure_values.get("inner"),
+        closure_values.get("_opt"),
+        *(several.values() if isinstance(several, Mapping) else ()),
+    ]
     return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if _is_transform(part)]
 
 

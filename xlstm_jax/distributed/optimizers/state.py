@@ -100,9 +100,9 @@ def trainable(tree: PyTree) -> PyTree:
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
     """Returns ``tree`` with ``values``, a tree as ``trainable`` returns, in its boxes; leaves without gradient stay."""
-    live, put_back = trees.split_differentiable(tree)
+    trainable, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
-    return put_back([rebox(p, stored_value(p, value)) for p, value in zip(live, values, strict=True)])
+    return put_back([rebox(p, stored_value(p, value)) for p, value in zip(trainable, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:

@@ -125,7 +125,7 @@ class ExpertSection(Section[ExpertPlan]):
         self.found: dict[str, tuple[Experts, int]] = {}
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         def note(module: Any) -> None:
             if isinstance(module, Experts):
                 leaves = trees.sharded_leaves(module.variables["params"]["experts"])

@@ -84,7 +84,15 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
             parts = sum(report.choices[path].count for path in leaves) // group.count
             size = (group.form.rows, group.form.columns)
             plans.append(
-                MatrixPlan(report.rule, leaves, parts * group.count, *size, parts * group.owners, group.per_owner, "")
+                MatrixPlan(
+                    report.rule,
+                    leaves,
+                    parts * group.count,
+                    *size,
+                    parts * group.num_owners,
+                    group.places_per_owner,
+                    "",
+                )
             )
         by_reason = defaultdict(list)
         for path, choice in report.choices.items():
@@ -109,7 +117,7 @@ class MatrixSection(Section[MatrixPlan]):
         self.reports: list[MatrixReport] = []
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with recording_matrices() as self.reports:
             yield
 

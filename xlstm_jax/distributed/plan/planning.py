@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
-from xlstm_jax.distributed.data_parallel.extension import PartialGather, arranged, avoids_gather, recording_parts
+from xlstm_jax.distributed.data_parallel.extension import PartialGather, avoids_gather, recording_parts, reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
@@ -100,7 +100,7 @@ def plan_sharding(
         variables, assumed = _decided(model, variables, axis_name, min_weight_size, sizes)
         partition_specs(variables, mesh)  # raises for names that are not mesh axes
         # The order in which training gathers over several axes.
-        params = arranged(variables.pop(PARAMETERS, {}), sizes)
+        params = reorder_axes(variables.pop(PARAMETERS, {}), sizes)
         of_params, other_rows = _optimizer_rows(tx, params, mesh, offload)
     if tx is not None:  # outside: sections would note the matrices of this trace, too
         bare = jax.eval_shape(trainable_leaves, params)

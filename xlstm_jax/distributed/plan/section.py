@@ -29,13 +29,13 @@ Entry = TypeVar("Entry")  # a frozen dataclass
 
 
 class Section(Generic[Entry]):
-    """Base class of a section of a plan under construction; an instance stores what ``noting`` records."""
+    """Base class of a section of a plan under construction; an instance stores what ``recording`` records."""
 
     name: ClassVar[str]  # the field of ``ShardingPlan``, and the key of its JSON
     role: ClassVar[str] = ""  # the role of the axes that ``axes_within`` returns
     column: ClassVar[str] = ""  # the name of the column that ``cells`` fills; "" for a section without a column
 
-    def noting(self) -> AbstractContextManager[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Returns a context in which the section records what its feature does, such as calls of ``Experts``.
 
         A plan enters the context around the initialisation of the model and of the optimizer.
@@ -74,8 +74,8 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Enters the context ``noting`` of every section, in which ``model.init`` and ``tx.init`` are then called."""
+    """Enters the context ``recording`` of every section, in which ``model.init`` and ``tx.init`` are then called."""
     with ExitStack() as stack:
         for section in sections:
-            stack.enter_context(section.noting())
+            stack.enter_context(section.recording())
         yield

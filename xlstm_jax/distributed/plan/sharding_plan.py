@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from xlstm_jax.distributed.plan.leaf_plan import COUNTED, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS
 from xlstm_jax.distributed.plan.table import plan_bars, plan_table
-from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, notebook_html, plain_text, read_json
+from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, notebook_html, parse_json_as, plain_text
 
 FORMAT_VERSION = 3
 MAX_REPLICATED_FRACTION = 0.02
@@ -246,7 +246,7 @@ class ShardingPlan:
           ValueError: the text is not a plan, has another format version, or has totals that differ from the sums over
             its leaves.
         """
-        return read_json(text, "a plan", cls._of_json)
+        return parse_json_as(text, "a plan", cls._of_json)
 
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":

@@ -34,7 +34,7 @@ class Line:
     path: str
     row: LeafPlan
     count: int
-    beside: tuple[str, ...] = ()  # the cells of the sections' columns
+    section_cells: tuple[str, ...] = ()  # the cells of the sections' columns
 
     def bytes_of(self, kind: str) -> ByteCount:
         total, per_device = getattr(self.row, kind)
@@ -145,23 +145,24 @@ def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str])
     captions += [f"A wider terminal also shows: {', '.join(left_out)}."] if left_out else []
     table = rich_table(
         f"Sharding plan: {plan.devices} device{'s' * (plan.devices > 1)} ({mesh})",
-        shown.of(names),
+        shown.shown_cells(names),
         left=3,
         caption="".join(f"{text}\n" for text in captions) or None,  # ends with an empty line
         caption_justify="left",
     )
     modules: dict[str, list[Line]] = {}
-    empty = [""] * (1 + len(lines[0].beside) if lines else 1)  # "gathered", and the columns of the sections
+    empty = [""] * (1 + len(lines[0].section_cells) if lines else 1)  # "gathered", and the columns of the sections
     for line in sorted(lines, key=lambda line: -line.all_bytes.total):
         modules.setdefault(line.module, []).append(line)
     for module in sorted(modules, key=lambda name: -sum(line.all_bytes.total for line in modules[name])):
         table.add_row(
-            *shown.of([module or "(top)", "", "", *_sums(modules[module], HOST in names), *empty]), style="bold"
+            *shown.shown_cells([module or "(top)", "", "", *_sums(modules[module], HOST in names), *empty]),
+            style="bold",
         )
         for line in modules[module]:
-            table.add_row(*shown.of(_cells(line, HOST in names)))
+            table.add_row(*shown.shown_cells(_cells(line, HOST in names)))
         table.add_section()
-    table.add_row(*shown.of(["total", "", "", *_sums(lines, HOST in names), *empty]), style="bold")
+    table.add_row(*shown.shown_cells(["total", "", "", *_sums(lines, HOST in names), *empty]), style="bold")
     return table
 
 
@@ -171,7 +172,7 @@ class _Columns(NamedTuple):
     names: list[str]
     left_out: list[str]
 
-    def of(self, cells: Sequence[Any]) -> list[Any]:
+    def shown_cells(self, cells: Sequence[Any]) -> list[Any]:
         """Returns the cells of a row that are shown."""
         return [cell for name, cell in zip(self.names, cells, strict=True) if name not in self.left_out]
 
@@ -203,7 +204,7 @@ def _cells(line: Line, offloads: bool) -> list[Any]:
         gathered += " (top)"
     shape, (total, per_device, gradient, *state) = TIMES.join(map(str, row.shape)) or "scalar", _sums([line], offloads)
     cells = [total, per_device, gradient if row.trainable else "frozen", *state]
-    return [name, f"{_short(row.dtype)} {shape}", split or "no", *cells, gathered, *line.beside]
+    return [name, f"{_short(row.dtype)} {shape}", split or "no", *cells, gathered, *line.section_cells]
 
 
 def _times(count: int) -> str:

@@ -61,7 +61,7 @@ class UnitSection(Section[UnitPlan]):
         self.reasons: dict[str, str] = {}
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with recording_units() as self.reasons:
             yield
 

@@ -110,17 +110,17 @@ def _given_membership(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
 ) -> Membership | None:
     """Returns the membership described by the arguments, or None without arguments."""
-    given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
-    if all(value is None for value in given.values()):
+    arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
+    if all(value is None for value in arguments.values()):
         return None
     if address is None or num_processes is None or process_id is None:
-        passed = {name: value for name, value in given.items() if value is not None}
-        missing = " and ".join(name for name in given if name not in passed)
+        passed = {name: value for name, value in arguments.items() if value is not None}
+        missing = " and ".join(name for name in arguments if name not in passed)
         raise ValueError(
             f"initialize_distributed got {named_values(passed)}, but not {missing}. Pass all three, "
             "or none of them, where SLURM, Open MPI, Kubernetes or a TPU pod starts the processes."
         )
-    wrong = {name: value for name, value in list(given.items())[1:] if type(value) is not int}
+    wrong = {name: value for name, value in list(arguments.items())[1:] if type(value) is not int}
     if wrong:
         raise TypeError(f"initialize_distributed got {named_values(wrong)}; write int(...) around it.")
     if not 0 <= process_id < num_processes:

@@ -147,12 +147,12 @@ class LoopGuard:
         if self._unheard:
             raise KeyboardInterrupt("a step after Ctrl-C, and the loop has not called should_stop since")
         self._unheard = self._interrupted
-        held = None if metrics is None else (step, _values_to_check(metrics))
+        step_and_values = None if metrics is None else (step, _values_to_check(metrics))
         # Set before the wait for the preceding step, in which the watchdog must check both losses. The clock restarts
         # after the wait, because a hanging step is detected during the wait.
-        self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, held))]
+        self._in_flight = [values[LOSS] for _, values in filter(None, (self._pending, step_and_values))]
         self._check_pending()
-        self._pending = held
+        self._pending = step_and_values
         self._watch(f"step {step + 1}", self._step_timeout_s)
 
     def should_stop(self, step: int) -> bool:
@@ -303,16 +303,16 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
             "or no metrics at all; then no loss is checked."
         )
-    held = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
-    if isinstance(decisive := _decisive(held), jax.Array):
+    decisive_values = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
+    if isinstance(decisive := _decisive(decisive_values), jax.Array):
         decisive.copy_to_host_async()
-    return held
+    return decisive_values
 
 
-def _decisive(held: Mapping[str, Any]) -> Any:
+def _decisive(values: Mapping[str, Any]) -> Any:
     """Returns the value by which a step is judged: the counter of skipped steps or, without counter, the loss."""
     # With the counter a non-finite loss is not an error: the update was skipped.
-    return held.get(SKIPPED_IN_A_ROW, held[LOSS])
+    return values.get(SKIPPED_IN_A_ROW, values[LOSS])
 
 
 def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:

@@ -162,6 +162,8 @@ def _groups(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[l
 
 
 def _disagreement(leaf: _Copied, alike: list[list[Device]]) -> str:
-    held = " and another on device ".join(map(named_devices, alike[:3]))
+    differing_devices = " and another on device ".join(map(named_devices, alike[:3]))
     rest = f" ({len(alike)} different values in all)" if len(alike) > 3 else ""
-    return f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {held}{rest}"
+    return (
+        f"'{leaf.path}', {leaf.value.dtype}{list(leaf.value.shape)}, is one thing on device {differing_devices}{rest}"
+    )

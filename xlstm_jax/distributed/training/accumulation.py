@@ -62,14 +62,16 @@ class ReduceOnce(ReduceEach):
         return trees.map_sharded(still_frozen, params, _gathered(params, axes))
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        live = varying_leaves(trees.split_differentiable(params)[0], axes)
+        trainable = varying_leaves(trees.split_differentiable(params)[0], axes)
         # Gather in the dtype of summed gradients, so that the transpose does not narrow the gradients.
         dtypes = [wide_dtype(leaf.communication.dtypes(leaf.value)[0]) for leaf in trees.differentiable(params)]
-        wide = [with_communication(x, gather_dtype=dtype_name(dtype)) for x, dtype in zip(live, dtypes, strict=True)]
+        wide = [
+            with_communication(x, gather_dtype=dtype_name(dtype)) for x, dtype in zip(trainable, dtypes, strict=True)
+        ]
         # A gather is linear: its transpose, taken at any values, maps gradients of weights to gradients of shards.
         weights, transpose = jax.vjp(lambda live: _gathered(live, axes), wide)
         (grads,) = transpose(_as_gradients_of(weights, mean_grads))
-        return _as_gradients_of(live, grads)
+        return _as_gradients_of(trainable, grads)
 
 
 class ReduceReplicasOnce(ReduceEach):
@@ -255,7 +257,7 @@ def accumulated(
 
     # Reduce over devices: loss and auxiliary numbers first, then the gradients.
     mean, means = mean_result.values
-    aux = mean_result.each.merged() if count > 1 else mean_result.each
+    aux = mean_result.stacked.merged() if count > 1 else mean_result.stacked
     mean, aux = aux.replace(means=means).over_devices(mean, axes)
     # A single minibatch was differentiated by the parameters: its gradients have their boxes and dtypes.
     grads = mean_result.grads if count == 1 else strategy.gradients(mean_result.grads, boxed, axes)

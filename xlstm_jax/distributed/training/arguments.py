@@ -30,7 +30,7 @@ NAMES_OF_KEYS = ("rng", "key")  # parts of the name of an argument that is a key
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
-GIVEN = {  # values to pass to a step, by argument name
+ARGUMENT_HINTS = {  # values to pass to a step, by argument name
     "state": "the state that create_train_state makes, or the last one that the step returned",
     "batch": "arrays [rows, ...], as shard_batch returns them",
     "rng": "a key, jax.random.key(0); it may be the same in all steps. A loss_fn(params, apply_fn, batch) needs none",
@@ -45,24 +45,24 @@ PADDING = "which shard_batch(..., pad=True) returns"  # cure for padded rows of 
 
 
 @dataclasses.dataclass(frozen=True)
-class Called:
+class UserFunction:
     """Description, for errors, of a user's function that a step calls with ``arguments`` (and collections, if any).
 
     Error texts end with ``with_collections`` if the state has collections and the function takes none, and with
-    ``without`` in the reverse case.
+    ``hint_without_collections`` in the reverse case.
     """
 
     name: str
     arguments: tuple[str, ...]
     with_collections: str
-    without: str
+    hint_without_collections: str
 
-    def written(self, *further: str) -> str:
+    def call_text(self, *further: str) -> str:
         """Returns a call with the arguments, and ``further`` arguments, as source text for an error."""
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
-LOSS_FN = Called(
+LOSS_FN = UserFunction(
     "loss_fn",
     ("params", "apply_fn", "batch", "rng"),
     "which returns a pair of what it returns now and the updated collections: out, updated = apply_fn("
@@ -71,7 +71,7 @@ LOSS_FN = Called(
     "TrainState has no such field); for a model without them leave the argument out",
 )
 LOSS_FN_WITHOUT_KEY = dataclasses.replace(LOSS_FN, arguments=LOSS_FN.arguments[:-1])
-EVAL_FN = Called(
+EVAL_FN = UserFunction(
     "eval_fn",
     ("params", "apply_fn", "batch"),
     "with apply_fn({'params': params, **collections}, ...)",
@@ -79,7 +79,7 @@ EVAL_FN = Called(
 )
 
 
-def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called = LOSS_FN) -> None:
+def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> None:
     """Raises a ``TypeError`` unless ``loss_fn`` is a function; the error names ``taker``, which got ``loss_fn``."""
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
@@ -89,12 +89,12 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: Called =
         counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
         if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in counts):
             raise TypeError(
-                f"{taker} calls {called.written()}, with {count} arguments in this order, and the {called.name} that "
+                f"{taker} calls {called.call_text()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
             )
         return
     cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
-    raise TypeError(f"{taker} takes first a function {called.written()}, not {kind_of(loss_fn)}; {cure}.")
+    raise TypeError(f"{taker} takes first a function {called.call_text()}, not {kind_of(loss_fn)}; {cure}.")
 
 
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
@@ -134,7 +134,7 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
     if lacks or (with_key and not without):
         raise TypeError(
             f"the loss function takes a key as argument {count + 1}, and the step was given none: {kind_of(loss_fn)}"
-            f"{takes}. Pass a key, step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.written()}, "
+            f"{takes}. Pass a key, step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.call_text()}, "
             "which draws nothing."
         )
     return False
@@ -157,7 +157,7 @@ def _is_key(takes: inspect.Signature, index: int) -> bool:
 
 
 def check_takes(
-    function: Callable[..., Any], called: Called, collections: Mapping[str, PyTree], extra_trees: Any
+    function: Callable[..., Any], called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
 ) -> None:
     """Raises a ``TypeError`` if a function does not accept the arguments of the step.
 
@@ -172,14 +172,17 @@ def check_takes(
     if collections:
         raise TypeError(
             f"the state has the collections {sorted(collections)}, and {called.name} takes {count} arguments. Write "
-            f"{called.written('collections')}, {called.with_collections}."
+            f"{called.call_text('collections')}, {called.with_collections}."
         )
     raise TypeError(
-        f"{called.name} takes collections as argument {count + 1}, and the state has none. {called.without}."
+        f"{called.name} takes collections as argument {count + 1}, and the state has none. "
+        f"{called.hint_without_collections}."
     )
 
 
-def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[str, PyTree], extra_trees: Any) -> None:
+def _check_names(
+    takes: inspect.Signature, called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
+) -> None:
     """Raises if ``extra_trees`` lacks a keyword argument that the function requires, or has a name that it rejects."""
     if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
@@ -193,7 +196,7 @@ def _check_names(takes: inspect.Signature, called: Called, collections: Mapping[
     }
     unknown = [name for name in extra_trees if name not in further]
     if unknown and inspect.Parameter.VAR_KEYWORD not in [parameter.kind for parameter in every]:
-        written = called.written(*["collections"] * bool(collections), "*", unknown[0])
+        written = called.call_text(*["collections"] * bool(collections), "*", unknown[0])
         raise TypeError(
             f"the step was given extra_trees with the name {unknown[0]!r}, and {called.name} takes "
             f"{sorted(further) or 'no further trees'}. Write {written}."
@@ -312,14 +315,14 @@ def check_evaluated(state: Any, local: PyTree) -> None:
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
     """Raises a ``ValueError`` if a traced array is on a mesh whose axes differ from the step's ``mesh``."""
     # Axes of size 1 split nothing, so ignore them; the order of the remaining axes matters.
-    ours = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
+    spread_sizes = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
     for path, leaf in trees.sharded_leaves(arguments):
-        its = jax.typeof(leaf.value).sharding.mesh
-        if not its.empty and [(axis, size) for axis, size in its.shape.items() if size > 1] != ours:
+        leaf_mesh = jax.typeof(leaf.value).sharding.mesh
+        if not leaf_mesh.empty and [(axis, size) for axis, size in leaf_mesh.shape.items() if size > 1] != spread_sizes:
             raise ValueError(
-                f"'{path}' lies on a mesh {dict(its.shape)}, and the step was made for a mesh {dict(mesh.shape)}. Use "
-                "one mesh for the state, shard_batch and the step; to move a state to another mesh, save it, and "
-                "restore into abstract_train_state on that mesh."
+                f"'{path}' lies on a mesh {dict(leaf_mesh.shape)}, and the step was made for a mesh "
+                f"{dict(mesh.shape)}. Use one mesh for the state, shard_batch and the step; to move a state to another "
+                "mesh, save it, and restore into abstract_train_state on that mesh."
             )
 
 
@@ -327,14 +330,20 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
     """Returns why ``opt_state`` cannot be a state of ``tx`` for these unboxed parameters, as text; else None."""
     # Compare shapes first: users look for the path of a leaf. Trees with equal leaves may still differ in structure.
     made: Any = jax.eval_shape(tx.init, params)
-    its, given = ({path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state))
-    different = sorted(path for path in its.keys() | given.keys() if its.get(path) != given.get(path))
+    expected_shapes, actual_shapes = (
+        {path: np.shape(leaf) for path, leaf in trees.leaves_with_path(tree)} for tree in (made, opt_state)
+    )
+    different = sorted(
+        path
+        for path in expected_shapes.keys() | actual_shapes.keys()
+        if expected_shapes.get(path) != actual_shapes.get(path)
+    )
     if not different and str(jax.tree.structure(made)) == str(jax.tree.structure(opt_state)):
         return None
     reason = "its leaves are in another tree than tx.init makes"
     if different:
         path = different[0]
-        has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (given, its))
+        has, needs = (f"of shape {of[path]}" if path in of else "none" for of in (actual_shapes, expected_shapes))
         reason = f"its leaf '{path}' is {has}, and tx.init makes {needs}"
     return (
         f"state.opt_state is not a state of state.tx for state.params: {reason}. After a change of the "

@@ -38,14 +38,14 @@ class CheckedStep:
         layout: BatchLayout,
         arguments: tuple[str, ...] = ARGUMENTS,
         *,
-        like: Callable[..., PyTree],
+        arguments_replaced: Callable[..., PyTree],
         counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
         needed: tuple[str, ...] | None = None,
         **options: Any,
     ):
         functools.update_wrapper(self, step)
         self.options = options
-        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=like), **options)
+        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=arguments_replaced), **options)
         takes = inspect.signature(step).parameters
         if needed is None:
             needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
-from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, marked
+from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, with_name_for_reader
 from xlstm_jax.formatting import kind_of, listed
 
 OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "perturbations": "activations"}
@@ -78,15 +78,15 @@ def updated_collections(
     leaves = trees.sharded_leaves(new)
     of_types = [_differing_by_type(leaf) for _, leaf in leaves]
     if read_later:
-        named = trees.map_values_with_path(lambda path, leaf: marked(path, leaf.value), new)
+        named = trees.map_values_with_path(lambda path, leaf: with_name_for_reader(path, leaf.value), new)
         return _equal_by_type(named, of_types)
 
     def again(*args: Any) -> list[Any]:
         return jax.tree.leaves(_like_before(args[-1], loss(*args).collections, names))
 
     if collectives.spread_axes(collectives.manual_axes()):
-        in_fact = differing_axes(again, args, differing_args(args, axes))
-        differing = {path: of for (path, _), of in zip(leaves, in_fact, strict=True)}
+        axes_by_equations = differing_axes(again, args, differing_args(args, axes))
+        differing = {path: of for (path, _), of in zip(leaves, axes_by_equations, strict=True)}
         check_equal_collections(differing, new, collectives.spread_axes(collectives.manual_axes()), axes)
     return _equal_by_type(new, of_types)
 
@@ -103,8 +103,8 @@ def check_equal_collections(
       axes: the axes of the batch.
     """
     of_boxes = {path: Axes(leaf.axes) for path, leaf in trees.sharded_leaves(collections)}
-    left = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
-    if refused := {path: of for path, of in left.items() if of}:
+    unexplained_axes = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}
+    if refused := {path: of for path, of in unexplained_axes.items() if of}:
         along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
         raise ValueError(
             f"the collections {listed(refused)} would differ from device to device along {along}, and a state holds "

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    Primal,
+    PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     shard_as_sent,
@@ -193,11 +193,11 @@ def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
 
 def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> None:
     """Raises a ``ValueError`` or ``TypeError`` if arguments of ``chunked_cross_entropy`` do not fit each other."""
-    dim = pieces.shape[1 - pieces.along]
+    dim = pieces.shape[1 - pieces.piece_dim]
     if hidden.shape[-1:] != (dim,):
         raise ValueError(
             f"hidden of shape {hidden.shape} does not fit kernel of shape {pieces.shape} with "
-            f"vocab_dim={pieces.along}: its last dim must be {dim}. (For a table [V, d] pass vocab_dim=0.)"
+            f"vocab_dim={pieces.piece_dim}: its last dim must be {dim}. (For a table [V, d] pass vocab_dim=0.)"
         )
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -250,7 +250,7 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotange
     """Recomputes the logits chunk by chunk; returns the gradients of hidden states and kernel."""
     hidden, kernel, labels, log_normalizer = residuals
     d_normalizer, d_label_logit, *_ = cotangents
-    primal, sent = Primal.of(kernel), shard_as_sent(kernel, pieces.communication)
+    primal, sent = PrimalType.of(kernel), shard_as_sent(kernel, pieces.communication)
     check_one_gradient_of_one_batch(pieces.path, primal, d_normalizer, pieces.axes)
     wide, tokens = log_normalizer.dtype, tuple(range(hidden.ndim - 1))
 
@@ -261,12 +261,12 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotange
         # d log_normalizer / d logits is the softmax; d label_logit / d logits is 1 at the label.
         of_label = jnp.where(_is_label(labels, pieces, start, size), d_label_logit[..., None], 0)
         d_logits = (softmax * d_normalizer[..., None] + of_label).astype(hidden.dtype)
-        d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (pieces.along,), wide)
+        d_hidden += _product(d_logits, chunk, (d_logits.ndim - 1,), (pieces.piece_dim,), wide)
         if not pieces.trainable:
             return d_hidden, d_kernel
-        factors = (hidden, d_logits) if pieces.along else (d_logits, hidden)
-        d_chunk = pieces.scattered(_product(*factors, tokens, tokens, wide), primal).astype(d_kernel.dtype)
-        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, pieces.along)
+        factors = (hidden, d_logits) if pieces.piece_dim else (d_logits, hidden)
+        d_chunk = pieces.scatter_gradient(_product(*factors, tokens, tokens, wide), primal).astype(d_kernel.dtype)
+        return d_hidden, lax.dynamic_update_slice_in_dim(d_kernel, d_chunk, start, pieces.piece_dim)
 
     summed = pieces.communication.dtypes(kernel)[1] if pieces.axes else kernel.dtype
     carry = (jnp.zeros_like(hidden, wide), jnp.zeros_like(sent, summed) if pieces.trainable else None)
@@ -284,11 +284,11 @@ def _over_chunks(
     fn: Callable[[PyTree, Array, Any, int], PyTree], carry: PyTree, sent: Array, pieces: Pieces, chunk_size: int
 ) -> PyTree:
     """Runs ``carry = fn(carry, chunk, start, size)`` over the chunks; the last chunk may be smaller."""
-    count, left = divmod(pieces.held, chunk_size)
+    count, left = divmod(pieces.entries_per_device, chunk_size)
     starts, end = jnp.arange(count, dtype=jnp.int32) * chunk_size, count * chunk_size
 
     def gathered(start: Any, size: int = chunk_size) -> Array:
-        return pieces.gathered(sent, start, size)
+        return pieces.gather_piece(sent, start, size)
 
     def ahead(state: PyTree, start: Any) -> tuple[PyTree, None]:
         # XLA overlaps communication only within a loop iteration: gather the next chunk while this one computes.
@@ -306,8 +306,8 @@ def _over_chunks(
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
     """Returns the logits [..., c] of hidden [..., d] with a kernel chunk, float32 or wider; -inf at padding."""
     wide = common_dtype(hidden.dtype, jnp.float32)
-    logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.along,), wide)
-    if pieces.held * pieces.parts == pieces.size:
+    logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.piece_dim,), wide)
+    if pieces.entries_per_device * pieces.parts == pieces.size:
         return logits
     return jnp.where(pieces.entries(start, size) < pieces.size, logits, -jnp.inf)
 

@@ -75,9 +75,13 @@ def check_equal_results(
     """
     spread = [axis for axis, size in mesh.shape.items() if size > 1]
     differing = _by_name(results, equations.of_results)
-    refused = {name: of.intersection(spread) for name, of in differing.items() if of.intersection(spread)}
+    refused = {
+        name: differing_axes.intersection(spread)
+        for name, differing_axes in differing.items()
+        if differing_axes.intersection(spread)
+    }
     if refused:
-        along = tuple(axis for axis in spread if any(axis in of for of in refused.values()))
+        along = tuple(axis for axis in spread if any(axis in differing_axes for differing_axes in refused.values()))
         raise ValueError(
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
             f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; make the predicate "

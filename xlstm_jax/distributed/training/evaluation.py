@@ -120,7 +120,7 @@ def make_eval_step(
             evaluation.step,
             of_batch,
             ARGUMENTS,
-            like=lambda state, batch, local, **_: local,
+            arguments_replaced=lambda state, batch, local, **_: local,
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
             donate_argnums=ARGUMENTS.index("local"),
             compiler_options=resolved_on(mesh, compiler_options),

@@ -71,13 +71,13 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
             )
 
 
-def _processes(mesh: Mesh | AbstractMesh, given: PyTree) -> list[int]:
+def _processes(mesh: Mesh | AbstractMesh, tree: PyTree) -> list[int]:
     """Returns the processes of the mesh, if they must be compared; [] for a single process and while tracing."""
     processes = [] if isinstance(mesh, AbstractMesh) else sorted({d.process_index for d in mesh.devices.flat})
     # Devices of a compile-only topology name processes that do not run.
     if len(processes) < 2 or not jax.distributed.is_initialized():
         return []
-    return [] if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(given)) else processes
+    return [] if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)) else processes
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:

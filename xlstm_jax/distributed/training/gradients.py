@@ -123,18 +123,18 @@ def local_result(
     With ``devices`` the loss is divided by the number of devices before differentiation, so that it is a term of the
     global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
     """
-    live, put_back = trees.split_differentiable(params)
-    if not live and (frozen := [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]):
+    trainable, put_back = trees.split_differentiable(params)
+    if not trainable and (frozen := [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]):
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Let "
             "trainable=, a predicate of such a path, return True for the leaves to train."
         )
-    model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in live])
+    model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in trainable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
 
-    def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
+    def scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
-            result = loss_fn(put_back(live), *rest)
+            result = loss_fn(put_back(trainable), *rest)
         mean, scale, weight = _scaled(result, axes)
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
@@ -142,7 +142,7 @@ def local_result(
     # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
     value_and_grads = jax.value_and_grad(scaled_loss, has_aux=True)
     with explained():
-        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(live, axes))
+        (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(trainable, axes))
     return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
 
 

@@ -49,7 +49,7 @@ class MinibatchResult(NamedTuple):
     grads: PyTree
     weight: Scalar
     carries: PyTree
-    each: PyTree = None
+    stacked: PyTree = None
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,7 @@ def mean_over(on_minibatch: Callable[[Scalar, PyTree], MinibatchResult], count: 
 
     def add(total: Partial, index: jax.Array) -> tuple[Partial, PyTree]:
         result = on_minibatch(index, total.carries)
-        return total + result, result.each
+        return total + result, result.stacked
 
     total, each = jax.lax.scan(add, Partial(sums, weight, start), jnp.arange(count, dtype=jnp.int32))
     values, grads = total.mean()

@@ -122,7 +122,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
     transforms = check_callable(tx, caller)
     for part in transforms:
         for argument in ("mask", "param_labels"):
-            tree = part.held.get(argument)
+            tree = part.closure_values.get(argument)
             for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
                 if is_box(leaf):
                     raise ValueError(
@@ -155,15 +155,16 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Warns of 16-bit parameters, which small updates do not change, and of suspect masks of weight decay."""
-    live = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
-    dtypes = {path: value_dtype(leaf.value) for path, leaf in live}
+    differentiable = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
+    dtypes = {path: value_dtype(leaf.value) for path, leaf in differentiable}
     if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
         path, dtype = narrow[0]
         least = float(jnp.finfo(dtype).eps) / 2
         _warn(
-            f"'{path}', and {len(narrow)} of {len(live)} parameters in all, are trained in {dtype}: updates smaller "
-            f"than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and gather in 16 "
-            "bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': docs/dtypes.md.",
+            f"'{path}', and {len(narrow)} of {len(differentiable)} parameters in all, are trained in {dtype}: updates "
+            f"smaller than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and "
+            "gather in 16 bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': "
+            "docs/dtypes.md.",
             ("narrow", dtype),
         )
     with_mask = [part for part in optax_introspection.parts(tx) if part.name in optax_introspection.HOLDERS_OF_MASKS]
@@ -193,17 +194,17 @@ def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_r
     """Warns of step options that do not fit the optimizer."""
     transforms = optax_introspection.parts(tx)
     for part in transforms:
-        if weighted and part.name == "MultiSteps" and (count := _at(part.held["_every_k_schedule"], 0)) > 1:
+        if weighted and part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
                 "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="
                 f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
-    given = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
+    rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     schedules = optax_introspection.schedules(transforms)
     # With several schedules in a chain the user may report any of them, or their product.
     product = [lambda count: math.prod(schedule(count) for schedule in schedules)]
-    for schedule in filter(callable, given):
+    for schedule in filter(callable, rates):
         if schedules and not any(_difference(schedule, other) is None for other in [*schedules, *product]):
             count, reported, used = _difference(schedule, schedules[0]) or (0, 0.0, 0.0)
             _warn(
@@ -300,7 +301,7 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
     cures: Counter[str] = Counter()
     to_wrap: Counter[str | None] = Counter()
     for path, nbytes in replicated.items():
-        kinds = [type(reason) for reason in facts.reasons[path].each] if path in facts.reasons else []
+        kinds = [type(reason) for reason in facts.reasons[path].all_reasons] if path in facts.reasons else []
         cls = facts.holders.get(path.rpartition("/")[0])
         if Unwrapped in kinds or (not kinds and some_are_split and cls not in units):
             cures[CURES[Unwrapped]] += nbytes

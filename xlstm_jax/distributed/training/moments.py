@@ -56,7 +56,7 @@ class TrainingCheck(NamedTuple):
     """
 
     moment: Moment
-    looks: Callable[[Any], None]
+    run_check: Callable[[Any], None]
     page: str
     needs: str = ""
 
@@ -176,13 +176,13 @@ class Differentiated(NamedTuple):
 
 
 class Averaged(NamedTuple):
-    """Argument of checks of auxiliary floats, at ``paths``, averaged over ``over`` minibatches of all devices.
+    """Argument of checks of auxiliary floats, at ``paths``, averaged over minibatches of all devices.
 
     ``jaxpr()`` returns the equations whose results are these floats.
     """
 
     paths: tuple[str, ...]
-    over: int
+    num_minibatches: int
     weighted: bool
     jaxpr: Callable[[], Any]
 
@@ -201,7 +201,7 @@ class JittedStep(NamedTuple):
       needed: the arguments without a default.
       donated: the arguments whose buffers a call donates.
       counting: returns the names of results that ignore the weights of padded rows; see ``counting_padding``.
-      seen: cache of inputs that later calls need not check again.
+      checked_inputs: cache of inputs that later calls need not check again.
     """
 
     layout: BatchLayout
@@ -209,7 +209,7 @@ class JittedStep(NamedTuple):
     needed: tuple[str, ...]
     donated: Sequence[str]
     counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]]
-    seen: set[object]
+    checked_inputs: set[object]
 
 
 class JittedCall(NamedTuple):

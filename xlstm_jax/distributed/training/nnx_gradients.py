@@ -236,21 +236,21 @@ class _Program:
 
     def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
         """Returns loss, gradients, means and rows of the auxiliary output, and changed variables by path."""
-        live, rest = params["live"], params["rest"]
+        trainable, frozen = params["live"], params["rest"]
 
         def local_loss(live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, dict[str, Any]]]:
             loss, aux, changed = self.called(live, rest, batch)
             return loss, (aux, changed)
 
         run = value_and_grad(local_loss, self.axes, has_aux=True, weighted=self.weighted)
-        (loss, (aux, changed)), grads = run(live, rest, batch)
+        (loss, (aux, changed)), grads = run(trainable, frozen, batch)
         means, rows = self.split_aux(aux, batch)
         return loss, grads, collectives.pmean(means, [self.axes] * len(means)), rows, self.equal(changed, params, batch)
 
-    def called(self, live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
+    def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
         """Calls the loss function on this device: returns loss, auxiliary output, and changed variables by path."""
         # A copy: a variable belongs to the trace in which it was made.
-        nodes = nnx.merge(self.graphdef, live, rest, copy=True)
+        nodes = nnx.merge(self.graphdef, trainable, frozen, copy=True)
         written: set[str] = set()
         before = {}
         for path, variable in _variables(nodes):

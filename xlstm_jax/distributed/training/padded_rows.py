@@ -36,7 +36,7 @@ from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.metrics.sums_and_means import Compose, Max, Min
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
-from xlstm_jax.distributed.training.varying import Axes, followed
+from xlstm_jax.distributed.training.varying import Axes, propagate_labels
 from xlstm_jax.equations import COLLECTIVES, named_axes
 
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
@@ -131,7 +131,7 @@ def counting_padding(
             return [Axes()] * len(eqn.outvars)
         return None
 
-    followed(jax.jit(step).trace(*args, **kwargs).jaxpr, of_inputs, look)
+    propagate_labels(jax.jit(step).trace(*args, **kwargs).jaxpr, of_inputs, look)
     counts: dict[str, dict[str, Axes]] = defaultdict(lambda: defaultdict(Axes))
     for name, labels in reached.items():
         kind, _, path = name.partition(":")

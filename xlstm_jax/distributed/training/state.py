@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
-from xlstm_jax.distributed.data_parallel.extension import arranged
+from xlstm_jax.distributed.data_parallel.extension import reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
@@ -205,7 +205,7 @@ def jitted_init(
             if trainable is not None or frozen_dtype is not None:
                 variables = with_frozen(model, variables, trainable, frozen_dtype)
             if "params" in variables:
-                variables = {**variables, "params": arranged(variables["params"], dict(mesh.shape))}
+                variables = {**variables, "params": reorder_axes(variables["params"], dict(mesh.shape))}
             return variables
 
     init = on_auto_axes(init, mesh)
@@ -219,8 +219,8 @@ def jitted_init(
         split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
         return sharding_of_input(x, split)
 
-    given = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
-    return jax.jit(init, in_shardings=given, out_shardings=out)
+    input_shardings = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
+    return jax.jit(init, in_shardings=input_shardings, out_shardings=out)
 
 
 @outside_set_mesh
@@ -352,8 +352,8 @@ def updated_state(
     ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
     """
     grads = trainable(grads)
-    given = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
-    after, metrics = _updated(state, grads, mesh, collections, **given)
+    extra_args = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
+    after, metrics = _updated(state, grads, mesh, collections, **extra_args)
     updated = _replaced(state, after)
     if not collections:
         return updated, metrics

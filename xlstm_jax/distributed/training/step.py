@@ -159,7 +159,7 @@ def make_train_step(
         return CheckedStep(
             options.step,
             of_batch,
-            like=like,
+            arguments_replaced=like,
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
             needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
             donate_argnums=0 if metric is None else (0, 3),
@@ -212,8 +212,8 @@ class StepOptions:
         """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        again = partial(_loss_and_grads_at, state.params, of_params)
-        value_fn, grad_fn = _value_fn(again), _grad_fn(again)
+        loss_and_grads_at = partial(_loss_and_grads_at, state.params, of_params)
+        value_fn, grad_fn = _value_fn(loss_and_grads_at), _grad_fn(loss_and_grads_at)
         after, of_optimizer = updated_state(
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
         )

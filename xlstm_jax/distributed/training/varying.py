@@ -53,20 +53,20 @@ class Equations(NamedTuple):
     """Result of ``read_equations``: axes along which values of a traced program differ between devices.
 
     ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
-    ``of_marked`` has a set of axes per name that the program gave to a value by ``marked``.
+    ``of_marked`` has a set of axes per name that the program gave to a value by ``with_name_for_reader``.
     """
 
     of_results: list[Axes]
     of_marked: dict[str, Axes]
 
 
-def marked(name: str, value: jax.Array) -> jax.Array:
+def with_name_for_reader(name: str, value: jax.Array) -> jax.Array:
     """Returns the value unchanged, with a name under which ``read_equations`` reports its axes."""
     return checkpoint_name(value, f"{_MARK}{name}")
 
 
 def read_equations(closed: Any) -> Equations:
-    """Returns the axes along which results, and values named by ``marked``, differ between devices.
+    """Returns the axes along which results, and values named by ``with_name_for_reader``, differ between devices.
 
     ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
     count as equal; inside ``shard_map`` an argument differs along the axes of its spec.
@@ -87,22 +87,22 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
     return _read(fn, args, of_args)[0]
 
 
-def followed(
-    closed: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
+def propagate_labels(
+    closed: Any, of_inputs: Sequence[Axes], rule: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
     """Propagates sets of labels (any strings) from the inputs of a jaxpr to its results, by the rules for axes.
 
-    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``look(equation, labels of the
+    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``rule(equation, labels of the
     equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
     the rule for axes applies.
     """
-    return _Reader(look).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
+    return _Reader(rule).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
 
 def followed_equation(
     eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Does ``followed`` for the results of a single equation."""
+    """Does ``propagate_labels`` for the results of a single equation."""
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
@@ -240,7 +240,7 @@ class _Reader:
         ]
 
     def _note_marked(self, name: str, axes: Axes) -> None:
-        """Adds axes to ``of_marked``, if the name was given by ``marked``."""
+        """Adds axes to ``of_marked``, if the name was given by ``with_name_for_reader``."""
         if name.startswith(_MARK):
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes

@@ -31,5 +31,5 @@ def varying_params(params: PyTree, axis_names: AxisNames) -> PyTree:
       ValueError: an axis is not bound.
     """
     axes = collectives.bound_axes(axis_names, caller="varying_params")
-    live, put_back = trees.split_differentiable(params)
-    return put_back(varying_leaves(live, axes))
+    trainable, put_back = trees.split_differentiable(params)
+    return put_back(varying_leaves(trainable, axes))

@@ -66,10 +66,14 @@ def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
         by_axes[collective.axes].append(collective)
     # Collectives of a single device send nothing.
     by_axes.pop((), None)
-    return tuple(sorted((_of(axes, some) for axes, some in by_axes.items()), key=lambda traffic: -traffic.wire_bytes))
+    return tuple(
+        sorted(
+            (_traffic_of_axes(axes, some) for axes, some in by_axes.items()), key=lambda traffic: -traffic.wire_bytes
+        )
+    )
 
 
-def _of(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
+def _traffic_of_axes(axes: tuple[str, ...] | None, some: list[Collective]) -> AxisTraffic:
     # Bytes are known for every device, times only for links with published rates.
     weights, activations, other = (
         sum_wire_bytes(collective for collective in some if collective.carries == content)

@@ -73,17 +73,17 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """A time in seconds or cycles: the total, and the part in kernels with a matrix product."""
+class Duration:
+    """A time in seconds or cycles: the total, and ``products``, the part in kernels with a matrix product."""
 
     total: float = 0.0
     products: float = 0.0
 
-    def __add__(self, other: "Spent") -> "Spent":
-        return Spent(self.total + other.total, self.products + other.products)
+    def __add__(self, other: "Duration") -> "Duration":
+        return Duration(self.total + other.total, self.products + other.products)
 
-    def __mul__(self, times: float) -> "Spent":
-        return Spent(self.total * times, self.products * times)
+    def __mul__(self, times: float) -> "Duration":
+        return Duration(self.total * times, self.products * times)
 
 
 @dataclass(frozen=True)
@@ -95,35 +95,39 @@ class Durations(ABC):
     """
 
     program: Program
-    _known: dict[str, Spent] = field(default_factory=dict, repr=False, kw_only=True)
+    _known: dict[str, Duration] = field(default_factory=dict, repr=False, kw_only=True)
 
-    called_in_line: ClassVar[Set[str]] = CONTROL
+    # Opcodes of instructions whose time is that of the computations they call.
+    CALLING_OPCODES: ClassVar[Set[str]] = CONTROL
 
     @property
     def total(self) -> float:
         """Time of a step whose instructions run sequentially."""
         return self._of_computation(self.program.entry.name).total
 
-    def of(self, computation: Computation, instruction: Instruction) -> Spent:
-        """Returns the time of a single execution of an instruction."""
-        if instruction.opcode not in self.called_in_line:
-            return self._duration(computation, instruction)
-        called = [self._of_computation(name) for name in instruction.all_called]
-        if instruction.opcode == "conditional":
-            return max(called, key=lambda branch: branch.total)
-        # The condition of a loop runs with each trip, as the body does.
-        return sum(called, Spent()) * self.program.trips_of(computation, instruction)
+    def duration_of(self, computation: Computation, instruction: Instruction) -> Duration:
+        """Returns the time of a single execution of an instruction, in the unit of ``_duration``.
 
-    def _of_computation(self, name: str) -> Spent:
+        ``computation`` contains the instruction: names are unique only within a computation.
+        """
+        if instruction.opcode not in self.CALLING_OPCODES:
+            return self._duration(computation, instruction)
+        callee_times = [self._of_computation(name) for name in instruction.called_names]
+        if instruction.opcode == "conditional":
+            return max(callee_times, key=lambda branch: branch.total)
+        # The condition of a loop runs with each trip, as the body does; a call has a single trip.
+        return sum(callee_times, Duration()) * self.program.trips_of(computation, instruction)
+
+    def _of_computation(self, name: str) -> Duration:
         # Layers share computations, so the sum of each computation is cached.
         if name not in self._known:
             computation = self.program.computations[name]
-            each = (self.of(computation, instruction) for instruction in computation.instructions)
-            self._known[name] = sum(each, Spent())
+            each = (self.duration_of(computation, instruction) for instruction in computation.instructions)
+            self._known[name] = sum(each, Duration())
         return self._known[name]
 
     @abstractmethod
-    def _duration(self, computation: Computation, instruction: Instruction) -> Spent: ...
+    def _duration(self, computation: Computation, instruction: Instruction) -> Duration: ...
 
 
 class Cycles(Durations):
@@ -133,8 +137,8 @@ class Cycles(Durations):
     have no estimates yet.
     """
 
-    def _duration(self, computation: Computation, instruction: Instruction) -> Spent:
-        return Spent(instruction.estimated_cycles or 0)
+    def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
+        return Duration(instruction.estimated_cycles or 0)
 
 
 @dataclass(frozen=True)
@@ -147,9 +151,9 @@ class Kernels(Durations):
     # takes none of the schedule's time.
     called_in_line = CONTROL | {"call-start", "async-start"}
 
-    def _duration(self, computation: Computation, instruction: Instruction) -> Spent:
+    def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
         if not instruction.is_work or instruction.opcode in COLLECTIVES:
-            return Spent()
+            return Duration()
         # A fusion is one kernel, even with several products: the products run one after the other, in parallel with the
         # kernel's memory traffic.
         products = sum(
@@ -159,4 +163,4 @@ class Kernels(Durations):
         )
         memory = sum(moved_by(self.program, computation, instruction)) / self.chip.hbm_bandwidth
         seconds = max(products, memory)
-        return Spent(seconds, seconds if products else 0.0)
+        return Duration(seconds, seconds if products else 0.0)

@@ -299,16 +299,16 @@ def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cyc
         modules=tuple(leaf.rpartition("/")[0] for leaf in leaves) or _modules_served(program, site, names, gathers),
         leaves=leaves,
         direction=direction,
-        asynchronous=site.during is not None,
+        asynchronous=site.overlapped_instructions is not None,
         overlapped=_overlap(site, cycles),
         slices=_pieces_in_loops(program, site) if gathers else 1,
     )
 
 
 def _overlap(site: Site, cycles: Cycles) -> Overlap:
-    work = [instruction for instruction in site.during or () if instruction.is_work]
+    work = [instruction for instruction in site.overlapped_instructions or () if instruction.is_work]
     # A loop that runs during the collective counts with all its trips.
-    spent = sum(cycles.of(site.computation, instruction).total for instruction in work)
+    spent = sum(cycles.duration_of(site.computation, instruction).total for instruction in work)
     modules = dict.fromkeys(module_path(instruction.op_name)[0] for instruction in work if instruction.op_name)
     known = spent or (work and not any(_lacks_cycles(cycles.program, site.computation, each) for each in work))
     return Overlap(tuple(filter(None, modules)), len(work), int(spent) if known else None)
@@ -320,7 +320,7 @@ def _lacks_cycles(program: Program, computation: Computation, instruction: Instr
         return instruction.estimated_cycles is None
     if not program.trips_of(computation, instruction):
         return False
-    called = (program.computations[name] for name in instruction.all_called)
+    called = (program.computations[name] for name in instruction.called_names)
     return any(_lacks_cycles(program, inner, each) for inner in called for each in inner.instructions if each.is_work)
 
 
@@ -333,7 +333,7 @@ def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     if site.own_names:
         return site.own_names
     # If a compiler built an all-reduce from other operations, the reducer (the sum of two values) may keep the name.
-    reducers = [program.computations[name] for name in site.inner.called.get("to_apply", ())]
+    reducers = [program.computations[name] for name in site.inner.callees_by_role.get("to_apply", ())]
     operand_names = [i.op_name for reducer in reducers for i in reducer.parameters.values() if i.op_name]
     # A name without a slash belongs to an argument and names no operation.
     near = (other for value in site.arrays for other in (value, *upstream(program, value)))

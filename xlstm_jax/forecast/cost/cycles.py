@@ -98,7 +98,7 @@ def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Sha
 
 def _callee(program: Program, instruction: Instruction) -> Computation | None:
     role = {"fusion": "calls", "async-start": "calls", "call-start": "to_apply"}.get(instruction.opcode)
-    return program.computations[instruction.called[role][0]] if role else None
+    return program.computations[instruction.callees_by_role[role][0]] if role else None
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:

@@ -96,7 +96,7 @@ def _fill_behind(program: Program, computation: Computation, name: str) -> Instr
     if at.opcode != "fusion":
         return None
     # The update is the fusion's result: in place of an operand, or of zeros that the fusion makes.
-    callee = program.computations[at.called["calls"][0]]
+    callee = program.computations[at.callees_by_role["calls"][0]]
     update = callee.root
     while update.opcode == "bitcast":
         update = callee.by_name[update.operands[0]]

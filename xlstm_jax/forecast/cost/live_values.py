@@ -28,20 +28,20 @@ def live_bytes(jaxpr: Any) -> int:
     True
     """
     # The caller counts arguments and results where it binds them.
-    given = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
+    never_freed = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
     materialized = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in _IN_MEMORY or any(nested_jaxprs(eqn))]
-    stored = {v for eqn in materialized for v in _of(eqn)} - given
-    last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _of(eqn)}
+    stored = {v for eqn in materialized for v in _values_of(eqn)} - never_freed
+    last_read = {v: place for place, eqn in enumerate(jaxpr.eqns) for v in _values_of(eqn)}
     alive = most = 0
     for place, eqn in enumerate(jaxpr.eqns):
         alive += sum(nbytes(v.aval) for v in eqn.outvars if v in stored)
         within = max(map(live_bytes, nested_jaxprs(eqn)), default=0)
         most = max(most, alive + within)
-        alive -= sum(nbytes(v.aval) for v in stored.intersection(_of(eqn)) if last_read[v] == place)
+        alive -= sum(nbytes(v.aval) for v in stored.intersection(_values_of(eqn)) if last_read[v] == place)
     return most
 
 
-def _of(eqn: Any) -> list[Any]:
+def _values_of(eqn: Any) -> list[Any]:
     return [*_variables(eqn.invars), *eqn.outvars]
 
 

@@ -44,7 +44,9 @@ _CUDNN = {
 }
 ATTENTION, PALLAS_ON_TPU = "__cudnn$fmha", "tpu_custom_call"
 # Custom calls of the compiler itself: products and convolutions, which are counted, and memory-bound sorts etc.
-OWN = re.compile(r"__cublas|__cudnn\$(conv|norm)|__cub\$|cub\$|__gpu\$xla|TopK|PartialReduce|X64|[A-Z]\w*$")
+COMPILER_TARGETS = re.compile(
+    r"__cublas|__cudnn\$(conv|norm)|__cub\$|cub\$|__gpu\$xla|TopK|PartialReduce|X64|[A-Z]\w*$"
+)
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SETTINGS = re.compile(r'"(mask_type|sliding_window_length)":\s*"?(\w+)')
 _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^\]]*\])')
@@ -169,4 +171,4 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
 
 def is_known(target: str) -> bool:
     """Returns whether the work of a custom call is counted, or the call is internal to the compiler."""
-    return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(OWN.match(target))
+    return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(COMPILER_TARGETS.match(target))

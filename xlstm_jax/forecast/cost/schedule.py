@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from xlstm_jax.forecast.cost.clock import Kernels, Spent, Transfer, waits
+from xlstm_jax.forecast.cost.clock import Duration, Kernels, Transfer, waits
 from xlstm_jax.forecast.cost.collective_traffic import Collective, Timing
 from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hardware.nccl import Way
@@ -62,7 +62,7 @@ def _timed_in(
     # Each computation has a separate clock: no collective starts in one computation and ends in another.
     computation = pairs[0][0].computation
     runs, at_peak = (
-        [kernels.of(computation, instruction) for instruction in computation.instructions]
+        [kernels.duration_of(computation, instruction) for instruction in computation.instructions]
         for kernels in (expected, least)
     )
     alone = [_isolated(links, collective) for _, collective in pairs]
@@ -78,7 +78,7 @@ def _timed_in(
     waited = waits([spent.total for spent in runs], real)
     by_bandwidth = waits([spent.total for spent in at_peak], ideal)
     for (site, collective), alone_timing, waited_s, bandwidth_s in zip(pairs, alone, waited, by_bandwidth, strict=True):
-        run = sum(runs[slice(*site.span)], Spent())
+        run = sum(runs[slice(*site.span)], Duration())
         overlap = dataclasses.replace(collective.overlapped, seconds=run.total, product_seconds=run.products)
         timing = dataclasses.replace(alone_timing, waited_s=waited_s, waited_by_bandwidth_s=bandwidth_s)
         yield dataclasses.replace(

@@ -43,8 +43,8 @@ class Site:
     scheduled: Instruction
     kind: str
     inner: Instruction
-    within: Computation
-    during: tuple[Instruction, ...] | None
+    inner_computation: Computation
+    overlapped_instructions: tuple[Instruction, ...] | None
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -55,18 +55,20 @@ class Site:
     def arrays(self) -> tuple[Value, ...]:
         """Arrays that the collective sends."""
         return tuple(
-            Value(self.within, name) for name in self.inner.operands if self.within.by_name[name].type_text != "token[]"
+            Value(self.inner_computation, name)
+            for name in self.inner.operands
+            if self.inner_computation.by_name[name].type_text != "token[]"
         )
 
     def result(self, position: int) -> Value:
         """Returns the value into which the collective turns the array ``arrays[position]``."""
-        return Value(self.within, self.inner.name, (position,) if len(self.arrays) > 1 else ())
+        return Value(self.inner_computation, self.inner.name, (position,) if len(self.arrays) > 1 else ())
 
     @property
     def span(self) -> tuple[int, int]:
         """Positions of start and end in the schedule, equal if the schedule waits."""
         start = self.computation.position[self.scheduled.name]
-        return start, start if self.during is None else start + 1 + len(self.during)
+        return start, start if self.overlapped_instructions is None else start + 1 + len(self.overlapped_instructions)
 
 
 def sites(program: Program) -> Iterator[Site]:
@@ -104,7 +106,7 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
     """Yields the collectives in the computations that an instruction calls, including nested fusions."""
-    for name in caller.all_called:
+    for name in caller.called_names:
         for instruction in program.computations[name].instructions:
             if instruction.opcode.removesuffix("-start") in COLLECTIVES:
                 yield program.computations[name], instruction
@@ -119,7 +121,7 @@ def _chain(inner: Instruction) -> str | None:
 
 def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
     """Returns "start", "middle" or "done" of a collective spread over several fusions; None for any other fusion."""
-    for name in fusion.called.get("calls", ()):
+    for name in fusion.callees_by_role.get("calls", ()):
         for instruction in program.computations[name].instructions:
             # Start and done contain a custom call; the fusions between contain only the chain's number.
             if match := _ASYNC_FUSION.search(instruction.attributes):

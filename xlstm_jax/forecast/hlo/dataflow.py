@@ -108,10 +108,10 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
     number, before = value.instruction.tuple_index, []
     for caller, call in program.callers[value.computation.name]:
         if call.opcode == "while":
-            body = program.computations[call.called["body"][0]]
+            body = program.computations[call.callees_by_role["body"][0]]
             before += [Value(caller, call.operands[0], value.element), Value(body, body.root.name, value.element)]
         elif call.opcode == "conditional":
-            branch = call.called["branches"].index(value.computation.name)
+            branch = call.callees_by_role["branches"].index(value.computation.name)
             before.append(Value(caller, call.operands[1 + branch], value.element))
         elif _is_call(call) and number < len(call.operands):  # a call offloaded to a SparseCore may have no operands
             before.append(Value(caller, call.operands[number], value.element))
@@ -123,7 +123,7 @@ def uses(program: Program, value: Value) -> list[Value]:
     computation, users = value.computation, []
     # The root of a computation is the result of the caller, and in a loop the parameter of the next trip.
     for caller, call in program.callers[computation.name] if value.instruction.is_root else ():
-        if call.opcode == "while" and computation.name in call.called["body"]:
+        if call.opcode == "while" and computation.name in call.callees_by_role["body"]:
             users.append(Value(computation, computation.parameters[0].name, value.element))
             users.append(Value(caller, call.name, value.element))
         elif call.opcode == "conditional" or _is_call(call):
@@ -163,6 +163,6 @@ def _is_call(instruction: Instruction) -> bool:
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
     """Returns the computations whose root is the instruction's result: of calls, fusions and loops."""
-    names = instruction.all_called if instruction.opcode == "conditional" or _is_call(instruction) else ()
-    names = instruction.called["body"] if instruction.opcode == "while" else names
+    names = instruction.called_names if instruction.opcode == "conditional" or _is_call(instruction) else ()
+    names = instruction.callees_by_role["body"] if instruction.opcode == "while" else names
     return [program.computations[name] for name in names]

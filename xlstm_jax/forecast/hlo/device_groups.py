@@ -97,11 +97,11 @@ def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, 
     """
     sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    wanted = set(map(frozenset, groups))
+    expected = set(map(frozenset, groups))
     # A mesh has few axes, so every subset is tried, the smallest first.
     for axes in (axes for n in range(len(sizes) + 1) for axes in itertools.combinations(sizes, n)):
-        if {len(group) for group in wanted} == {math.prod(sizes[axis] for axis in axes)}:
+        if {len(group) for group in expected} == {math.prod(sizes[axis] for axis in axes)}:
             along = _groups_along(ids, [axis in axes for axis in sizes])
-            if wanted == set(map(frozenset, along)):
+            if expected == set(map(frozenset, along)):
                 return axes
     return None

@@ -111,7 +111,7 @@ class Instruction:
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
 
     @cached_property
-    def called(self) -> dict[str, tuple[str, ...]]:
+    def callees_by_role(self) -> dict[str, tuple[str, ...]]:
         """Names of called computations by role: calls, body, condition, to_apply, branches."""
         roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
@@ -121,9 +121,9 @@ class Instruction:
         return roles
 
     @property
-    def all_called(self) -> tuple[str, ...]:
+    def called_names(self) -> tuple[str, ...]:
         """Names of the called computations of every role."""
-        return tuple(name for names in self.called.values() for name in names)
+        return tuple(name for names in self.callees_by_role.values() for name in names)
 
     @cached_property
     def groups(self) -> Groups:
@@ -165,13 +165,13 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
-def element(of: Instruction, index: int) -> Instruction:
+def element(tuple_instruction: Instruction, index: int) -> Instruction:
     """Returns the get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
     return Instruction(
-        name=f"{of.name}#{index}",
+        name=f"{tuple_instruction.name}#{index}",
         opcode="get-tuple-element",
-        type_text=split_outside(of.type_text.strip()[1:-1], ",")[index].strip(),
-        operand_text=f"%{of.name}",
+        type_text=split_outside(tuple_instruction.type_text.strip()[1:-1], ",")[index].strip(),
+        operand_text=f"%{tuple_instruction.name}",
         attributes=f", index={index}",
     )
 

@@ -147,7 +147,7 @@ class Program:
         """Yields the instruction and, for a fusion, the instructions inside, each with its computation."""
         yield computation, instruction
         if instruction.opcode == "fusion":
-            for name in instruction.all_called:
+            for name in instruction.called_names:
                 within = self.computations[name]
                 for inner in within.instructions:
                     yield from self.with_fused(within, inner)
@@ -158,7 +158,7 @@ class Program:
         callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
-                for name in set(instruction.all_called):
+                for name in set(instruction.called_names):
                     callers[name].append((computation, instruction))
         return callers
 
@@ -192,7 +192,7 @@ def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
     # Most instructions call nothing, and the regular expressions of `called` are slow.
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
         return ()
-    called = instruction.called
+    called = instruction.callees_by_role
     if instruction.opcode == "while":
         return called["body"] + called["condition"]
     if instruction.opcode == "conditional":
@@ -272,7 +272,7 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
     if known := _KNOWN.search(loop.attributes):
         return int(known[1])
     # The rest parses the form that a TPU compiler gives to loops of known length (see the top of this file).
-    condition, body = (computations[loop.called[role][0]] for role in ("condition", "body"))
+    condition, body = (computations[loop.callees_by_role[role][0]] for role in ("condition", "body"))
     direction = _DIRECTION.search(condition.root.attributes)
     if condition.root.opcode != "compare" or direction is None:
         return None

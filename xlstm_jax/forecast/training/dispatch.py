@@ -108,10 +108,10 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
         raise ValueError(
             f"imbalance={imbalance}: the busiest device has as many rows as the mean at least; pass 1 or more, as 1.5."
         )
-    return tuple(_of(forecast, plan, experts, imbalance) for experts in plan.experts if experts.devices > 1)
+    return tuple(_dispatch_of(forecast, plan, experts, imbalance) for experts in plan.experts if experts.devices > 1)
 
 
-def _of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
+def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
     """Returns bytes and times of the collectives that exchange tokens for one mixture of experts."""
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)

@@ -44,8 +44,9 @@ from xlstm_jax.formatting import one_line
 
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
-OWN = (ValueError, TypeError, ImportError)  # raised by this library, besides OSError and types of this library
-NOT_THE_USERS = ("<", LIBRARY, *INSTALLED)
+# Raised by this library, besides OSError and types of this library. Subclasses, as JSONDecodeError, do not count.
+LIBRARY_ERROR_TYPES = (ValueError, TypeError, ImportError)
+PATHS_WITHOUT_USER_CODE = ("<", LIBRARY, *INSTALLED)
 
 
 @dataclass(frozen=True)
@@ -193,24 +194,32 @@ class Workload:
 
 def one_line_text(error: BaseException) -> str:
     """Formats an error in one line: errors of the library unchanged, any other error by ``described``."""
-    return one_line(error) if is_own(error) else described(error)
+    return one_line(error) if is_raised_by_library(error) else described(error)
 
 
-def is_own(error: BaseException) -> bool:
-    """Returns whether the library, or the operating system below the library, raised the error."""
-    ours = type(error) in OWN or type(error).__module__.startswith("xlstm_jax.")
-    if not str(error) or not (ours or isinstance(error, OSError)):
+def is_raised_by_library(error: BaseException) -> bool:
+    """Returns whether the library raised the error, or the operating system in a call of the library.
+
+    Such errors are printed without a line of the user's code. They have a text, and either an exact type of
+    ``LIBRARY_ERROR_TYPES`` or a type of the library, with the innermost frame in the library; or they are an
+    ``OSError`` whose traceback has no frame of the user's code.
+    """
+    has_library_type = type(error) in LIBRARY_ERROR_TYPES or type(error).__module__.startswith("xlstm_jax.")
+    # Without a text only the type and the line could explain the error.
+    if not str(error) or not (has_library_type or isinstance(error, OSError)):
         return False
     # The innermost frame raised the error.
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     if not frames or frames[-1].startswith(LIBRARY):
         return True
-    return isinstance(error, OSError) and all(name.startswith(NOT_THE_USERS) for name in frames)
+    return isinstance(error, OSError) and all(name.startswith(PATHS_WITHOUT_USER_CODE) for name in frames)
 
 
 def described(error: BaseException) -> str:
     """Formats an error with the innermost line of the user's code: ``KeyError: 'x' (train.py, line 12)``."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(NOT_THE_USERS)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(PATHS_WITHOUT_USER_CODE)
+    ]
     line = f" ({os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
     text = one_line(error).rstrip(".")
     return f"{type(error).__name__}{': ' if text else ''}{text}{line}"

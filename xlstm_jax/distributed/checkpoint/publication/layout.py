@@ -84,7 +84,7 @@ class Tensor(NamedTuple):
 class LayoutRule(Protocol):
     """Rule of a layout."""
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors after the rule, by name."""
         ...
 
@@ -236,13 +236,13 @@ class Repeated:
     """
 
     name: str
-    of: str
+    source_name: str
 
     def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if self.of not in tensors:
-            raise ValueError(f"layout: '{self.name}' is to repeat '{self.of}', which the model has not.")
+        if self.source_name not in tensors:
+            raise ValueError(f"layout: '{self.name}' is to repeat '{self.source_name}', which the model has not.")
         result = dict(tensors)
-        _insert(result, self.name, tensors[self.of])
+        _insert(result, self.name, tensors[self.source_name])
         return result
 
 
@@ -257,7 +257,7 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
     """
     tensors = {name: Tensor(tuple(x.shape), np.dtype(x.dtype), name) for name, x in like.items()}
     for rule in layout:
-        tensors = rule.applied(tensors)
+        tensors = rule.apply(tensors)
     return tensors
 
 

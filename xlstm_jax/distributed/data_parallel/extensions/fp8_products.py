@@ -212,7 +212,7 @@ class Fp8Products(Extension):
         for product in products_of(variables):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
             kernel = leaves[product.kernel]
-            communication = policy.communication.or_else(kernel.communication)
+            communication = policy.communication.filled_from(kernel.communication)
             if running_loss().axes and not running_loss().overwrites and kernel.trainable:
                 raise ValueError(
                     f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, which would stay as they are: this "
@@ -234,14 +234,14 @@ class Fp8Products(Extension):
             wires[product.kernel] = ProductWire(next_scale(scale.value, history.value), sent.dtype)
         return wires
 
-    def replaced(self) -> Mapping[str, Callable[[Any], Any]]:
+    def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 
-    def arrived(self, path: str, value: Any) -> None:
+    def on_gathered(self, path: str, value: Any) -> None:
         self.kernels[self.products[path]] = value
 
-    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.kernels and method == "__call__":
             check_operand(self.kernels, module, args, kwargs)
         return kwargs

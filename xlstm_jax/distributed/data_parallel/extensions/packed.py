@@ -57,13 +57,13 @@ class PackSmall(Packing):
         if self.below <= 0:
             raise ValueError(f"PackSmall(below={self.below}) packs no leaf; pass 1 or more, or packing=None.")
 
-    def takes(self, full_bytes: float) -> bool:
+    def packs_leaf_of(self, full_bytes: float) -> bool:
         return full_bytes < self.below
 
-    def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
+    def group_into_parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
         groups: dict[Hashable, dict[Any, ShardToSend]] = defaultdict(dict)
         for key, shard in shards.items():
-            if self.takes(shard.full_bytes):
+            if self.packs_leaf_of(shard.full_bytes):
                 groups[shard.kind][key] = shard
         return [_parcel(group) for group in groups.values() if len(group) > 1]
 

@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
-from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, gather_dims
+from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType, gather_dims
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 PACKED = "packed:"  # mark of a leaf that shares the axis order of its unit's parcel; followed by the leaf's depth
@@ -62,11 +62,11 @@ class Packing(Option, ABC):
     """Base class: choice of the shards of a unit that are sent together."""
 
     @abstractmethod
-    def takes(self, full_bytes: float) -> bool:
+    def packs_leaf_of(self, full_bytes: float) -> bool:
         """Returns whether a leaf is packed whose shards have ``full_bytes`` bytes in all, in the sent format."""
 
     @abstractmethod
-    def parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
+    def group_into_parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
         """Returns the parcels, of two or more shards each; the shards of no parcel are sent alone."""
 
 
@@ -111,7 +111,7 @@ def packed_gathers(
       communication: the options of the unit; options that are ``None`` are read from the boxes.
     """
     shards: dict[str, ShardToSend] = {}
-    options_of = {name: communication.or_else(leaf.communication) for name, (_, leaf) in leaves.items()}
+    options_of = {name: communication.filled_from(leaf.communication) for name, (_, leaf) in leaves.items()}
     for name, (path, leaf) in leaves.items():
         options = options_of[name]
         dim = _gathered_dim(leaf, axes)
@@ -119,7 +119,7 @@ def packed_gathers(
         if dim is not None and not is_gathered(leaf, axes, options):
             options.dtypes(leaf.value, path)  # raises here, with the leaf's path
             held = entry_axes(leaf.names[dim])
-            shards[name] = shard_to_send(Primal.of(leaf.value), dim, held, options, leaf.trainable)
+            shards[name] = shard_to_send(PrimalType.of(leaf.value), dim, held, options, leaf.trainable)
 
     def gathers_of(parcel: Parcel) -> dict[str, Callable[[], Gathered]]:
         paths = {name: leaves[name][0] for name in parcel.members}
@@ -135,16 +135,16 @@ def packed_gathers(
             whole, _ = gather_dims(parcel.pack(values), names, held, options_of[first], path, parcel.wire)
             return dict(zip(parcel.members, parcel.unpack(whole), strict=True))
 
-        def of(name: str) -> Gathered:
+        def gathered_leaf(name: str) -> Gathered:
             left = list(leaves[name][1].names)
             left[shards[name].dim] = None
             return gathered()[name], tuple(left)
 
-        return {name: functools.partial(of, name) for name in parcel.members}
+        return {name: functools.partial(gathered_leaf, name) for name in parcel.members}
 
     parcels = parcels_of({name: (shard, options_of[name]) for name, shard in shards.items()})
-    found = [gathers_of(parcel) for parcel in parcels]
-    return {name: gather for gathers in found for name, gather in gathers.items()}
+    gathers_by_parcel = [gathers_of(parcel) for parcel in parcels]
+    return {name: gather for gathers in gathers_by_parcel for name, gather in gathers.items()}
 
 
 def packed_in_tree(
@@ -155,8 +155,8 @@ def packed_in_tree(
     for path, leaf in sharded_leaves(params):
         if (unit := packed_unit(path, leaf)) is not None:
             units[unit][path] = path, leaf
-    found = [packed_gathers(leaves, axes, communication) for leaves in units.values()]
-    return {path: gather for gathers in found for path, gather in gathers.items()}
+    gathers_by_unit = [packed_gathers(leaves, axes, communication) for leaves in units.values()]
+    return {path: gather for gathers in gathers_by_unit for path, gather in gathers.items()}
 
 
 def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[Parcel]:
@@ -167,14 +167,14 @@ def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[
     return [
         parcel
         for packing in packings
-        for parcel in packing.parcels(
+        for parcel in packing.group_into_parcels(
             {i: shard for i, (shard, communication) in leaves.items() if packing_of(communication) == packing}
         )
     ]
 
 
 def shard_to_send(
-    shard: Primal, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
+    shard: PrimalType, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
 ) -> ShardToSend:
     """Returns the description of a shard that is gathered along ``dim`` over ``axes``."""
     spread = collectives.spread_axes(axes)
@@ -189,7 +189,7 @@ def is_packed(value: Any, communication: Communication) -> bool:
     packing = packing_of(communication)
     if packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
         return False
-    return packing.takes(math.prod(value.shape) * sent_itemsize(communication.sent_as(value)))
+    return packing.packs_leaf_of(math.prod(value.shape) * sent_itemsize(communication.sent_as(value)))
 
 
 def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:

@@ -12,7 +12,14 @@ import jax
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS, UNEVEN, LeafToSplit, Shape, Store, with_zeros_behind
+from xlstm_jax.distributed.data_parallel.store import (
+    UNCHANGED_STORE,
+    UNEVEN,
+    LeafToSplit,
+    Shape,
+    Store,
+    with_zeros_behind,
+)
 from xlstm_jax.explicit_axes import on_auto_axes
 
 Sizes = tuple[int | None, ...]
@@ -26,8 +33,8 @@ class ZeroPadding(Store):
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
-        """Returns the store for ``sizes``; ``AS_IT_IS`` if every size is ``None``."""
-        return cls(tuple(sizes)) if any(sizes) else AS_IT_IS
+        """Returns the store for ``sizes``; ``UNCHANGED_STORE`` if every size is ``None``."""
+        return cls(tuple(sizes)) if any(sizes) else UNCHANGED_STORE
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
         sizes = zip(super().shape(stored, counts), self.sizes, strict=True)
@@ -66,7 +73,7 @@ class Pad:
     def reason(self, dim: int, size: int, parts: int) -> Reason:
         return Padded(dim, size, next_multiple(size, parts), parts)
 
-    def stored(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
+    def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
         """Returns the leaf padded with zeros along the dim to split, so that ``parts`` divides the dim."""
         value, dim = leaf.value, leaf.dim
         size = value.shape[dim]

@@ -20,7 +20,7 @@ class RecurrentCarries(Extension):
 
     modules = (nn.RNN,)
 
-    def called(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def changed_kwargs(self, module: Any, method: str, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the keyword arguments of an RNN's method, with an ``initial_carry`` that varies."""
         if method != "__call__" or kwargs.get("initial_carry") is not None:
             return kwargs

@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.extension import Extension
-from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_ours
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_library_box
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -98,7 +98,7 @@ class RowLookups(Extension):
 def _table(module: nn.Embed) -> Any:
     """Returns the library's box around the module's table; ``None`` if the table is bare or not yet made."""
     leaf = module.get_variable("params", TABLE) if module.scope is not None else None
-    return leaf if is_ours(leaf) else None
+    return leaf if is_library_box(leaf) else None
 
 
 def is_lookup(module: nn.Embed, method: str) -> bool:

@@ -22,12 +22,12 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     Extension,
+    collections_of_extensions,
     computed_from_shards,
     computes,
     extensions_of,
     initialising,
     kwargs_from,
-    passing_collections,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
@@ -147,7 +147,7 @@ def as_unit(target: Any, policy: ShardPolicy) -> Any:
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
     if not isinstance(target, type):
         return _lifted_function(target, policy)
-    new = lifted(target, methods_to_lift(target), policy)
+    new = with_gathers(target, methods_to_lift(target), policy)
     for name in methods_to_lift(target):
         setattr(new, name, _only_when_bound(getattr(target, name), getattr(new, name), policy))
     # Linen names submodules by class name, so another name would rename the parameters of the entire model.
@@ -160,13 +160,15 @@ class MapOfLeaves(functools.partial[PyTree]):
     """Class of the library's functions for ``nn.map_variables``, by which they differ from maps of the user's model."""
 
 
-def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
+def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
 
     With ``methods=None``, ``target`` is a function of a module, and the result is a function that gathers the module's.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
-    new = nn.map_variables(target, ["params", *passing_collections()], gather, shard, mutable=True, methods=methods)
+    new = nn.map_variables(
+        target, ["params", *collections_of_extensions()], gather, shard, mutable=True, methods=methods
+    )
     if methods is not None:
         # Linen makes an __init__ for each class, without decorators around the target's __init__.
         new.__init__ = target.__init__
@@ -176,7 +178,7 @@ def lifted(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Returns a unit's variables, gathered by ``gather_here`` with the path and extensions of the running unit."""
-    units = watching(RunningUnit)
+    units = active_interceptors_of(RunningUnit)
     if not units:
         return gather_here(policy, variables)
     return gather_here(policy, variables, units[0].path, units[0].extensions)
@@ -187,7 +189,7 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
 
     The kind is decided in each call: the first argument of a function of a module is a module.
     """
-    of_module = lifted(target, None, policy)
+    of_module = with_gathers(target, None, policy)
     wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
 
     @functools.wraps(target)
@@ -230,12 +232,12 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
         with initialising(self, plain.__name__):
-            return enter(self, plain.__name__, gathering, policy, args, kwargs, _returned)
+            return run_in_unit(self, plain.__name__, gathering, policy, args, kwargs, _returned)
 
     return method
 
 
-def enter(
+def run_in_unit(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
     """Runs the method ``name`` of a unit, a wrapped module.
@@ -274,7 +276,7 @@ def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dic
 # -------------------------------------------------------------------------------------------------------- running units
 
 
-def watching(kind: type[Watcher]) -> list[Watcher]:
+def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     """Returns the objects of class ``kind`` with a method among Linen's current interceptors; innermost first.
 
     The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
@@ -284,13 +286,13 @@ def watching(kind: type[Watcher]) -> list[Watcher]:
     return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
-def seeing_calls(seen: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context that calls ``seen(module)`` whenever ``__call__`` of a Linen module has returned."""
+def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Returns a context that calls ``on_call(module)`` whenever ``__call__`` of a Linen module has returned."""
 
     def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
         if context.method_name == "__call__":
-            seen(context.module)
+            on_call(context.module)
         return result
 
     return nn.intercept_methods(intercept)
@@ -310,16 +312,16 @@ class RunningUnit:
 
 @contextmanager
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """Marks a module as the running unit inside the context, so that ``watching(RunningUnit)`` finds it.
+    """Marks a module as the running unit inside the context, so that ``active_interceptors_of(RunningUnit)`` finds it.
 
     Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
     """
-    recorded = watching(Stacks)
+    recorded = active_interceptors_of(Stacks)
     for stacks in recorded:
         stacks.units_entered += 1
         stacks.units_running += 1
     scope: Any = module.scope
-    extensions = extensions_of([name for name in passing_collections() if not scope.is_collection_empty(name)])
+    extensions = extensions_of([name for name in collections_of_extensions() if not scope.is_collection_empty(name)])
     try:
         with nn.intercept_methods(RunningUnit(module.path, extensions).intercept):
             yield
@@ -381,7 +383,7 @@ class Stacks:
     units_running: int = 0
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
-    def look(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
         if self.units_running and scans_over_params(cls):
@@ -398,11 +400,11 @@ class Stacks:
 def recording_stacks() -> Iterator[Stacks]:
     """Yields a ``Stacks``, filled with the stacked layers of models that run inside the context."""
     stacks = Stacks()
-    with nn.intercept_methods(stacks.look):
+    with nn.intercept_methods(stacks.record_stack):
         yield stacks
 
 
-def gathers_one_layer(path: str) -> None:
+def forget_stack(path: str) -> None:
     """Removes the module at ``path`` from every ``Stacks``: ``shard_modules`` has made the layer itself a unit."""
-    for stacks in watching(Stacks):
+    for stacks in active_interceptors_of(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

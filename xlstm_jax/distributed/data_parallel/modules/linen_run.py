@@ -2,8 +2,8 @@
 
 The sharded model has a subclass whose public methods run under the interceptor of a ``LinenRun``. Linen calls the
 interceptor for each method of each module inside.
-  init    when a chosen module is left, its parameters are split, and boxed in place
-  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``lifted``: the
+  init    when a method of a chosen module returns, its parameters are split, and boxed in place
+  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``with_gathers``: the
           parameters are gathered before, and dropped after
 Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by the box. The
 method then runs on a copy of the module, which runs ``setup`` again, so XLA removes the first gather.
@@ -19,18 +19,18 @@ from typing import Any, NoReturn
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from xlstm_jax.distributed.data_parallel.extension import called, initialising
+from xlstm_jax.distributed.data_parallel.extension import initialising, kwargs_from_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
     MapOfLeaves,
+    active_interceptors_of,
     class_and_fields,
-    enter,
-    gathers_one_layer,
+    forget_stack,
     inside_unit,
-    lifted,
     methods_to_lift,
-    watching,
+    run_in_unit,
+    with_gathers,
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -70,10 +70,10 @@ class Sharding:
     run: type["LinenRun"]
 
 
-def sharded(model: Any, sharding: Sharding) -> Any:
+def sharded_model(model: Any, sharding: Sharding) -> Any:
     """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
     if isinstance(model, functools.partial):
-        return functools.partial(sharded(model.func, sharding), *model.args, **model.keywords)
+        return functools.partial(sharded_model(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
         cls, fields = class_and_fields(model, "shard_modules({}, where, axis_name)")
         return _subclass(cls, sharding)(**fields)
@@ -96,7 +96,9 @@ def _intercepted(plain: Method, sharding: Sharding) -> Method:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A method that calls another one of the same model starts no new run.
-        if self.scope is None or any(run.sharding is sharding and run.root == self.path for run in watching(LinenRun)):
+        if self.scope is None or any(
+            run.sharding is sharding and run.root == self.path for run in active_interceptors_of(LinenRun)
+        ):
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(sharding.run(sharding, self.path).intercept):
             return plain(self, *args, **kwargs)
@@ -106,10 +108,10 @@ def _intercepted(plain: Method, sharding: Sharding) -> Method:
 
 def apart_from_model() -> AbstractContextManager[None]:
     """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
-    return nn.intercept_methods(_ApartMarker().intercept)
+    return nn.intercept_methods(_OutsideModelMarker().intercept)
 
 
-class _ApartMarker:
+class _OutsideModelMarker:
     """Marker on Linen's stack of interceptors: a ``LinenRun`` below the marker ignores modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
@@ -123,7 +125,7 @@ class LinenRun:
 
     sharding: Sharding
     root: tuple[str, ...]
-    _entered: list[tuple[str, type[nn.Module]]] = field(default_factory=list)
+    _open_modules: list[tuple[str, type[nn.Module]]] = field(default_factory=list)
     # During initialisation: the modules that have run, and, for each parameter of a unit, the path of the unit.
     _seen: dict[str, type[nn.Module]] = field(default_factory=dict)
     _unit_of: dict[str, str] = field(default_factory=dict)
@@ -137,33 +139,41 @@ class LinenRun:
         # Linen inspects the setup of modules made by nn.scan before they are called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
-        watchers = watching(object)
-        if _ApartMarker in map(type, watchers[: watchers.index(self)]):  # the module is not part of the model
+        interceptors = active_interceptors_of(object)
+        if _OutsideModelMarker in map(
+            type, interceptors[: interceptors.index(self)]
+        ):  # the module is not part of the model
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        kwargs = called(module, name, args, kwargs)
+        kwargs = kwargs_from_extensions(module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
-        if any(path == at and (issubclass(cls, of) or issubclass(of, cls)) for at, of in self._entered):
+        if any(
+            path == entered_path and (issubclass(cls, entered_cls) or issubclass(entered_cls, cls))
+            for entered_path, entered_cls in self._open_modules
+        ):
             return method(*args, **kwargs)
-        self._entered.append((path, cls))
+        self._open_modules.append((path, cls))
         try:
             if module.is_initializing():
                 with initialising(module, name):
                     return self._initialise(path, module, functools.partial(method, *args, **kwargs))
             if not self._gathers(path, module):
                 return method(*args, **kwargs)
-            gathers_one_layer(path)
-            plain = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+            forget_stack(path)
+            user_method = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
 
             # Operation names contain the method's name; a forecast reads modules from them.
             def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return plain(module, *args, **kwargs)
+                return user_method(module, *args, **kwargs)
 
             # Lifted as a function in each call, so that the module keeps the user's class.
-            gathering = lifted(sharded, None, policy)
-            return enter(module, name, gathering, policy, args, kwargs, lambda module, name, result: result)
+            # ``None``: ``sharded`` is a function of a module, not a class with methods.
+            method_with_gather = with_gathers(sharded, None, policy)
+            return run_in_unit(
+                module, name, method_with_gather, policy, args, kwargs, lambda module, name, result: result
+            )
         finally:
-            self._entered.pop()
+            self._open_modules.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
         """Returns whether the module at ``path`` was chosen as a unit and has split parameters of its own to gather."""
@@ -198,10 +208,10 @@ class LinenRun:
             # Units inside were left earlier, and keep their parameters.
             leaves = self._leaves(module) if leaves is None else leaves
             self._has_units, self._unit_of = True, dict.fromkeys(leaves, path) | self._unit_of
-            gathers_one_layer(path)
+            forget_stack(path)
             # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
-            lifted(nothing, None, policy)(module)
-        if len(self._entered) == 1 and not path and not self._has_units:
+            with_gathers(do_nothing, None, policy)(module)
+        if len(self._open_modules) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
 
@@ -238,8 +248,8 @@ class LinenRun:
         )
 
 
-def nothing(module: nn.Module) -> None:
-    """Does nothing. ``lifted(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
+def do_nothing(module: nn.Module) -> None:
+    """Does nothing. ``with_gathers(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
 
 
 def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:

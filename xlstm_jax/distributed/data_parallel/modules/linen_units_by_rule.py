@@ -13,10 +13,10 @@ from typing import Any
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import passing_collections
+from xlstm_jax.distributed.data_parallel.extension import collections_of_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, watching
-from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, nothing, parameters
+from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, active_interceptors_of
+from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, do_nothing, parameters
 from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, is_within, note_units, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
@@ -40,9 +40,9 @@ class LinenRunByRule(LinenRun):
         """
         result = method()
         # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.
-        if any(issubclass(cls, nn.RNNCellBase) for _, cls in self._entered):
+        if any(issubclass(cls, nn.RNNCellBase) for _, cls in self._open_modules):
             return result
-        watchers = watching(object)
+        watchers = active_interceptors_of(object)
         is_in_unit = any(isinstance(watcher, RunningUnit) for watcher in watchers[: watchers.index(self)])
         params = {"/".join((*place[len(self.root) :], name)): (name, leaf) for place, name, leaf in parameters(module)}
         # Under nn.vmap a leaf is one entry of the parameter, and in an nn.map_variables of the model (nn.WeightNorm) it
@@ -69,7 +69,7 @@ class LinenRunByRule(LinenRun):
             self._owners.add(path)
             self._unit_of |= {full: path for full, (name, _) in params.items() if name in new}
             _map_params(module, functools.partial(_split, self.sharding.policy, new))
-        if len(self._entered) == 1 and not path:
+        if len(self._open_modules) == 1 and not path:
             self._choose_units(module)
         return result
 
@@ -94,7 +94,7 @@ class LinenRunByRule(LinenRun):
 def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
     """Replaces the variables of a module during initialisation."""
     unchanged = MapOfLeaves(lambda variables: variables)
-    nn.map_variables(nothing, ["params", *passing_collections()], unchanged, change, mutable=True)(module)
+    nn.map_variables(do_nothing, ["params", *collections_of_extensions()], unchanged, change, mutable=True)(module)
 
 
 def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:

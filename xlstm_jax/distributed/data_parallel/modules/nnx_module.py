@@ -240,7 +240,7 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         # Split by the rules for its logical names, without a unit: gathered when it is read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and any(map(policy.has_axis, box.axes)):
-        communication = box.communication.or_else(policy.communication)
+        communication = box.communication.filled_from(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
         _change_class(split, _Split)
         return split

@@ -15,7 +15,7 @@ from flax.core import lift, meta
 from flax.linen.transforms import lift_transform
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, inside_unit, watching
+from xlstm_jax.distributed.data_parallel.modules.linen_module import RunningUnit, active_interceptors_of, inside_unit
 from xlstm_jax.distributed.data_parallel.prefetch import leaves_of_layer, prefetched_scan, route_of
 from xlstm_jax.distributed.data_parallel.trees import split_arrays
 from xlstm_jax.formatting import kind_of
@@ -55,14 +55,16 @@ def scan_layers(
       length: the number of layers.
       split_rngs: see ``nn.scan``.
       in_axes: for each argument after the carry, or once for all: ``nn.broadcast`` (every layer gets the same value) or
-        0 (each layer gets an entry of [layers, ...]).
-      prefetch: False: the plain ``nn.scan``.
+        0 (each layer gets an entry of [layers, ...], the argument's first dim).
+      prefetch: False: ``nn.scan`` of ``nn.remat``, without prefetch.
     Returns:
       A class like ``layer``, called like the class of ``nn.scan``. Inside ``shard_map`` a call holds the gathered
-      weights of two layers, and the gradients of two. If parameters are mutable, the call is the ``nn.scan``.
+      weights of two layers, and the gradients of two. In ``init``, or with mutable
+      parameters, the call runs ``nn.scan`` of ``nn.remat``.
     Raises:
       TypeError: ``layer`` is not a Linen module class, or already has an ``nn.remat``.
-      ValueError: ``in_axes`` has an invalid entry; when the scan runs: a leaf cannot be gathered ahead.
+      ValueError: ``in_axes`` has an invalid entry; when the scan runs: a leaf cannot be gathered ahead, as one
+        that is gathered along several dims.
     """
     if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
         raise TypeError(f"scan_layers takes the class of a layer, not {kind_of(layer)}; pass its class and length=...")
@@ -72,20 +74,23 @@ def scan_layers(
             "Pass shard_module_params(Block, axis_name), or, for a policy that keeps more, write "
             "nn.scan(nn.remat(..., policy=...))."
         )
-    if wrong := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
-        raise ValueError(f"scan_layers: in_axes={in_axes!r} has {wrong[0]!r}; pass 0 or nn.broadcast for an argument.")
+    if invalid_axes := [axis for axis in jax.tree.leaves(in_axes) if axis is not nn.broadcast and axis != 0]:
+        raise ValueError(
+            f"scan_layers: in_axes={in_axes!r} has {invalid_axes[0]!r}; pass 0 or nn.broadcast for an argument."
+        )
     rngs, options = dict(split_rngs), {"in_axes": in_axes, "length": length}
     # prevent_cse keeps XLA from merging both computations, which is impossible across the iterations of a loop.
-    again = nn.remat(layer, prevent_cse=False)
-    scanned = nn.scan(again, variable_axes={"params": 0}, split_rngs=rngs, **options)
+    recomputed_layer = nn.remat(layer, prevent_cse=False)
+    scanned = nn.scan(recomputed_layer, variable_axes={"params": 0}, split_rngs=rngs, **options)
     if prefetch:
-        ahead = lift_transform(_ahead, layer, split_rngs=rngs, **options)
-        setattr(scanned, "__call__", _prefetching_if_split(scanned.__call__, ahead.__call__))  # noqa: B010
+        # Lifted over the plain layer: ``prefetched_scan`` recomputes layers itself.
+        prefetching = lift_transform(_prefetching_scan, layer, split_rngs=rngs, **options)
+        setattr(scanned, "__call__", _prefetching_if_split(scanned.__call__, prefetching.__call__))  # noqa: B010
     return scanned
 
 
-def _prefetching_if_split(plain: Callable[..., Any], ahead: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that runs ``ahead`` (gathers the next layers) if a parameter is split, else ``plain``."""
+def _prefetching_if_split(plain: Callable[..., Any], prefetching: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that runs ``prefetching`` if a parameter is split, else ``plain``; decided at each call."""
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +102,7 @@ def _prefetching_if_split(plain: Callable[..., Any], ahead: Callable[..., Any]) 
         if all(route_of(path, leaf, self.path) is None for path, leaf in leaves):
             return plain(self, *args, **kwargs)
         with inside_unit(self, ()):
-            return ahead(self, *args, **kwargs)
+            return prefetching(self, *args, **kwargs)
 
     return method
 
@@ -107,28 +112,30 @@ def _of_one_layer(stacked: PyTree) -> PyTree:
     return meta.remove_axis(stacked, 0, {})
 
 
-def _ahead(run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int) -> Callable[..., Any]:
+def _prefetching_scan(
+    run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int
+) -> Callable[..., Any]:
     """Returns a Linen transformation that scans ``run(scopes, carry, *args)``, a layer, by ``prefetched_scan``."""
 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         # Per layer: keys of split streams, and arguments with a layer dim.
-        is_own = [*split_rngs.values(), *(axis == 0 for axis in axes)]
-        inputs = list(zip(is_own, [*keys, *args], strict=True))
+        is_per_layer = [*split_rngs.values(), *(axis == 0 for axis in axes)]
+        inputs = list(zip(is_per_layer, [*keys, *args], strict=True))
         per_layer, put_own = split_arrays([x if is_stacked else None for is_stacked, x in inputs])
         shared, put_shared = split_arrays([None if is_stacked else x for is_stacked, x in inputs])
 
         counted = _SameRandomCounts()
 
         def layer(weights: PyTree, carry: PyTree, per_layer: PyTree, shared: PyTree) -> Any:
-            both = zip(is_own, put_own(per_layer), put_shared(shared), strict=True)
+            both = zip(is_per_layer, put_own(per_layer), put_shared(shared), strict=True)
             merged = [x if is_stacked else y for is_stacked, x, y in both]
             scopes = make_scopes(weights, tuple(merged[: len(keys)]))
             with counted.from_the_same(scopes):
                 return run(scopes, carry, *merged[len(keys) :])
 
-        path = watching(RunningUnit)[0].path
+        path = active_interceptors_of(RunningUnit)[0].path
         return prefetched_scan(layer, _of_one_layer(variables), carry, per_layer, shared, path), ()
 
     # No collection is returned: a layer is computed twice, and would write twice.

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.modules.default_units import DEFAULT_UNITS, DEFAULT_UNITS_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN, is_nnx
-from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, Selection, Sharding, sharded
+from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, Selection, Sharding, sharded_model
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
 from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, UnitRule, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
@@ -90,9 +90,9 @@ def shard_modules(
         return model.with_units(where, policy)
     _check_model(model)
     if isinstance(where, UnitRule):
-        return sharded(model, Sharding(Selection(), where, policy, LinenRunByRule))
+        return sharded_model(model, Sharding(Selection(), where, policy, LinenRunByRule))
     selection = where if isinstance(where, Selection) else Selection(as_predicate(where, LINEN))
-    return sharded(model, Sharding(selection, where, policy, LinenRun))
+    return sharded_model(model, Sharding(selection, where, policy, LinenRun))
 
 
 def larger_than(size: int) -> Selection:
@@ -121,8 +121,8 @@ def _check_model(model: object) -> None:
     cls = made if isinstance(made, type) else type(made)
     if issubclass(cls, nn.Module):
         return
-    held = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
-    cure = f" Its {held[0].lstrip('_')!r} is one: pass that." if held else ""
+    module_fields = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
+    cure = f" Its {module_fields[0].lstrip('_')!r} is one: pass that." if module_fields else ""
     if is_nnx(cls):
         cure = " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
     raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{cure}")

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, named_wires, passing_collections, with_hook
+from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
@@ -229,7 +229,7 @@ def gather_here(
       module: the path of a Linen module in the model, for leaf names in errors.
       extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
     """
-    # The box of a leaf names its copies: ``or_else`` fills the None from the box.
+    # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
     communication = replace(policy.communication, replicas=None)
 
     def gathered(stored: str, leaf: Any) -> Any:
@@ -246,7 +246,7 @@ def gather_here(
         extension, wire = wires.get(stored, (None, None))
         full = gather_leaf(box, policy.axes, communication, path, wire, together.get(stored))
         if extension is not None:
-            extension.arrived(stored, full)
+            extension.on_gathered(stored, full)
         return full
 
     def take_out(path: str, leaf: Any) -> Any:
@@ -269,8 +269,8 @@ def gather_here(
     replaced = {
         path: read
         for extension in extensions
-        if "replaced" in extension.hooks
-        for path, read in extension.replaced().items()
+        if "value_replacements" in extension.hooks
+        for path, read in extension.value_replacements().items()
     }
     together: dict[str, Callable[[], Any]] = {}
     if communication.options and (hooks := with_hook("gathers")):
@@ -290,7 +290,7 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
     if not all(map(policy.has_axis, box.axes)):
         return None
     # The box names the copies, as in ``gather_here``.
-    return box.replace(communication=replace(policy.communication, replicas=None).or_else(box.communication))
+    return box.replace(communication=replace(policy.communication, replicas=None).filled_from(box.communication))
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
@@ -338,7 +338,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
         arrays, put_back = split_arrays((args, kwargs), *system.objects)
         rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
 
-        def again(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
+        def recomputed(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
             args, kwargs = put_back(arrays)
             results, rebuild = split_arrays(run(module, *args, **kwargs), *system.objects)
             rebuild_results.append(rebuild)
@@ -346,7 +346,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
         # The checkpoint traces `again`, which appends the function that rebuilds its results.
         keep = keeping_no_weights(jax.checkpoint_policies.everything_saveable, policy.kept_axes)
-        results = system.checkpoint(again, policy=keep)(module, arrays)
+        results = system.checkpoint(recomputed, policy=keep)(module, arrays)
         return rebuild_results[-1](results)
 
     return run_and_drop
@@ -357,7 +357,7 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
-    passing = passing_collections()
+    passing = collections_of_extensions()
     unsharded = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}
     mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()

@@ -217,19 +217,21 @@ def all_to_all(value: jax.Array, axes: Sequence[str]) -> jax.Array:
 Spans = tuple[jax.Array, jax.Array]
 
 
-def ragged_all_to_all(value: jax.Array, out: jax.Array, sent: Spans, coming: Spans, axes: Sequence[str]) -> jax.Array:
+def ragged_all_to_all(
+    value: jax.Array, out: jax.Array, sent: Spans, received_spans: Spans, axes: Sequence[str]
+) -> jax.Array:
     """Sends rows of ``value`` to every device, a different number to each. Not available on CPUs.
 
     Args:
       value: the rows to send.
       out: initial result; rows that arrive replace rows of ``out``.
       sent: (begins, sizes): ``sizes[i]`` rows go to device i, from row ``begins[i]`` of ``value`` on.
-      coming: (begins, sizes): ``begins[i]`` is the first row, in the result of device i, of the rows sent to device i;
-        ``sizes[i]`` rows come from device i to this device.
+      received_spans: (begins, sizes): ``begins[i]`` is the first row, in the result of device i, of the rows sent to
+        device i; ``sizes[i]`` rows come from device i to this device.
       axes: the axes over which devices exchange rows.
     """
     axes = spread_axes(axes)
-    operands = to_varying((value, out, *sent, *coming), varying_axes(value).union(axes))
+    operands = to_varying((value, out, *sent, *received_spans), varying_axes(value).union(axes))
     return lax.ragged_all_to_all(*operands, axis_name=axes)
 
 

@@ -61,7 +61,7 @@ class Communication:
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
         return cls(gather, summed, replicas, inter_host_axes, options)
 
-    def or_else(self, other: "Communication") -> "Communication":
+    def filled_from(self, other: "Communication") -> "Communication":
         """Returns the options; options of ``other`` replace defaults."""
         given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **given})
@@ -99,7 +99,7 @@ class Communication:
         return self.format_of(value) or jnp.dtype(self.dtypes(value)[0]).name
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format for a gather of a shard, or its ``Primal``, along ``dim``; ``Unchanged`` on one device."""
+        """Returns the format for a gather of a shard, or ``PrimalType``, along ``dim``; ``Unchanged`` on one device."""
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
         return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else Unchanged()
 
@@ -144,7 +144,7 @@ def _refusal(name: str, formats: Collection[str]) -> str:
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
     """Returns ``requested`` if it names a format in ``WIRE_FORMATS`` for the dtype of ``x``; else ``None``."""
     wire_format = WIRE_FORMATS.get(str(requested))
-    return str(requested) if wire_format and wire_format.takes(value_dtype(x)) else None
+    return str(requested) if wire_format and wire_format.supports_dtype(value_dtype(x)) else None
 
 
 def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:

@@ -74,7 +74,7 @@ def gather_array_with_mean_grads(
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Primal:
+class PrimalType:
     """Properties of the gathered value that the backward pass needs: a residual without arrays."""
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class Primal:
     batched: bool
 
     @classmethod
-    def of(cls, x: jax.Array) -> "Primal":
+    def of(cls, x: jax.Array) -> "PrimalType":
         return cls(x.shape, x.dtype, collectives.varying_axes(x), is_batched(x))
 
 
@@ -97,12 +97,12 @@ def _gather(
 
 def _gather_fwd(
     x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication, path: str
-) -> tuple[jax.Array, Primal]:
-    return _whole(x, wire, dim, axes, communication), Primal.of(x)
+) -> tuple[jax.Array, PrimalType]:
+    return _whole(x, wire, dim, axes, communication), PrimalType.of(x)
 
 
 def _gather_bwd(
-    dim: int, axes: tuple[str, ...], communication: Communication, path: str, primal: Primal, cotangent: jax.Array
+    dim: int, axes: tuple[str, ...], communication: Communication, path: str, primal: PrimalType, cotangent: jax.Array
 ) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
@@ -127,7 +127,7 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def _scattered(
-    cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: Primal
+    cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
     """Returns the gradient of the shard: the backward pass of a gather, a reduce-scatter along ``dim``."""
     terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, communication, primal)
@@ -159,7 +159,7 @@ def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
 
 
 def terms_to_scatter(
-    cotangent: jax.Array, axes: tuple[str, ...], communication: Communication, primal: Primal
+    cotangent: jax.Array, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
     """Returns this device's terms of the mean over ``axes``, the input of the reduce-scatter."""
     if not collectives.spread_axes(axes):
@@ -167,13 +167,13 @@ def terms_to_scatter(
     return term_of_mean(cotangent, collectives.axis_size(axes), communication.dtypes(primal)[1])
 
 
-def gradient_of_shard(scattered: jax.Array, communication: Communication, primal: Primal) -> jax.Array:
+def gradient_of_shard(scattered: jax.Array, communication: Communication, primal: PrimalType) -> jax.Array:
     """Returns the gradient from the output of the reduce-scatter: averaged over copies, with the primal's type."""
     grad = mean_over_copies(scattered, communication.replicas, primal.varying) if communication.replicas else scattered
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-def check_one_gradient_of_one_batch(path: str, primal: Primal, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
+def check_one_gradient_of_one_batch(path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...]) -> None:
     """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
 
     Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard.
@@ -253,13 +253,13 @@ def gather_dims(
     """
     left = list(names)
     for dim, entry in enumerate(names):
-        held = entry_axes(entry)
-        if set(held).isdisjoint(axes):
+        split_axes = entry_axes(entry)
+        if set(split_axes).isdisjoint(axes):
             continue
-        if set(held) <= set(axes):
-            value, left[dim] = _gather(value, wire, dim, held, communication, path), None
+        if set(split_axes) <= set(axes):
+            value, left[dim] = _gather(value, wire, dim, split_axes, communication, path), None
         else:
-            value, left[dim] = _gather_some(value, wire, dim, held, axes, communication, path)
+            value, left[dim] = _gather_some(value, wire, dim, split_axes, axes, communication, path)
         communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
     return value, tuple(left)
 
@@ -268,25 +268,25 @@ def _gather_some(
     value: jax.Array,
     wire: Wire | None,
     dim: int,
-    held: tuple[str, ...],
+    split_axes: tuple[str, ...],
     axes: Collection[str],
     communication: Communication,
     path: str,
 ) -> tuple[jax.Array, AxisEntry]:
-    """Gathers a dim that is split over ``held``, over the axes of ``held`` that are in ``axes``.
+    """Gathers a dim that is split over ``split_axes``, over the axes of ``split_axes`` that are in ``axes``.
 
     Returns the value, and the entry of the axes that still split the dim.
     """
-    first = next(i for i, axis in enumerate(held) if axis in axes)
-    outer, inner = held[:first], held[first:]
+    first = next(i for i, axis in enumerate(split_axes) if axis in axes)
+    outer, inner = split_axes[:first], split_axes[first:]
     remaining = tuple(axis for axis in inner if axis not in axes)
     if not remaining:
         return _gather(value, wire, dim, inner, communication, path), axes_entry(outer)
-    if (wire or communication.wire(value, dim, held)).rounds_again:
+    if (wire or communication.wire(value, dim, split_axes)).rounds_again:
         raise ValueError(
             f"gather_dtype={communication.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over "
-            f"{held}, and gathered over {sorted(axes)}: {remaining} stays split inside a gathered axis, so values "
-            "would be rounded more than once. Put the axes that stay split first, or pass a floating dtype."
+            f"{split_axes}, and gathered over {sorted(axes)}: {remaining} stays split inside a gathered axis, so "
+            "values would be rounded more than once. Put the axes that stay split first, or pass a floating dtype."
         )
     # A kept axis lies inside a gathered one. Its shards are gathered as well, by an all-gather whose transpose is a
     # sum (they are shards, not copies), and this device's shard is cut out at the end.

@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean, wide_dtype, widened
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
-    Primal,
+    PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     shard_as_sent,
@@ -150,7 +150,9 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
     return _look_up_fwd(shard, indices, lookup)[0]
 
 
-def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tuple[jax.Array, tuple[Primal, jax.Array]]:
+def _look_up_fwd(
+    shard: jax.Array, indices: jax.Array, lookup: RowLookup
+) -> tuple[jax.Array, tuple[PrimalType, jax.Array]]:
     """Looks up the rows of all devices in the local shard, and sends each device its rows."""
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
@@ -161,11 +163,11 @@ def _look_up_fwd(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> tup
     # Each device of the group gets the rows of its indices: [G t, w] -> [G, t, w].
     by_device = rows.reshape(lookup.group_count, -1, lookup.width)
     rows = _in_one(collectives.all_to_all(by_device, lookup.group), lookup)
-    return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (Primal.of(shard), asked)
+    return rows[:, : lookup.shape[1]].reshape(*indices.shape, -1), (PrimalType.of(shard), asked)
 
 
 def _look_up_bwd(
-    lookup: RowLookup, residuals: tuple[Primal, jax.Array], cotangent: jax.Array
+    lookup: RowLookup, residuals: tuple[PrimalType, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     """Sends the gradients of looked-up rows to the devices that store the rows, and adds them there."""
     (primal, asked), communication = residuals, lookup.communication

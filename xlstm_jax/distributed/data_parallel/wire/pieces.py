@@ -18,7 +18,7 @@ from jax import lax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import Primal, terms_to_scatter
+from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType, terms_to_scatter
 from xlstm_jax.program_names import GATHER_SCOPE
 
 
@@ -27,9 +27,9 @@ class Pieces:
     """Layout of a matrix that is read in pieces.
 
     Attributes:
-      along: the dim that is cut into pieces.
+      piece_dim: the dim that is cut into pieces.
       shape: shape of the unsharded matrix, without padding.
-      held: the number of entries of dim ``along`` per device, including padding.
+      entries_per_device: the number of entries of dim ``piece_dim`` per device, including padding.
       dim: the split dim.
       axes: the axes of ``dim``; () for a replicated matrix: nothing is sent.
       communication: dtypes and copies.
@@ -37,9 +37,9 @@ class Pieces:
       path: path of the leaf, for errors.
     """
 
-    along: int
+    piece_dim: int
     shape: tuple[int, ...]
-    held: int
+    entries_per_device: int
     dim: int = 0
     axes: tuple[str, ...] = ()
     communication: Communication = DEFAULT_COMMUNICATION
@@ -48,8 +48,8 @@ class Pieces:
 
     @property
     def size(self) -> int:
-        """Entries of dim ``along`` on all devices, without padding."""
-        return self.shape[self.along]
+        """Entries of dim ``piece_dim`` on all devices, without padding."""
+        return self.shape[self.piece_dim]
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
@@ -58,33 +58,33 @@ class Pieces:
 
     @property
     def parts(self) -> int:
-        """Number of devices over which the dim ``along`` is split."""
-        return collectives.axis_size(self.axes) if self.dim == self.along else 1
+        """Number of devices over which the dim ``piece_dim`` is split."""
+        return collectives.axis_size(self.axes) if self.dim == self.piece_dim else 1
 
-    def entries(self, start: jax.Array | int, size: int, at: jax.Array | None = None) -> jax.Array:
-        """Returns the indices along dim ``along`` of the places ``at`` of a piece (default: every place); int32.
+    def entries(self, start: jax.Array | int, size: int, places: jax.Array | None = None) -> jax.Array:
+        """Returns the indices along dim ``piece_dim`` of the ``places`` of a piece (default: every place); int32.
 
         The piece has ``size`` entries per device, from the device's entry ``start`` on.
         """
-        at = jnp.arange(size * self.parts, dtype=jnp.int32) if at is None else at.astype(jnp.int32)
-        return start + at if self.parts == 1 else at // size * self.held + start + at % size
+        places = jnp.arange(size * self.parts, dtype=jnp.int32) if places is None else places.astype(jnp.int32)
+        return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size
 
-    def gathered(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
+    def gather_piece(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
         """Returns a gathered piece; ``sent`` is the result of ``shard_as_sent``."""
-        local = lax.dynamic_slice_in_dim(sent, start, size, self.along)
+        local = lax.dynamic_slice_in_dim(sent, start, size, self.piece_dim)
         with jax.named_scope(GATHER_SCOPE):
             return collectives.all_gather(local, self.dim, self.axes)
 
-    def scattered(self, gradient: jax.Array, primal: Primal) -> jax.Array:
-        """Transposes ``gathered``: returns this device's part of the mean, for ``gradient_of_shard``."""
+    def scatter_gradient(self, gradient: jax.Array, primal: PrimalType) -> jax.Array:
+        """Transposes ``gather_piece``: returns this device's part of the mean, for ``gradient_of_shard``."""
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.communication, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
         """Returns the gradient of this device's shard with zeros in the padding, where it may be NaN."""
-        if self.held * self.parts == self.size:
+        if self.entries_per_device * self.parts == self.size:
             return gradient
-        first = collectives.axis_index(self.axes) * self.held
-        indices = first + lax.broadcasted_iota(jnp.int32, gradient.shape, self.along)
+        first = collectives.axis_index(self.axes) * self.entries_per_device
+        indices = first + lax.broadcasted_iota(jnp.int32, gradient.shape, self.piece_dim)
         return jnp.where(indices < self.size, gradient, 0)

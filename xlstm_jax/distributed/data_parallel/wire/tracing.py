@@ -58,8 +58,8 @@ class RunningLoss:
             self.gathered_in_branches.append(path or "a parameter")
         key = (current_trace(), communication)
         # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
-        for known, of, full in self.gathers:
-            if known is shard and of == key:
+        for gathered_shard, gather_key, full in self.gathers:
+            if gathered_shard is shard and gather_key == key:
                 return full
         full = gather()
         self.gathers.append((shard, key, full))
@@ -68,7 +68,7 @@ class RunningLoss:
     def has_gathered(self, shard: Any, how: Any) -> bool:
         """Returns whether ``gathered_once`` would return an earlier result."""
         key = (current_trace(), how)
-        return any(known is shard and of == key for known, of, _ in self.gathers)
+        return any(gathered_shard is shard and gather_key == key for gathered_shard, gather_key, _ in self.gathers)
 
 
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled

@@ -69,15 +69,15 @@ all_parts = linear(collectives.all_gather_equal, collectives.local_shard)
 
 # -------------------------------------------------------------------------------------------- rows, grouped by device
 
-# Of a device's rows, ordered by destination, ``counts[i]`` go to device i. ``coming[i]`` rows come from device i, to
-# the places from i x most on. Sending and sending back are transposes of each other.
+# Of a device's rows, ordered by destination, ``counts[i]`` go to device i. ``received_counts[i]`` rows come from device
+# i, to the places from i x max_rows_per_pair on. Sending and sending back are transposes of each other.
 
 
 class Exchange(NamedTuple):
     """Options of ``send_rows``: the axes, the most rows from a device to a device, the rows r of a device."""
 
     axes: tuple[str, ...]
-    most: int
+    max_rows_per_pair: int
     length: int  # r
 
 
@@ -94,32 +94,34 @@ def has_ragged_all_to_all() -> bool:
 
 
 @promoting
-def _sent(rows: Array, counts: Array, coming: Array, exchange: Exchange) -> Array:
-    """Sends rows [r, d] to their devices. Returns the p devices' rows, [p most, d]; zeros in places without a row."""
-    devices, most = len(counts), exchange.most
+def _sent(rows: Array, counts: Array, received_counts: Array, exchange: Exchange) -> Array:
+    """Sends rows [r, d] to their devices. Returns the p devices' rows, [p max_rows, d]; zeros in other places."""
+    devices, max_rows = len(counts), exchange.max_rows_per_pair
     if has_ragged_all_to_all():
-        places = jnp.full_like(counts, most) * collectives.axis_index(exchange.axes)
-        out = jnp.zeros_like(rows, shape=(devices * most, *rows.shape[1:]))
-        return collectives.ragged_all_to_all(rows, out, (starts_of(counts), counts), (places, coming), exchange.axes)
-    place = jnp.arange(most)
+        places = jnp.full_like(counts, max_rows) * collectives.axis_index(exchange.axes)
+        out = jnp.zeros_like(rows, shape=(devices * max_rows, *rows.shape[1:]))
+        return collectives.ragged_all_to_all(
+            rows, out, (starts_of(counts), counts), (places, received_counts), exchange.axes
+        )
+    place = jnp.arange(max_rows)
     index = jnp.minimum(starts_of(counts)[:, None] + place, exchange.length - 1)
     parts = jnp.where((place < counts[:, None])[..., None], rows[index], 0)
-    return collectives.all_to_all(parts, exchange.axes).reshape(devices * most, -1)
+    return collectives.all_to_all(parts, exchange.axes).reshape(devices * max_rows, -1)
 
 
 @promoting
-def _sent_back(results: Array, counts: Array, coming: Array, exchange: Exchange) -> Array:
-    """Sends results [p most, d] back to the devices of their rows, [r, d]; zeros for rows that were not sent."""
-    devices, most = len(counts), exchange.most
+def _sent_back(results: Array, counts: Array, received_counts: Array, exchange: Exchange) -> Array:
+    """Sends results [p max_rows, d] back to the devices of their rows, [r, d]; zeros for rows that were not sent."""
+    devices, max_rows = len(counts), exchange.max_rows_per_pair
     if has_ragged_all_to_all():
-        starts, places = most * jnp.arange(devices), collectives.all_to_all(starts_of(counts), exchange.axes)
+        starts, places = max_rows * jnp.arange(devices), collectives.all_to_all(starts_of(counts), exchange.axes)
         out = jnp.zeros_like(results, shape=(exchange.length, *results.shape[1:]))
-        return collectives.ragged_all_to_all(results, out, (starts, coming), (places, counts), exchange.axes)
-    back = collectives.all_to_all(results.reshape(devices, most, -1), exchange.axes)
+        return collectives.ragged_all_to_all(results, out, (starts, received_counts), (places, counts), exchange.axes)
+    back = collectives.all_to_all(results.reshape(devices, max_rows, -1), exchange.axes)
     row = jnp.arange(exchange.length)
     device = (row[:, None] >= jnp.cumsum(counts)).sum(1)  # p for a row that was not sent
     sender = jnp.minimum(device, devices - 1)
-    rows = back[sender, jnp.minimum(row - starts_of(counts)[sender], most - 1)]
+    rows = back[sender, jnp.minimum(row - starts_of(counts)[sender], max_rows - 1)]
     return jnp.where((device < devices)[:, None], rows, 0)
 
 

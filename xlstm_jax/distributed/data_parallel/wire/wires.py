@@ -69,7 +69,7 @@ class WireFormat:
 
     averages: ClassVar[bool] = False
 
-    def takes(self, dtype: DType) -> bool:
+    def supports_dtype(self, dtype: DType) -> bool:
         """Returns whether values of this dtype are sent in the format; values of other dtypes are sent unchanged."""
         return bool(jnp.issubdtype(dtype, jnp.floating))
 

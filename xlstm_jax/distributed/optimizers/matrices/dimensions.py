@@ -242,13 +242,13 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
         )
 
 
-def choices_of(given: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """Returns a ``MatrixChoice`` by path from ``given``, the dims in any form that ``muon`` accepts."""
+def choices_of(muon_dims: Any, params: PyTree) -> dict[str, MatrixChoice]:
+    """Returns a ``MatrixChoice`` by path from ``muon_dims``, the dims in any form that ``muon`` accepts."""
     shapes = full_shapes(params)
-    if given is None:
+    if muon_dims is None:
         return choose_matrices(shapes)
     # JAX does not treat None as a leaf; here None marks a leaf that is not a matrix.
-    prefix, treedef = trees.flatten_with_path(given(params) if callable(given) else given, _is_dims)
+    prefix, treedef = trees.flatten_with_path(muon_dims(params) if callable(muon_dims) else muon_dims, _is_dims)
     below: Sequence[Any] = treedef.flatten_up_to(params)
     each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]
     with_paths, _ = trees.flatten_with_path(jax.tree.unflatten(treedef, each), _is_dims)

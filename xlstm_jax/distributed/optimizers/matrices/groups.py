@@ -81,22 +81,24 @@ class MatrixGroup:
     """Matrices that are sent together, and their owner devices.
 
     Attributes:
-      form: of each matrix.
+      form: shapes, dtype and split of each matrix of the group, which are equal.
       leaves: the leaves with the matrices, in order.
-      copies: axes along which devices have equal shards, and share the work.
-      copies_dim: the dim that ``copies`` split further; None without copies.
+      copy_axes: axes along which devices have equal shards, and share the work.
+      copy_axes_dim: the dim that each device cuts again, along ``copy_axes``, so that devices with equal shards send
+        different parts; None without copies.
       axes: the axes of the owners, in mesh order, outermost first.
-      owners: number of devices that share the work; ``per_owner`` is the number of places of each.
-      first: the place of the first matrix.
+      num_owners: number of devices that share the work; each has ``places_per_owner`` places for matrices.
+      first_place: index of the first owner among the devices of a round; 0 unless ``in_rounds`` sends several groups
+        together.
     """
 
     form: MatrixForm
     leaves: tuple[MatrixLeaf, ...]
-    copies: Axes
-    copies_dim: int | None
+    copy_axes: Axes
+    copy_axes_dim: int | None
     axes: Axes
-    owners: int
-    first: int = 0
+    num_owners: int
+    first_place: int = 0
 
     @property
     def name(self) -> str:
@@ -108,17 +110,19 @@ class MatrixGroup:
         return sum(leaf.count for leaf in self.leaves)
 
     @property
-    def per_owner(self) -> int:
-        return -(-self.count // self.owners)
+    def places_per_owner(self) -> int:
+        return -(-self.count // self.num_owners)
 
     @property
-    def splits(self) -> tuple[tuple[int, Axes], ...]:
-        """(dim, axes) for each dim that is split when matrices are sent; ``copies`` are innermost."""
-        if self.copies_dim is None:
+    def splits_when_sent(self) -> tuple[tuple[int, Axes], ...]:
+        """(dim, axes) for each dim that is split when matrices are sent; ``copy_axes`` are innermost."""
+        if self.copy_axes_dim is None:
             return self.form.splits
         split_axes = dict(self.form.splits)
         return tuple(
-            sorted((split_axes | {self.copies_dim: (*split_axes.get(self.copies_dim, ()), *self.copies)}).items())
+            sorted(
+                (split_axes | {self.copy_axes_dim: (*split_axes.get(self.copy_axes_dim, ()), *self.copy_axes)}).items()
+            )
         )
 
 
@@ -170,7 +174,7 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
         by_form[form].append(leaf)
     groups = [_owned(MatrixGroup(form, tuple(members), (), None, (), 1), sizes) for form, members in by_form.items()]
     # rows^2 * columns is proportional to the FLOP of a matrix product in Newton-Schulz.
-    return sorted(groups, key=lambda group: -group.per_owner * group.form.rows**2 * group.form.columns)
+    return sorted(groups, key=lambda group: -group.places_per_owner * group.form.rows**2 * group.form.columns)
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
@@ -184,7 +188,7 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
         fitting = [members for members in rounds if _fits(group, members)]
         if fitting:
             last = fitting[0][-1]
-            fitting[0].append(replace(group, first=last.first + last.count))
+            fitting[0].append(replace(group, first_place=last.first_place + last.count))
         else:
             rounds.append([group])
     return rounds
@@ -192,21 +196,21 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
 
 def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
     kinds = {(other.axes, other.form.stack_axes, other.form.dtype) for other in (group, members[0])}
-    return len(kinds) == 1 and sum(other.count for other in members) + group.count <= group.owners
+    return len(kinds) == 1 and sum(other.count for other in members) + group.count <= group.num_owners
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     """Returns the group with its owner devices: along split axes, and along axes of copies if that saves work."""
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
-    alone = replace(group, axes=_in_order(form.split_axes, sizes), owners=owners)
+    alone = replace(group, axes=_in_order(form.split_axes, sizes), num_owners=owners)
     # For this little work, computing on every copy is faster than sending.
     if group.count * form.rows * form.columns < DEFAULT_MIN_WEIGHT_SIZE:
         return alone
     others = [axis for axis, size in sizes.items() if size > 1 and axis not in (*form.split_axes, *form.stack_axes)]
     shared = [_with_copies(alone, tuple(others[:n]), sizes) for n in range(1, len(others) + 1)]
     # More owners than needed for the least work would only add traffic.
-    return min([alone, *filter(None, shared)], key=lambda candidate: (candidate.per_owner, candidate.owners))
+    return min([alone, *filter(None, shared)], key=lambda candidate: (candidate.places_per_owner, candidate.num_owners))
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
@@ -219,4 +223,4 @@ def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> 
         return None
     dim = max(fitting, key=lambda dim: local[dim])
     axes = _in_order((*group.axes, *copies), sizes)
-    return replace(group, copies=copies, copies_dim=dim, axes=axes, owners=group.owners * count)
+    return replace(group, copy_axes=copies, copy_axes_dim=dim, axes=axes, num_owners=group.num_owners * count)

@@ -121,7 +121,7 @@ def muon(
         nesterov=nesterov,
     )
 
-    def of(choices: Choices, tree: PyTree) -> optax.GradientTransformationExtraArgs:
+    def verb(choices: Choices, tree: PyTree) -> optax.GradientTransformationExtraArgs:
         matrices = optax.chain(
             scale_by_muon(choices),
             _scale_by_shape(choices, consistent_rms),
@@ -134,13 +134,13 @@ def muon(
     def init(params: PyTree) -> PyTree:
         choices = choices_of(muon_weight_dimension_numbers, params)
         report_matrices(MUON, params, choices, any_order=True)
-        return of(choices, params).init(params)
+        return verb(choices, params).init(params)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree) -> tuple[PyTree, PyTree]:
         choices = choices_of(muon_weight_dimension_numbers, updates)
         # AdamW and optax's bias correction raise a float to an int.
         with jax.numpy_dtype_promotion("standard"):
-            return of(choices, updates).update(updates, state, params, **extra_args)
+            return verb(choices, updates).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

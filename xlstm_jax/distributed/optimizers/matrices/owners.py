@@ -26,10 +26,12 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
     """Sends shards, by path; returns the matrices that this device owns, [places, rows, columns], rows <= columns."""
     stacked = _as_stacks(group, shards)
-    empty = group.owners * group.per_owner - group.count
+    empty = group.num_owners * group.places_per_owner - group.count
     # Narrow in the exchange only: the rule computes in the dtype of the leaves.
     sent = jnp.pad(stacked.astype(exchange_dtype or stacked.dtype), [(0, empty)] + [(0, 0)] * (stacked.ndim - 1))
-    received = collectives.all_to_all(sent.reshape(group.owners, group.per_owner, *sent.shape[1:]), group.axes)
+    received = collectives.all_to_all(
+        sent.reshape(group.num_owners, group.places_per_owner, *sent.shape[1:]), group.axes
+    )
     return _merged(group, received).astype(stacked.dtype)
 
 
@@ -56,25 +58,27 @@ def by_owners(
     each = [stack.reshape(stack.shape[0], -1) for stack in stacks]
     longest = max(row.shape[1] for row in each)
     filled = jnp.concatenate([_of_length(longest, row) for row in each])
-    rows = jnp.pad(filled, ((0, groups[0].owners - len(filled)), (0, 0))).astype(exchange_dtype or dtype)
+    rows = jnp.pad(filled, ((0, groups[0].num_owners - len(filled)), (0, 0))).astype(exchange_dtype or dtype)
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
         """Returns the updates that this device sends back as an owner of the group, from the received slices."""
-        slices = (group.owners, 1, *_slice_shape(group))
+        slices = (group.num_owners, 1, *_slice_shape(group))
         index = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
         new = _in_slices(group, fn(_merged(group, index)))
-        return _of_length(longest, new.reshape(group.owners, -1).astype(received.dtype))
+        return _of_length(longest, new.reshape(group.num_owners, -1).astype(received.dtype))
 
     # Groups are consecutive, so the number of groups that end before this device is the index of the device's group, or
     # one past the last for a device without a matrix. The switch runs a single branch; no branch has a collective.
     index = collectives.axis_index(axes)
-    mine = sum((index >= group.first + group.count).astype(jnp.int32) for group in groups)
-    sent = jax.lax.switch(mine, [*(partial(of_one, group) for group in groups), lambda received: received], received)
+    group_index = sum((index >= group.first_place + group.count).astype(jnp.int32) for group in groups)
+    sent = jax.lax.switch(
+        group_index, [*(partial(of_one, group) for group in groups), lambda received: received], received
+    )
     back = collectives.all_to_all(sent, axes).astype(dtype)
     new: dict[str, jax.Array] = {}
     for group, stack in zip(groups, stacks, strict=True):
-        of_group = back[group.first : group.first + group.count, : stack[0].size]
+        of_group = back[group.first_place : group.first_place + group.count, : stack[0].size]
         new |= _from_stacks(group, of_group.reshape(stack.shape))
     return new
 
@@ -85,7 +89,7 @@ def _of_length(length: int, rows: jax.Array) -> jax.Array:
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
     """Returns the shape of the part of a matrix that a device sends to the matrix's owner, with padding."""
-    by_dim = dict(group.splits)
+    by_dim = dict(group.splits_when_sent)
     return tuple(size // collectives.axis_size(by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored))
 
 
@@ -93,16 +97,16 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
     """Returns the part of the group's shards that this device sends, [M, stored dims / n]."""
     ordered = [(leaf, shards[leaf.path].transpose(leaf.order)) for leaf in group.leaves]
     stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
-    if group.copies_dim is None:
+    if group.copy_axes_dim is None:
         return stacked
     # Devices with equal shards send a part each, so that nothing is sent twice.
-    return collectives.local_shard(stacked, 1 + group.copies_dim, group.copies)
+    return collectives.local_shard(stacked, 1 + group.copy_axes_dim, group.copy_axes)
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
     """Inverts ``_as_stacks``: returns the shards by path, with the parts of copies gathered."""
-    if group.copies_dim is not None:
-        back = collectives.all_gather_equal(back, 1 + group.copies_dim, group.copies)
+    if group.copy_axes_dim is not None:
+        back = collectives.all_gather_equal(back, 1 + group.copy_axes_dim, group.copy_axes)
     ends = np.cumsum([leaf.count for leaf in group.leaves])[:-1]
     parts = zip(group.leaves, jnp.split(back, ends), strict=True)
     ordered = {leaf: part.reshape(*leaf.stack, *part.shape[1:]) for leaf, part in parts}
@@ -123,7 +127,7 @@ def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     padding = [(0, size - true_size) for size, true_size in zip(form.stored, form.true, strict=True)]
     stored = jnp.pad(matrices.reshape(-1, *form.true), [(0, 0), *padding])
     by_axis = stored.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
-    return by_axis.reshape(group.owners, *shape[len(group.axes) :])
+    return by_axis.reshape(group.num_owners, *shape[len(group.axes) :])
 
 
 def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
@@ -132,7 +136,7 @@ def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int
     In the merged order the axes that split a dim come directly before a device's part of the dim.
     """
     sizes = [collectives.axis_size([axis]) for axis in group.axes]
-    order, by_dim = [len(sizes)], dict(group.splits)
+    order, by_dim = [len(sizes)], dict(group.splits_when_sent)
     for dim in range(len(group.form.stored)):
         order += [*map(group.axes.index, by_dim.get(dim, ())), len(sizes) + 1 + dim]
     return (*sizes, places, *_slice_shape(group)), order

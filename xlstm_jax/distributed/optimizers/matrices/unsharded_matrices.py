@@ -11,7 +11,7 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
-from xlstm_jax.distributed.data_parallel.store import AS_IT_IS
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
@@ -98,20 +98,20 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     """Returns the rule's initial state for a group's matrices; inside ``shard_map`` for matrices of this device."""
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
-    left_over = group.per_owner * group.owners - group.count
+    left_over = group.places_per_owner * group.num_owners - group.count
     # Empty places would be between the matrices of two parts, and a box can only have empty places at the end.
     if left_over and stacks > 1:
         raise ValueError(
             f"on_unsharded_matrices: {group.leaves[0].path!r} has {group.count} matrices on each of {stacks} parts of "
-            f"the mesh, which the {group.owners} devices of a part do not divide. Split the leaf along another dim."
+            f"the mesh, which the {group.num_owners} devices of a part do not divide. Split the leaf along another dim."
         )
-    places = group.per_owner * (1 if place.mesh is None else group.owners * stacks)
+    places = group.places_per_owner * (1 if place.mesh is None else group.num_owners * stacks)
     zeros = jnp.zeros((places, group.form.rows, group.form.columns), group.form.dtype)
     # A state for each matrix: a rule's count becomes a vector of counts.
     state = jax.vmap(tx.init)(zeros)
 
     def boxed(leaf: jax.Array) -> Any:
-        store = FirstPlaces(group.count) if left_over else AS_IT_IS
+        store = FirstPlaces(group.count) if left_over else UNCHANGED_STORE
         return Owned(leaf, (axes_entry(axes), *[None] * (leaf.ndim - 1)), store=store) if axes else leaf
 
     if place.mesh is None and axes:

@@ -20,9 +20,9 @@ def carries_of(inputs: Inputs) -> list[Carry]:
     carries: list[Carry] = []
     left = dict(inputs.collections)
     for kind in CARRIES:
-        if (carry := kind.of(inputs._replace(collections=left))) is not None:
+        if (carry := kind.from_inputs(inputs._replace(collections=left))) is not None:
             carries.append(carry)
-            left = {name: tree for name, tree in left.items() if name not in carry.takes()}
+            left = {name: tree for name, tree in left.items() if name not in carry.collection_names()}
     # Unclaimed collections would not reach the loss function; unclaimed observations would be averaged.
     assert not left, f"no carry takes the collections {sorted(left)}"
     assert inputs.fold_aux is None or any(carry.takes_aux for carry in carries), "no carry takes the metric"

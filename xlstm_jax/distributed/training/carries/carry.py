@@ -64,14 +64,14 @@ class Carry:
     overwritten: Collection[str] = ()
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self | None:
+    def from_inputs(cls, inputs: Inputs) -> Self | None:
         """Returns a carry for the state in ``inputs`` that this class handles, or None if there is no such state.
 
         ``inputs.collections`` excludes collections taken by carries earlier in the registry.
         """
         raise NotImplementedError
 
-    def takes(self) -> Collection[str]:
+    def collection_names(self) -> Collection[str]:
         """Returns the names of the collections in this carry's state; () for a carry of another state."""
         return ()
 

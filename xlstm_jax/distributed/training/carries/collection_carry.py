@@ -20,7 +20,7 @@ class CollectionCarry(Carry):
     axes: tuple[str, ...]
     read_later: bool
 
-    def takes(self) -> Collection[str]:
+    def collection_names(self) -> Collection[str]:
         return self.collections.keys()
 
     def start(self) -> PyTree:

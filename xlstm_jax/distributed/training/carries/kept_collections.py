@@ -10,6 +10,6 @@ class KeptCollections(CollectionCarry):
     """Carry for the collections that are left after the carries before it in the registry have taken theirs."""
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self | None:
+    def from_inputs(cls, inputs: Inputs) -> Self | None:
         left = inputs.collections
         return cls(left, inputs.axes, inputs.read_later) if left else None

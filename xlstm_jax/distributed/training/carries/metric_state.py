@@ -15,18 +15,18 @@ from xlstm_jax.distributed.training.loss import LossFunction
 
 @dataclass(frozen=True)
 class MetricState(Carry):
-    """Carry for the state of a metric: after each minibatch ``state = fold(state, aux)``, from the state ``given``."""
+    """Carry for the state of a metric: after each minibatch ``state = fold(state, aux)``, from ``initial_state`` on."""
 
     fold: Callable[[PyTree, PyTree], PyTree]
-    given: PyTree
+    initial_state: PyTree
     takes_aux = True
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self | None:
+    def from_inputs(cls, inputs: Inputs) -> Self | None:
         return None if inputs.fold_aux is None else cls(inputs.fold_aux, inputs.metric_state)
 
     def start(self) -> PyTree:
-        return self.given
+        return self.initial_state
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
         return self.fold(state, local.aux)

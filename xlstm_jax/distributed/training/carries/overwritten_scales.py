@@ -29,7 +29,7 @@ class OverwrittenScales(CollectionCarry):
     overwritten = (OVERWRITTEN,)
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self | None:
+    def from_inputs(cls, inputs: Inputs) -> Self | None:
         if OVERWRITTEN not in inputs.collections:
             return None
         return cls({OVERWRITTEN: inputs.collections[OVERWRITTEN]}, inputs.axes, inputs.read_later)
@@ -59,9 +59,9 @@ def _with_scales(
     local = local_result(loss, (weights, collections[OVERWRITTEN]), axes, devices=devices)
     # Multiply by N again: callers expect the local mean.
     loss_of_device, grads = jax.tree.map(lambda x: x * devices, (local.loss, local.grads[:count]))
-    live, put_back = trees.split_differentiable(collections[OVERWRITTEN])
+    leaves, put_back = trees.split_differentiable(collections[OVERWRITTEN])
     scales = trees.stored_values(local.grads[count:])
     largest = collectives.all_reduce(["max"] * len(scales), scales, axes)
-    overwritten = {OVERWRITTEN: put_back(map(rebox, live, largest))}
+    overwritten = {OVERWRITTEN: put_back(map(rebox, leaves, largest))}
     updated = {**local.collections, **overwritten} if isinstance(local.collections, Mapping) else local.collections
     return local._replace(loss=loss_of_device, grads=grads, collections=updated)

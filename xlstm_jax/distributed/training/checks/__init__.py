@@ -68,18 +68,18 @@ def _optimizer_of_state(tx: optax.GradientTransformation) -> None:
     check_optimizer(tx, "create_train_state")
 
 
-def _model(of: NewModel) -> None:
-    check_model(of.model)
+def _model(context: NewModel) -> None:
+    check_model(context.model)
 
 
-def _keys(of: NewModel) -> None:
-    check_keys(of.rng, "model.init")
+def _keys(context: NewModel) -> None:
+    check_keys(context.rng, "model.init")
 
 
-def _dims_of_shards(of: NewVariables) -> None:
-    for name, tree in of.variables.items():
+def _dims_of_shards(context: NewVariables) -> None:
+    for name, tree in context.variables.items():
         for path, leaf in sharded_leaves(tree):
-            check_divides(path if name == "params" else f"({name}) {path}", leaf, of.mesh.shape)
+            check_divides(path if name == "params" else f"({name}) {path}", leaf, context.mesh.shape)
 
 
 def _equal_keys(of: NewModel) -> None:
@@ -87,60 +87,60 @@ def _equal_keys(of: NewModel) -> None:
         compare_keys(of.rng, of.mesh)
 
 
-def _optimizer_of_parameters(of: CreatedState) -> None:
-    warn_of_optimizer(of.tx, of.params)
+def _optimizer_of_parameters(context: CreatedState) -> None:
+    warn_of_optimizer(context.tx, context.params)
 
 
-def _gathered_stacks_of_state(of: CreatedState) -> None:
-    if not of.allow_replicated:
-        warn_of_gathered_stacks(of.stacks, of.mesh)
+def _gathered_stacks_of_state(context: CreatedState) -> None:
+    if not context.allow_replicated:
+        warn_of_gathered_stacks(context.stacks, context.mesh)
 
 
-def _arguments(of: StepTrace) -> None:
-    check_call(of.state, of.rng, of.local, of.mesh, of.metric, of.extra_trees)
+def _arguments(context: StepTrace) -> None:
+    check_call(context.state, context.rng, context.local, context.mesh, context.metric, context.extra_trees)
 
 
-def _optimizer(of: StepTrace) -> None:
-    check_optimizer_of_step(of.state.tx)
+def _optimizer(context: StepTrace) -> None:
+    check_optimizer_of_step(context.state.tx)
 
 
-def _rows(of: StepTrace) -> None:
-    check_global_batch(of.batch, of.layout, of.num_minibatches)
+def _rows(context: StepTrace) -> None:
+    check_global_batch(context.batch, context.layout, context.num_minibatches)
 
 
-def _loss_function(of: StepTrace) -> None:
-    collections = collections_of(of.state)
-    draws = takes_key(of.loss.fn, of.rng, collections, of.extra_trees)
-    check_takes(of.loss.fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, of.extra_trees)
+def _loss_function(context: StepTrace) -> None:
+    collections = collections_of(context.state)
+    draws = takes_key(context.loss.fn, context.rng, collections, context.extra_trees)
+    check_takes(context.loss.fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, context.extra_trees)
 
 
-def _evaluated(of: EvaluationTrace) -> None:
-    check_evaluated(of.state, of.local)
+def _evaluated(context: EvaluationTrace) -> None:
+    check_evaluated(context.state, context.local)
 
 
-def _meshes_of_evaluation(of: EvaluationTrace) -> None:
-    state = {"params": of.state.params, "collections": collections_of(of.state)}
-    check_mesh_of({"state": state, "local": of.local, "extra_trees": of.extra_trees}, of.layout.mesh)
+def _meshes_of_evaluation(context: EvaluationTrace) -> None:
+    state = {"params": context.state.params, "collections": collections_of(context.state)}
+    check_mesh_of({"state": state, "local": context.local, "extra_trees": context.extra_trees}, context.layout.mesh)
 
 
-def _rows_of_evaluation(of: EvaluationTrace) -> None:
-    check_global_batch(of.batch, of.layout, padding=PADDING)
+def _rows_of_evaluation(context: EvaluationTrace) -> None:
+    check_global_batch(context.batch, context.layout, padding=PADDING)
 
 
-def _eval_function(of: EvaluationTrace) -> None:
-    check_takes(of.eval_fn, EVAL_FN, collections_of(of.state), of.extra_trees)
+def _eval_function(context: EvaluationTrace) -> None:
+    check_takes(context.eval_fn, EVAL_FN, collections_of(context.state), context.extra_trees)
 
 
-def _axes_of_loss(of: LossOfDevice) -> None:
-    check_axes(of.value, of.axes, of.quantity)
+def _axes_of_loss(context: LossOfDevice) -> None:
+    check_axes(context.value, context.axes, context.quantity)
 
 
-def _branches(of: Differentiated) -> None:
-    check_branches(of.gathered_in_branches, of.loss, of.args, of.axes)
+def _branches(context: Differentiated) -> None:
+    check_branches(context.gathered_in_branches, context.loss, context.args, context.axes)
 
 
-def _averages(of: Averaged) -> None:
-    warn_of_averages(of.paths, of.over, of.weighted, of.jaxpr)
+def _averages(context: Averaged) -> None:
+    warn_of_averages(context.paths, context.num_minibatches, context.weighted, context.jaxpr)
 
 
 def _equal_results(of: Results) -> None:
@@ -148,30 +148,30 @@ def _equal_results(of: Results) -> None:
         check_equal_results(of.results, of.equations, of.mesh)
 
 
-def _options(of: TracedStep) -> None:
-    warn_of_options(of.step.state.tx, of.step.loss.weighted, of.step.learning_rate)
+def _options(context: TracedStep) -> None:
+    warn_of_options(context.step.state.tx, context.step.loss.weighted, context.step.learning_rate)
 
 
-def _idle_axes(of: TracedStep) -> None:
-    state = of.step.state
-    trees = (state.params, collections_of(state), of.step.extra_trees)
-    warn_of_idle_axes(of.step.mesh, of.step.layout.axes, trees, of.jaxpr)
+def _idle_axes(context: TracedStep) -> None:
+    state = context.step.state
+    trees = (state.params, collections_of(state), context.step.extra_trees)
+    warn_of_idle_axes(context.step.mesh, context.step.layout.axes, trees, context.jaxpr)
 
 
-def _replicated(of: TracedStep) -> None:
-    if not of.step.allow_replicated:
-        look = partial(facts_of_step, of.step.state.apply_fn, of.trace_again)
-        warn_of_replicated(of.step.state.params, of.step.mesh, look)
+def _replicated(context: TracedStep) -> None:
+    if not context.step.allow_replicated:
+        look = partial(facts_of_step, context.step.state.apply_fn, context.trace_again)
+        warn_of_replicated(context.step.state.params, context.step.mesh, look)
 
 
-def _gathered_stacks(of: TracedStep) -> None:
-    if not of.step.allow_replicated:
-        warn_of_gathered_stacks(of.stacks, of.step.mesh)
+def _gathered_stacks(context: TracedStep) -> None:
+    if not context.step.allow_replicated:
+        warn_of_gathered_stacks(context.stacks, context.step.mesh)
 
 
-def _replicated_trees(of: TracedStep) -> None:
-    if not of.step.allow_replicated:
-        warn_of_replicated_trees(of.step.extra_trees, of.step.mesh)
+def _replicated_trees(context: TracedStep) -> None:
+    if not context.step.allow_replicated:
+        warn_of_replicated_trees(context.step.extra_trees, context.step.mesh)
 
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"

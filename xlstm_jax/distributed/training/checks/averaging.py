@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.moments import AppliedGradients, TrainingCheck
 from xlstm_jax.distributed.training.varying import followed_equation
 from xlstm_jax.equations import named_axes
-from xlstm_jax.origins import Made, TracedValue, inside, is_gradient
+from xlstm_jax.origins import ProducingEquation, TracedValue, inside, is_gradient
 
 # Equations whose results are their operands, in another shape, layout, dtype or type.
 _UNCHANGED = {
@@ -41,13 +41,13 @@ _SUMS = {"psum", "psum_invariant"}
 
 
 class GradientMultiple(NamedTuple):
-    """Relation of a gradient to the result of the backward pass: ``by`` times it, summed over the axes ``summed``.
+    """Relation of a gradient to the result of the backward pass: ``factor`` times it, summed over the axes ``summed``.
 
-    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``by`` that is of ``sync_gradients``.
+    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``factor`` that is of ``sync_gradients``.
     ``varying``: axes over which the result of the backward pass varies by type.
     """
 
-    by: Fraction
+    factor: Fraction
     by_sync: Fraction
     summed: frozenset[str]
     varying: frozenset[str]
@@ -98,7 +98,7 @@ def _of_both(one: Relation, other: Relation) -> Relation:
     return one if other == ZERO else None
 
 
-def _scaled(made: Made) -> Relation:
+def _scaled(made: ProducingEquation) -> Relation:
     name, (one, other) = made.eqn.primitive.name, made.operands
     if (number := _number(other)) is None and name == "mul":
         one, number = other, _number(one)
@@ -108,9 +108,9 @@ def _scaled(made: Made) -> Relation:
     return _times(of, Fraction(number) if name == "mul" else 1 / Fraction(number), made)
 
 
-def _times(of: GradientMultiple, factor: Fraction, made: Made) -> GradientMultiple:
+def _times(multiple: GradientMultiple, factor: Fraction, made: ProducingEquation) -> GradientMultiple:
     is_of_sync = "sync_gradients" in str(made.eqn.source_info.name_stack)
-    return of._replace(by=of.by * factor, by_sync=of.by_sync * (factor if is_of_sync else 1))
+    return multiple._replace(factor=multiple.factor * factor, by_sync=multiple.by_sync * (factor if is_of_sync else 1))
 
 
 def _number(value: TracedValue) -> float | None:
@@ -123,18 +123,18 @@ def _number(value: TracedValue) -> float | None:
     return value.number if np.isfinite(value.number) else None
 
 
-def _summed(made: Made) -> Relation:
+def _summed(made: ProducingEquation) -> Relation:
     operand, axes = made.operands[made.number], named_axes(made.eqn)
-    of = _relation(operand)
-    if not isinstance(of, GradientMultiple) or made.eqn.params.get("axis_index_groups") is not None:
-        return of if of == ZERO else None
+    relation = _relation(operand)
+    if not isinstance(relation, GradientMultiple) or made.eqn.params.get("axis_index_groups") is not None:
+        return relation if relation == ZERO else None
     shape = operand.aval.sharding.mesh.shape
     # Also a sum over devices that hold equal values multiplies a mean by their number.
     count = int(np.prod([shape[axis] for axis in axes], dtype=int))
-    return _times(of, Fraction(count), made)._replace(summed=of.summed.union(axes))
+    return _times(relation, Fraction(count), made)._replace(summed=relation.summed.union(axes))
 
 
-def _shard_map_of(value: TracedValue) -> Made | None:
+def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
     """Returns the ``shard_map``, as an equation with the number of the result, that a traced gradient comes from."""
     while made := value.made():
         if made.eqn.primitive.name == "shard_map":
@@ -146,7 +146,7 @@ def _shard_map_of(value: TracedValue) -> Made | None:
     return None
 
 
-def check_averaged_once(of: AppliedGradients) -> None:
+def check_averaged_once(applied: AppliedGradients) -> None:
     """Raises if the equations of a step prove that its gradients were not averaged over devices, or wrongly.
 
     Raises:
@@ -156,7 +156,7 @@ def check_averaged_once(of: AppliedGradients) -> None:
     """
     if not wrong_averages_raise():
         return
-    grads = list(_traced_gradients(of))
+    grads = list(_traced_gradients(applied))
     known = [grad for grad in grads if isinstance(grad.relation, GradientMultiple)]
     for grad in known:
         _check_shards(grad)
@@ -167,12 +167,12 @@ def check_averaged_once(of: AppliedGradients) -> None:
         _check_equal(grad)
 
 
-def _traced_gradients(of: AppliedGradients) -> Iterator[_Gradient]:
-    grads = dict(trees.sharded_leaves(of.grads))
-    for path, leaf in trees.sharded_leaves(of.params):
-        held = grads[path].value if path in grads else None
-        if leaf.is_differentiable and isinstance(held, Tracer):
-            value = TracedValue(held)
+def _traced_gradients(applied: AppliedGradients) -> Iterator[_Gradient]:
+    grads = dict(trees.sharded_leaves(applied.grads))
+    for path, leaf in trees.sharded_leaves(applied.params):
+        grad = grads[path].value if path in grads else None
+        if leaf.is_differentiable and isinstance(grad, Tracer):
+            value = TracedValue(grad)
             yield _Gradient(path, leaf, value, _relation(value))
 
 
@@ -196,7 +196,7 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
         assert isinstance(mean, GradientMultiple)
         axes = [axis for axis in other.leaf.gathered_axes if axis in mean.varying]
         # If only the parts of sync_gradients differ, the program scales some leaves on purpose.
-        is_alike = (of.by, of.by_sync) == (mean.by, mean.by_sync)
+        is_alike = (of.factor, of.by_sync) == (mean.factor, mean.by_sync)
         if is_alike and (over := tuple(axis for axis in axes if axis not in of.varying)):
             raise ValueError(
                 f"apply_gradients: JAX has summed the gradient of '{grad.path}' over {over}, and the gather has "

@@ -20,7 +20,7 @@ from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
-from xlstm_jax.distributed.training.arguments import DONATED, GIVEN
+from xlstm_jax.distributed.training.arguments import ARGUMENT_HINTS, DONATED
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
 from xlstm_jax.distributed.training.moments import JittedCall
@@ -35,7 +35,7 @@ def check_names(call: JittedCall) -> None:
         by_place = step.arguments[: len(args)]
         for name in step.needed:
             if name not in by_place and name not in kwargs:
-                raise TypeError(f"{written} was called without {name!r}. Pass {GIVEN[name]}.")
+                raise TypeError(f"{written} was called without {name!r}. Pass {ARGUMENT_HINTS[name]}.")
         unknown = [name for name in kwargs if name not in step.arguments and name != "extra_trees"]
         rest = "Further trees come by name, as extra_trees={'teacher': params}, and all else in the batch."
         if unknown:
@@ -66,11 +66,11 @@ def check_donated(call: JittedCall) -> None:
 
 def compare_first_batch(call: JittedCall) -> None:
     """Compares the batch of a step's first call between processes, which wait for each other here."""
-    if "compared" not in call.step.seen and "batch" in call.named:
+    if "compared" not in call.step.checked_inputs and "batch" in call.named:
         # Leaves that are not arrays are named after the call has failed.
         if not any(map(why_no_array, jax.tree.leaves(call.named["batch"]))):
             compare_batches(call.named["batch"], call.step.layout.mesh)
-        call.step.seen.add("compared")
+        call.step.checked_inputs.add("compared")
 
 
 def check_placed(call: JittedCall) -> None:
@@ -78,7 +78,7 @@ def check_placed(call: JittedCall) -> None:
     batch = call.named.get("batch")
     # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
     shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
-    if shardings in call.step.seen:
+    if shardings in call.step.checked_inputs:
         return
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
@@ -87,7 +87,7 @@ def check_placed(call: JittedCall) -> None:
             "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
             "'cp'), say, to both."
         )
-    call.step.seen.add(shardings)
+    call.step.checked_inputs.add(shardings)
 
 
 def raise_for_leaf(call: JittedCall) -> None:
@@ -105,8 +105,8 @@ def warn_of_padded_call(call: JittedCall) -> None:
     batch = call.named.get("batch")
     leaves, treedef = jax.tree.flatten(batch)
     padded = tuple((np.shape(leaf), padded_rows_of(leaf) is not None) for leaf in leaves)
-    if any(is_padded for _, is_padded in padded) and ("padded", treedef, padded) not in call.step.seen:
-        call.step.seen.add(("padded", treedef, padded))
+    if any(is_padded for _, is_padded in padded) and ("padded", treedef, padded) not in call.step.checked_inputs:
+        call.step.checked_inputs.add(("padded", treedef, padded))
         warn_of_padding(batch, call.step.counting(batch, call.args, call.kwargs))
 
 

@@ -214,10 +214,10 @@ class Run:
 
     def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
         """Returns result and digests, uint32 [device, send, 2]; waits for the devices."""
-        result, digests = self.jitted(*self.moved(args))
+        result, digests = self.jitted(*self.on_this_mesh(args))
         return result, np.asarray(digests)
 
-    def moved(self, args: PyTree) -> PyTree:
+    def on_this_mesh(self, args: PyTree) -> PyTree:
         """Returns the arguments on the mesh of this run: each shard on the device that has its place there."""
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
 
@@ -263,13 +263,13 @@ def _moved(x: Any, mesh: Mesh) -> Any:
         return jax.random.wrap_key_data(_moved(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
     kind = x.sharding.memory_kind
     sharding = NamedSharding(mesh, x.sharding.spec, memory_kind=kind)
-    held = {_key(shard.index): shard.data for shard in x.addressable_shards}
-    wanted = sharding.addressable_devices_indices_map(x.shape)
-    if not held.keys() >= set(map(_key, wanted.values())):
+    local_shards = {_key(shard.index): shard.data for shard in x.addressable_shards}
+    expected_indices = sharding.addressable_devices_indices_map(x.shape)
+    if not local_shards.keys() >= set(map(_key, expected_indices.values())):
         return jax.device_put(x, sharding)  # from another process; JAX compiles a program for each shape
     shards = [
-        jax.device_put(held[_key(index)], SingleDeviceSharding(device, memory_kind=kind))
-        for device, index in wanted.items()
+        jax.device_put(local_shards[_key(index)], SingleDeviceSharding(device, memory_kind=kind))
+        for device, index in expected_indices.items()
     ]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 

@@ -126,8 +126,8 @@ class _Watcher:
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
         """Evaluates a jaxpr, closed or open, with its digests."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        given = [*[_Value(const, Labels()) for const in consts], *values]
-        env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+        inputs = [*[_Value(const, Labels()) for const in consts], *values]
+        env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 
         def read(atom: Any) -> _Value:
             return _Value(atom.val, Labels()) if isinstance(atom, core.Literal) else env[atom]
@@ -155,8 +155,8 @@ class _Watcher:
     def _sends(self, eqn: Any) -> bool:
         """Returns whether an equation holds a jaxpr with a collective."""
         if id(eqn) not in self._sending:
-            inner = [of for jaxpr in nested_jaxprs(eqn) for of in jaxpr.eqns]
-            self._sending[id(eqn)] = any(of.primitive.name in COLLECTIVES for of in all_equations(inner))
+            inner = [inner_eqn for jaxpr in nested_jaxprs(eqn) for inner_eqn in jaxpr.eqns]
+            self._sending[id(eqn)] = any(inner_eqn.primitive.name in COLLECTIVES for inner_eqn in all_equations(inner))
         return self._sending[id(eqn)]
 
     def _of_collective(self, eqn: Any, values: list[_Value]) -> list[_Value]:
@@ -172,15 +172,17 @@ class _Watcher:
         inner, results = self._inner(), list[_Value]()
 
         def fn(*arrays: Any) -> tuple[list[Any], list[jax.Array]]:
-            given = [_Value(array, value.labels) for array, value in zip(arrays, values, strict=True)]
-            results[:] = inner.of_closed(eqn.params["jaxpr"], given)
+            inputs = [_Value(array, value.labels) for array, value in zip(arrays, values, strict=True)]
+            results[:] = inner.of_closed(eqn.params["jaxpr"], inputs)
             return [result.array for result in results], [send.digest for send in inner.sends]
 
         closed = jax.make_jaxpr(fn)(*(value.array for value in values))
         jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
         consts = [_Value(const, Labels()) for const in closed.consts]
         arrays = _results(eqn, eqn.params | {"jaxpr": jaxpr}, [*consts, *values])
-        return self._taken(inner, arrays[len(results) :], arrays[: len(results)], [x.labels for x in results])
+        return self._with_inner_sends(
+            inner, arrays[len(results) :], arrays[: len(results)], [x.labels for x in results]
+        )
 
     def _of_scan(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         params, (num_consts, num_carry) = eqn.params, scan_counts(eqn.params)
@@ -208,7 +210,7 @@ class _Watcher:
         result_labels[:num_carry] = [
             x | more for x, more in zip(result_labels[:num_carry], labels[num_consts:after], strict=True)
         ]
-        return self._taken(inner, digests, [*carry, *stacked], result_labels)
+        return self._with_inner_sends(inner, digests, [*carry, *stacked], result_labels)
 
     def _of_cond(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         index, *operands = values
@@ -217,8 +219,8 @@ class _Watcher:
         def of_branch(branch: Any) -> Callable[..., tuple[list[Any], jax.Array]]:
             def fn(*arrays: Any) -> tuple[list[Any], jax.Array]:
                 inner = self._inner()
-                given = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
-                results = inner.of_closed(branch, given)
+                inputs = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
+                results = inner.of_closed(branch, inputs)
                 outcomes.append((inner.sends, results))
                 # One digest for all sends of a branch, as branches differ in their number.
                 digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)
@@ -234,7 +236,7 @@ class _Watcher:
         computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)
         return _with_labels(arrays, [send | labels for labels in computed])
 
-    def _taken(
+    def _with_inner_sends(
         self, inner: "_Watcher", digests: Sequence[jax.Array], arrays: Sequence[Any], labels: Sequence[Labels]
     ) -> list[_Value]:
         """Adds the sends of an inner jaxpr; returns its results, labelled with the names that the sends get here."""

@@ -50,7 +50,7 @@ from xlstm_jax.distributed.training.step_check.comparison import (
     ratios,
     same_number,
 )
-from xlstm_jax.distributed.training.step_check.copies import counted
+from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like, folded, traced
 from xlstm_jax.distributed.training.step_check.objective import is_sum_over_positions, multiple_over_draws, why_no_mean
 from xlstm_jax.distributed.training.step_check.observed import (
@@ -150,7 +150,7 @@ def check_step(
         partial(step, extra_trees=extra_trees) if extra_trees else step, state, (batch, rng, *rest), one_device
     )
     with wrong_averages_pass():  # the numbers show the mistake, and its factor
-        return comparison.of_ready_step() if options else comparison.of_own_step()
+        return comparison.check_ready_step() if options else comparison.check_own_step()
 
 
 def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,36 +220,42 @@ class Comparison:
     Methods return sentences ("findings") on mistakes; a ``Reference`` is loss and gradients computed on one device.
     """
 
-    def __init__(self, step: Callable[..., Any], state: Any, given: tuple[Any, ...], one_device: OneDevice):
-        self.step, self.state, self.given, self.one_device, self.mesh = step, state, given, one_device, one_device.mesh
-        self.sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
+    def __init__(self, step: Callable[..., Any], state: Any, step_args: tuple[Any, ...], one_device: OneDevice):
+        self.step, self.state, self.step_args, self.one_device, self.mesh = (
+            step,
+            state,
+            step_args,
+            one_device,
+            one_device.mesh,
+        )
+        self.axis_sizes = {axis: size for axis, size in self.mesh.shape.items() if size > 1}
         leaves = dict(trees.sharded_leaves(state.params))
-        self.axes = {path: tuple(a for a in leaf.axes if a in self.sizes) for path, leaf in leaves.items()}
+        self.axes = {path: tuple(a for a in leaf.axes if a in self.axis_sizes) for path, leaf in leaves.items()}
         # Bounds are multiples of eps. If every leaf is float64, bounds of float32 would hide mistakes.
         wide = all(leaves[path].dtype == np.float64 for path in one_device.paths if hasattr(leaves[path], "dtype"))
         self.eps = float(np.finfo(np.float64 if wide and one_device.paths else np.float32).eps)
         minibatches = {"num_minibatches": one_device.num_minibatches} if one_device.num_minibatches > 1 else {}
         self.compared_state = False  # whether the state of a step's custom optimizer was compared
-        self.parts = self.sizes | minibatches  # number of parts by axis, and by minibatches
+        self.parts = self.axis_sizes | minibatches  # number of parts by axis, and by minibatches
 
-    def of_ready_step(self) -> StepCheck:
+    def check_ready_step(self) -> StepCheck:
         """Checks a step of ``make_train_step``.
 
         Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
         """
-        one_device, rng = self.one_device, self.given[1]
+        one_device, rng = self.one_device, self.step_args[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
         same_key, full_batch = self.with_same_draws(key)
         if one_device.uses_mesh_axes(key):
             return self.of_communicating_loss(same_key, full_batch)
-        right = one_device.slices(key)
-        if not right.is_finite:
-            why = report.not_finite(right) if not full_batch.is_finite else report.NOT_FINITE_SLICES
-            return self.checked([why], self.observed(rng, right))
+        expected = one_device.slices(key)
+        if not expected.is_finite:
+            why = report.not_finite(expected) if not full_batch.is_finite else report.NOT_FINITE_SLICES
+            return self.checked([why], self.observed(rng, expected))
         draws = one_device.traced(key).draws
         # Slices and batch can be compared only if the same rows draw the same numbers in both.
-        mean = one_device.slices(same_key) if draws else right
-        step = self.compared_with(rng, right)
+        mean = one_device.slices(same_key) if draws else expected
+        step = self.compared_with(rng, expected)
         of_loss, of_slices, findings = self.objective(same_key, mean, full_batch, step.seen, key)
         # Combine step / slices and slices / batch into step / batch.
         total = [
@@ -261,7 +267,7 @@ class Comparison:
             for leaf, of in zip(step.leaves, of_slices, strict=True)
         ]
         findings += step.findings + self.of_leaves(total if of_loss.is_count else step.leaves, step.seen, of_loss)
-        findings += self.without_gradient(key, right)
+        findings += self.without_gradient(key, expected)
         ratio = None if step.loss_ratio is None else step.loss_ratio * _ratio(mean.loss, full_batch.loss)
         method = "each device's rows with its own draws, one after another" if draws else "each device's rows in turn"
         return self.checked(findings, step.seen, method, total, ratio)
@@ -280,10 +286,10 @@ class Comparison:
         findings += self.without_gradient(key, full_batch)
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
-    def of_own_step(self) -> StepCheck:
+    def check_own_step(self) -> StepCheck:
         """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
         one_device = self.one_device
-        key, full_batch = self.with_same_draws(self.given[1])
+        key, full_batch = self.with_same_draws(self.step_args[1])
         try:
             seen = self.observed(key, full_batch)
         except Exception:  # a step may use its key in any way, also in ways that a constant key does not support
@@ -303,7 +309,7 @@ class Comparison:
         if step.differs and (of_objective := self.own_objective(key, step.seen, full_batch)):
             return self.checked(of_objective, step.seen, method, leaves, ratio)
         tolerance = max([self.eps * ORDER_EPS, *(leaf.tolerance for leaf in leaves)])
-        of_loss = Multiple.of(1.0 if ratio is None else ratio, self.sizes, tolerance)
+        of_loss = Multiple.of(1.0 if ratio is None else ratio, self.axis_sizes, tolerance)
         if not step.of_model:
             findings += self.of_leaves(leaves, step.seen, of_loss)
         findings += self.without_gradient(key, full_batch)
@@ -324,66 +330,71 @@ class Comparison:
             reference = self.one_device.on_full_batch(same_key)
         return same_key, reference
 
-    def observed(self, rng: PyTree, truth: Reference) -> SeenStep:
-        """Runs the step with key ``rng``, and returns the observation; ``truth`` has the correct gradients."""
-        batch, _, *rest = self.given
-        return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(truth.grads), self.mesh)
+    def observed(self, rng: PyTree, expected: Reference) -> SeenStep:
+        """Runs the step with key ``rng``, and returns the observation; ``expected`` has the correct gradients."""
+        batch, _, *rest = self.step_args
+        return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(expected.grads), self.mesh)
 
-    def compared_with(self, rng: PyTree, truth: Reference, seen: SeenStep | None = None) -> StepComparison:
-        """Compares a run of the step with the reference ``truth``: ``seen``, or if None a new run with ``rng``."""
-        seen, leaves = self.compared(seen or self.observed(rng, truth), truth)
-        of_model, findings = self.loss_differs(rng, seen, truth)
+    def compared_with(self, rng: PyTree, expected: Reference, seen: SeenStep | None = None) -> StepComparison:
+        """Compares a run of the step with the reference ``expected``: ``seen``, or if None a new run with ``rng``."""
+        seen, leaves = self.compared(seen or self.observed(rng, expected), expected)
+        of_model, findings = self.loss_differs(rng, seen, expected)
         if seen.updates != 1:
             times = f"the step calls its optimizer {seen.updates} times"
             findings.append(f"{times}. Call tx.update, or apply_gradients, once.")
         if seen.state_of_gradients is not None and not findings and _are_right(leaves):
-            findings += self.state_differs(seen, truth)
-        ratio = _ratio(seen.loss.value, truth.loss) if seen.loss else None
+            findings += self.state_differs(seen, expected)
+        ratio = _ratio(seen.loss.value, expected.loss) if seen.loss else None
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
-    def compared(self, seen: SeenStep, truth: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares observed leaves with ``truth``; if equal, ``seen.then``, too. Returns the last, with its leaves."""
+    def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
+        """Compares observed leaves with ``expected``; if equal, ``seen.next_observation``, too. Returns the last."""
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one_device.tree(reference.grads)))
 
-        narrow = {**of_wire(self.state.params, truth), **seen.rounding}
+        narrow = {**of_wire(self.state.params, expected), **seen.rounding}
         leaves = compare_leaves(
-            flat(seen.got), as_seen(truth), self.axes, narrow, lambda: as_seen(truth.perturbed()), self.eps
+            flat(seen.observed_values),
+            as_seen(expected),
+            self.axes,
+            narrow,
+            lambda: as_seen(expected.perturbed()),
+            self.eps,
         )
-        leaves = [_with_copies(leaf, seen.got[leaf.path]) for leaf in leaves]
+        leaves = [_with_copies(leaf, seen.observed_values[leaf.path]) for leaf in leaves]
         # Correct first moments, say, do not prove the updates correct: compare these next.
-        if seen.then is not None and _are_right(leaves):
-            return self.compared(seen.then, truth)
+        if seen.next_observation is not None and _are_right(leaves):
+            return self.compared(seen.next_observation, expected)
         return seen, leaves
 
-    def state_differs(self, seen: SeenStep, truth: Reference) -> list[str]:
+    def state_differs(self, seen: SeenStep, expected: Reference) -> list[str]:
         """Compares the optimizer state of a step that bypasses the state's optimizer; returns findings."""
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
         return list(
             of_state(
                 by_path(bare(seen.after.opt_state)),
-                of_gradients(self.one_device.tree(truth.grads)),
+                of_gradients(self.one_device.tree(expected.grads)),
                 by_path(bare(seen.before.opt_state)),
-                lambda: of_gradients(self.one_device.tree(truth.perturbed().grads)),
+                lambda: of_gradients(self.one_device.tree(expected.perturbed().grads)),
                 self.eps,
             )
         )
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
         """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
-        model_axes = self.one_device.model_axes(self.given[1])
-        return list(report.of_leaves(leaves, seen.compared, self.parts, of_loss, model_axes))
+        model_axes = self.one_device.model_axes(self.step_args[1])
+        return list(report.of_leaves(leaves, seen.value_kind, self.parts, of_loss, model_axes))
 
-    def loss_differs(self, key: PyTree, seen: SeenStep, truth: Reference) -> tuple[bool, list[str]]:
+    def loss_differs(self, key: PyTree, seen: SeenStep, expected: Reference) -> tuple[bool, list[str]]:
         """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
         if seen.loss is None:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
         eps = max(self.eps, seen.loss.eps / 8)
-        same, tolerance = same_number(seen.loss.value, truth.loss, lambda: truth.perturbed().loss, eps)
-        times = Multiple.of(_ratio(seen.loss.value, truth.loss), self.sizes, tolerance)
+        same, tolerance = same_number(seen.loss.value, expected.loss, lambda: expected.perturbed().loss, eps)
+        times = Multiple.of(_ratio(seen.loss.value, expected.loss), self.axis_sizes, tolerance)
         if same or times.kind == "equal":
             return False, []
         axes = self.one_device.model_axes(key)
@@ -420,7 +431,7 @@ class Comparison:
         times = Multiple.of(ratio, self.parts, tolerance)
         of_draws = self.one_device.traced(key)
         if not times.is_count and of_draws.draws:
-            if not of_draws.foreign:  # what a row draws may depend on its position
+            if not of_draws.draws_from_other_keys:  # what a row draws may depend on its position
                 over = multiple_over_draws(self.one_device, key, self.parts)
             else:  # draws from other keys differ between slices and batch, whatever the loss
                 over = (
@@ -444,30 +455,30 @@ class Comparison:
         mean = self.one_device.slices(key)
         if not _are_right(self.compared(seen, mean)[1]):
             return []
-        return self.objective(key, mean, full_batch, seen, self.given[1])[2]
+        return self.objective(key, mean, full_batch, seen, self.step_args[1])[2]
 
-    def without_gradient(self, key: PyTree, truth: Reference) -> list[str]:
+    def without_gradient(self, key: PyTree, expected: Reference) -> list[str]:
         """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
-        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in truth.grads.values()):
+        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         elsewhere = (self.one_device.on_full_batch(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
-        if not any(reference.has_gradient for reference in (truth, *elsewhere)):
-            return list(report.zero_gradient_lines(list(truth.grads), len(truth.grads)))
-        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(truth.grads)))
+        if not any(reference.has_gradient for reference in (expected, *elsewhere)):
+            return list(report.zero_gradient_lines(list(expected.grads), len(expected.grads)))
+        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(expected.grads)))
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
         """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
-        if self.one_device.traced(key).foreign:
+        if self.one_device.traced(key).draws_from_other_keys:
             return "loss_fn draws from another key than the one that it is given"
-        batch, _, *rest = self.given
+        batch, _, *rest = self.step_args
         # ``observe`` ran one of the two states. Disable the state's optimizer: its noise does not affect gradients.
         silent = self.state.replace(tx=optax.set_to_zero(), opt_state=optax.EmptyState())
         for state in (recorded_state(silent, self.mesh), self.state):
             with contextlib.suppress(Exception):  # some steps do more than JAX can trace
-                foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).foreign
+                foreign = traced(jax.make_jaxpr(self.step)(state, batch, key, *rest)).draws_from_other_keys
                 return "it draws from another key than the one that it is given" if foreign else ""
         return "it cannot be traced, so that its draws are unknown"
 
@@ -479,24 +490,30 @@ class Comparison:
         cache: dict[str, Any] = {}
 
         def sample(i: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-            rng = folded(self.given[1], i)
-            right = self.one_device.on_full_batch(rng)
-            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.given, self.one_device)
-            seen = cache["seen"] = moved.observed(rng, right)
-            ours, truth = flat(seen.got), flat(seen.of_gradients(self.one_device.tree(right.grads)))
+            rng = folded(self.step_args[1], i)
+            expected = self.one_device.on_full_batch(rng)
+            moved = Comparison(self.step, self.state.replace(step=self.state.step + i), self.step_args, self.one_device)
+            seen = cache["seen"] = moved.observed(rng, expected)
+            actual_values, expected_values = (
+                flat(seen.observed_values),
+                flat(seen.of_gradients(self.one_device.tree(expected.grads))),
+            )
             if seen.loss is not None:
-                ours[LOSS], truth[LOSS] = np.array([seen.loss.value]), np.array([right.loss])
-            return ours, truth
+                actual_values[LOSS], expected_values[LOSS] = np.array([seen.loss.value]), np.array([expected.loss])
+            return actual_values, expected_values
 
         by_path, count = ratios(sample)
         seen = cache["seen"]
         leaves = [
-            _with_copies(LeafCheck(path, self.axes.get(path, ()), of.value, of.rest, of.allowed), seen.got[path])
+            _with_copies(
+                LeafCheck(path, self.axes.get(path, ()), of.value, of.relative_residual, of.allowed),
+                seen.observed_values[path],
+            )
             for path, of in by_path.items()
             if path != LOSS
         ]
         loss = by_path.get(LOSS)
-        of_loss = Multiple.of(loss.value, self.sizes, loss.allowed) if loss else Multiple("equal")
+        of_loss = Multiple.of(loss.value, self.axis_sizes, loss.allowed) if loss else Multiple("equal")
         findings = [report.of_loss(of_loss, self.one_device.loss.weighted)] if of_loss.kind != "equal" else []
         findings += self.of_leaves(leaves, seen, of_loss)
         method = f"means over {count} keys, since {why}"
@@ -516,7 +533,7 @@ class Comparison:
         verdict: str | None = None,
     ) -> StepCheck:
         """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
-        findings = [*findings, *drifting(seen.collections), *counted(self.one_device, *self.given[:2])]
+        findings = [*findings, *drifting(seen.collections), *padded_row_findings(self.one_device, *self.step_args[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
         unknown = verdict == CANNOT_TELL
@@ -527,18 +544,18 @@ class Comparison:
             findings, verdict = [*update.unknown], CANNOT_TELL
         verdict = verdict or (WRONG if findings else RIGHT)
         return StepCheck(
-            verdict, tuple(findings), seen.compared, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
+            verdict, tuple(findings), seen.value_kind, method, mesh, tuple(leaves or ()), loss_ratio, update.compared
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
         """Checks the update that the optimizer makes from the gradients; with ``is_right`` also a second step's."""
-        if seen.compared != "gradients":
+        if seen.value_kind != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
             return UpdateCheck(tuple(frozen), unknown, ("the optimizer's state",) if self.compared_state else ())
-        rng = self.given[1]
+        rng = self.step_args[1]
         value_fn = None if self.one_device.traced(rng).draws else self.one_device.value_fn(rng)
-        again = seen.again if is_right else None
+        again = seen.run_second_step if is_right else None
         update = check_update(seen.before, seen.after, self.one_device.one_device, again, value_fn)
         if is_right and not update.findings and self.knows_collections(rng):
             of = self.of_collections(seen, rng)
@@ -553,14 +570,18 @@ class Comparison:
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
         """Compares collections after the step with those of one device; returns findings."""
-        got, before = (by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state)))
-        right, again = (partial(self.one_device.collections_after, rng, shake) for shake in (False, True))
-        return list(of_collections(got, by_path(bare(right())), before, lambda: by_path(bare(again())), self.eps))
+        actual, before = (
+            by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state))
+        )
+        expected, perturbed = (partial(self.one_device.collections_after, rng, shake) for shake in (False, True))
+        return list(
+            of_collections(actual, by_path(bare(expected())), before, lambda: by_path(bare(perturbed())), self.eps)
+        )
 
     def shows_gradients(self, seen: SeenStep) -> bool:
         """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
         of_state = seen.state_of_gradients
-        if seen.compared != "updates" or of_state is None:
+        if seen.value_kind != "updates" or of_state is None:
             return True
         pairs = [(seen.of_gradients(grads), of_state(grads)) for grads in self.one_device.two_gradients()]
         return any(not same_bits(*leaves) for leaves in zip(*map(jax.tree.leaves, pairs), strict=True))
@@ -570,8 +591,8 @@ def _with_copies(leaf: LeafCheck, value: jax.Array) -> LeafCheck:
     return leaf._replace(copies_differ=copies_differ(value), differ_along=differ_along(value))
 
 
-def _ratio(got: float, right: float) -> float:
-    return got / right if right else (1.0 if got == right else math.inf)
+def _ratio(actual: float, expected: float) -> float:
+    return actual / expected if expected else (1.0 if actual == expected else math.inf)
 
 
 def _are_right(leaves: list[LeafCheck]) -> bool:

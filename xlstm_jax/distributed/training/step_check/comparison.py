@@ -41,7 +41,7 @@ from xlstm_jax.formatting import format_axes
 ORDER_EPS, NEAR_ZERO_EPS, SHAKEN = 64, 4, 8
 NO_RATIO = 1e-9  # tolerance of a leaf whose gradient is only rounding
 FEWEST_KEYS, MOST_KEYS, SURE = 8, 256, 6.0
-NEXT = 0.5  # the ratio nearest to 1 that is a number of devices, or its inverse
+NEAREST_RATIO = 0.5  # the ratio nearest to 1 that is a number of devices, or its inverse
 
 Sample = Callable[[int], tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]
 
@@ -88,30 +88,32 @@ def flat(grads: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def compare_leaves(
     got: Gradients,
-    right: Gradients,
+    expected: Gradients,
     axes: Mapping[str, tuple[str, ...]],
     wire: Mapping[str, float],
     perturbed: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
-    """Returns a ``LeafCheck`` for each leaf of ``right``.
+    """Returns a ``LeafCheck`` for each leaf of ``expected``.
 
-    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``right`` from perturbed
-    inputs, and is called only if needed. ``eps`` is the eps of float32, or of float64 if every leaf is float64.
+    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``expected`` from
+    perturbed inputs, and is called only if needed. ``eps`` is that of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
-    total = math.sqrt(sum(float(leaf @ leaf) for leaf in right.values()))
-    typical = total / math.sqrt(sum(leaf.size for leaf in right.values()) or 1)
-    norms = {path: float(np.linalg.norm(leaf)) for path, leaf in right.items()}
+    total = math.sqrt(sum(float(leaf @ leaf) for leaf in expected.values()))
+    typical = total / math.sqrt(sum(leaf.size for leaf in expected.values()) or 1)
+    norms = {path: float(np.linalg.norm(leaf)) for path, leaf in expected.items()}
     known = {
         path: ORDER_EPS * eps * norms[path] + NEAR_ZERO_EPS * eps * typical * math.sqrt(leaf.size) + wire.get(path, 0.0)
-        for path, leaf in right.items()
+        for path, leaf in expected.items()
     }
-    if any(not np.linalg.norm(got[path] - right[path]) <= known[path] for path in right):
+    if any(not np.linalg.norm(got[path] - expected[path]) <= known[path] for path in expected):
         # Only if the cheap bound does not explain the difference: this computes the loss once more.
         again = perturbed()
-        known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - right[path])) for path in right}
-    return [_compared(path, axes.get(path, ()), got[path], right[path], norms[path], known[path]) for path in right]
+        known = {path: known[path] + SHAKEN * float(np.linalg.norm(again[path] - expected[path])) for path in expected}
+    return [
+        _compared(path, axes.get(path, ()), got[path], expected[path], norms[path], known[path]) for path in expected
+    ]
 
 
 def _compared(
@@ -127,12 +129,12 @@ def _compared(
     return LeafCheck(path, axes, ratio, left, allowed / norm)
 
 
-def same_number(got: float, right: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Returns whether the loss ``got`` equals ``right`` to rounding, and the relative tolerance."""
-    allowed = ORDER_EPS * eps * abs(right)
-    if not abs(got - right) <= allowed:
-        allowed += SHAKEN * abs(perturbed() - right)
-    return abs(got - right) <= allowed, allowed / abs(right) if right else 0.0
+def same_number(actual: float, expected: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
+    """Returns whether the loss ``actual`` equals ``expected`` to rounding, and the relative tolerance."""
+    allowed = ORDER_EPS * eps * abs(expected)
+    if not abs(actual - expected) <= allowed:
+        allowed += SHAKEN * abs(perturbed() - expected)
+    return abs(actual - expected) <= allowed, allowed / abs(expected) if expected else 0.0
 
 
 def of_wire(params: PyTree, reference: Reference) -> dict[str, float]:
@@ -161,7 +163,7 @@ class Multiple(NamedTuple):
     kind: str  # "equal", "summed", "divided", "other"
     times: str = "1 x"
     axes: str = ""
-    over: tuple[str, ...] = ()
+    axis_names: tuple[str, ...] = ()
 
     @property
     def is_count(self) -> bool:
@@ -188,18 +190,18 @@ class Multiple(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """Result over many keys: the mean of a step is ``value`` times the mean of one device, plus a relative ``rest``.
+    """Result over many keys: the mean of a step is ``value`` times the mean of one device, plus ``relative_residual``.
 
     ``allowed`` is the part of both that noise explains: ``SURE`` standard errors.
     """
 
     value: float
-    rest: float
+    relative_residual: float
     allowed: float
 
     @property
     def is_known(self) -> bool:
-        return self.allowed <= NEXT / 2
+        return self.allowed <= NEAREST_RATIO / 2
 
 
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
@@ -207,31 +209,33 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 
     Returns the ratios, and the number of keys.
     """
-    ours, right = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
+    actual, expected = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
     by_path: dict[str, Ratio] = {}
     count = 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for count in bar.track(range(1, MOST_KEYS + 1), description="check_step, keys"):
-            for so_far, new in zip((ours, right), sample(count), strict=True):
+            for so_far, new in zip((actual, expected), sample(count), strict=True):
                 for path, values in new.items():
                     so_far[path].append(values)
             if count >= FEWEST_KEYS and count & (count - 1) == 0:
-                by_path = {path: _ratio(np.array(ours[path]), np.array(right[path])) for path in right}
+                by_path = {path: _ratio(np.array(actual[path]), np.array(expected[path])) for path in expected}
                 if all(ratio.is_known for ratio in by_path.values()):
                     break
     return by_path, count
 
 
-def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
+def _ratio(actual: np.ndarray, expected: np.ndarray) -> Ratio:
     """Estimates the ratio of arrays [keys, values]; projects each half of the keys onto the mean of the other half."""
     # The noise of the halves is independent. Projected onto itself, a mean would count its noise as signal, and the
     # ratio would be too small.
-    half, count = len(right) // 2, len(right)
-    if not right.any():
-        return Ratio(1.0 if not ours.any() else math.inf, 0.0, 0.0)
+    half, count = len(expected) // 2, len(expected)
+    if not expected.any():
+        return Ratio(1.0 if not actual.any() else math.inf, 0.0, 0.0)
     halves = (slice(half), slice(half, None)), (slice(half, None), slice(half))
-    along = [(ours[this] @ right[other].mean(0), right[this] @ right[other].mean(0)) for this, other in halves]
+    along = [
+        (actual[this] @ expected[other].mean(0), expected[this] @ expected[other].mean(0)) for this, other in halves
+    ]
     a, b = (np.concatenate(parts) for parts in zip(*along, strict=True))
     size = b.mean()  # the squared norm of the mean of one device
     if size <= 0:
@@ -239,7 +243,7 @@ def _ratio(ours: np.ndarray, right: np.ndarray) -> Ratio:
     value = float(a.mean() / size)
     # The variance of the quotient a / b of two means, to first order.
     error = math.sqrt((a.var(ddof=1) + value**2 * b.var(ddof=1)) / count) / size
-    differences = ours - value * right
+    differences = actual - value * expected
     rest = float(differences[:half].mean(0) @ differences[half:].mean(0)) / size
     noise = float(differences.var(0, ddof=1).sum()) / half / size / math.sqrt(min(differences.shape[1], count))
     allowed = max(SURE * error, math.sqrt(SURE * noise) * abs(value), 1e-6)

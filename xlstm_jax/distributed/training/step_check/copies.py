@@ -15,7 +15,7 @@ from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_like
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
-MATTERS = 1e-4  # relative change of the loss; rounding is far smaller
+MIN_RELATIVE_CHANGE = 1e-4  # relative change of the loss; rounding is far smaller
 
 
 def with_other_copies(batch: PyTree) -> PyTree | None:
@@ -29,14 +29,14 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[taken]) if padded_rows_of(leaf) else leaf, batch)
 
 
-def counted(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
+def padded_row_findings(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
     """Yields a finding if the loss changes with the values of padded rows."""
     other = with_other_copies(batch)
     if other is None:
         return
     key = constant_like(rng, CHOICES[0])
     loss, of_other = one_device.on_full_batch(key).loss, one_device.on_full_batch(key, other).loss
-    if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MATTERS * abs(loss):
+    if np.isfinite([loss, of_other]).all() and abs(of_other - loss) > MIN_RELATIVE_CHANGE * abs(loss):
         yield (
             f"the loss counts rows that only pad: it is {loss:.6g}, and {of_other:.6g} where the copies that "
             "shard_batch has appended are of other rows. Multiply the loss of each row by the weight from shard_batch, "

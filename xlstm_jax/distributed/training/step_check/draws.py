@@ -96,13 +96,13 @@ def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
 class Traced(NamedTuple):
     """Facts on a traced function, read off the equations of its jaxpr.
 
-    ``draws``: whether the function draws random numbers; ``foreign``: whether it draws from keys other than constant
-    keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its narrowest floating dtype,
-    except float8.
+    ``draws``: whether the function draws random numbers; ``draws_from_other_keys``: whether it draws from keys other
+    than constant keys. ``axes``: the mesh axes of its collectives and device indices. ``eps``: eps of its
+    narrowest floating dtype, except float8.
     """
 
     draws: bool
-    foreign: bool
+    draws_from_other_keys: bool
     axes: frozenset[str]
     eps: float
 

@@ -177,7 +177,7 @@ def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Refer
     parts = [one_device.on_full_batch(rng, batch=part) for part in one_device.all_slices()]
     values = np.array([part.loss for part in parts])
     gradients = np.stack([_vector(part) for part in parts], 1)
-    right = _vector(full_batch)
+    expected = _vector(full_batch)
     # Duplicating each row keeps a mean; a sum doubles, and pairs of rows change in another way.
     twice = one_device.on_full_batch(
         rng, batch=jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, one_device.batch)
@@ -190,10 +190,10 @@ def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Refer
     if abs(twice.loss - full_batch.loss) > FITS * scale:
         return "negatives"
     # If the batch gradient is a combination of the slice gradients, the loss is a function of slice means.
-    fit, *_ = np.linalg.lstsq(gradients, right, rcond=None)
-    left = np.linalg.norm(gradients @ fit - right)
+    fit, *_ = np.linalg.lstsq(gradients, expected, rcond=None)
+    left = np.linalg.norm(gradients @ fit - expected)
     # With few parameters any vector could be a combination by chance.
-    if len(right) > 2 * len(parts) and left <= FITS * np.linalg.norm(right):
+    if len(expected) > 2 * len(parts) and left <= FITS * np.linalg.norm(expected):
         is_mean = abs(fit.sum() - 1) <= FITS and abs(fit @ values - full_batch.loss) <= FITS * scale
         return "weights" if is_mean else "function"
     return "statistic"

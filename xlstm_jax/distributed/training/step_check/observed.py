@@ -41,20 +41,20 @@ class SeenStep(NamedTuple):
     """Observation of one run of a step: a value per leaf to compare, and the states before and after.
 
     Attributes:
-      compared: the kind of values in ``got``: "gradients", "first moments" or "updates".
-      got: the observed value of each leaf, by path.
+      value_kind: the kind of values in ``observed_values``: "gradients", "first moments" or "updates".
+      observed_values: the observed value of each leaf, by path.
       of_gradients: computes the same kind of values from gradients.
       loss, collections: as returned by the step.
       before, after: the states passed to the step, and returned by it.
-      rounding: the norm of the rounding error from reading off ``got``.
+      rounding: the norm of the rounding error from reading off ``observed_values``.
       updates: the number of optimizer calls in the step.
-      then: a further ``SeenStep`` of the same run, to compare if this one is correct.
-      again: runs the step once more, from the returned state.
+      next_observation: a further ``SeenStep`` of the same run, to compare if this one is correct.
+      run_second_step: runs the step once more, from the returned state.
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
 
-    compared: str
-    got: dict[str, jax.Array]
+    value_kind: str
+    observed_values: dict[str, jax.Array]
     of_gradients: Callable[[PyTree], dict[str, jax.Array]]
     loss: ReportedLoss | None
     collections: PyTree
@@ -62,12 +62,12 @@ class SeenStep(NamedTuple):
     after: Any
     rounding: Mapping[str, float] = MappingProxyType({})
     updates: int = 1
-    then: Any = None
-    again: Callable[[], Any] | None = None
+    next_observation: Any = None
+    run_second_step: Callable[[], Any] | None = None
     state_of_gradients: Callable[[PyTree], dict[str, Any]] | None = None
 
 
-def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
+def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
     """Runs the step with a recording optimizer, or, if this fails, with the state's optimizer.
 
     ``grads`` are the correct gradients, or any arrays in the same tree.
@@ -75,21 +75,23 @@ def observe(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree, 
     before = recorded_state(state, mesh)
     try:
         # Preferred: record the gradients passed to the optimizer, before any moment or clipping.
-        after, loss = _run(step, before, given)
+        after, loss = _run(step, before, step_args)
     except Exception:  # a custom optimizer, or custom specs of the state, may raise anything
-        return _of_own_optimizer(step, state, given, grads)
+        return _of_own_optimizer(step, state, step_args, grads)
     if isinstance(after.opt_state, Recorded) and not after.opt_state.record.is_intact():
         # The record was changed, so gradients are unknown; `check_update` reports this.
         return SeenStep("gradients", _by_path(grads), _by_path, loss, collections_of(after), before, after)
     if not isinstance(after.opt_state, Recorded) or not (calls := int(after.opt_state.record.calls)):
-        return _of_own_optimizer(step, state, given, grads)
-    got = _by_path(_as_seen(after.opt_state.record.grads))
-    again = lambda: _run(step, after, given)[0]  # noqa: E731
+        return _of_own_optimizer(step, state, step_args, grads)
+    observed_values = _by_path(_as_seen(after.opt_state.record.grads))
+    again = lambda: _run(step, after, step_args)[0]  # noqa: E731
     collections = collections_of(after)
-    return SeenStep("gradients", got, _by_path, loss, collections, before, after, updates=calls, again=again)
+    return SeenStep(
+        "gradients", observed_values, _by_path, loss, collections, before, after, updates=calls, run_second_step=again
+    )
 
 
-def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads: PyTree) -> SeenStep:
+def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree) -> SeenStep:
     """Runs a step that bypasses the state's optimizer; observes first moments, if any, then updates."""
 
     # Start first moments from zeros, so that they come from this step alone.
@@ -97,7 +99,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
         return jax.tree.map(jnp.zeros_like, leaf) if _FIRST_MOMENTS & set(path.split("/")) else leaf
 
     fresh = state.replace(opt_state=trees.map_leaves_with_path(fresh_leaf, state.opt_state))
-    after, loss = _run(step, fresh, given)
+    after, loss = _run(step, fresh, step_args)
     before, one_device = trainable(fresh.params), jax.tree.leaves(grads)[0].sharding
     # The same optimizer, for one device and the correct gradients.
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
@@ -124,14 +126,20 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, given: PyTree, grads
     if any(np.any(np.asarray(leaf)) for leaf in moments.values()):
         of_moments = lambda grads: _first_moments(updated(grads)[1], params)  # noqa: E731
         return updates._replace(
-            compared="first moments", got=moments, of_gradients=of_moments, rounding=MappingProxyType({}), then=updates
+            value_kind="first moments",
+            observed_values=moments,
+            of_gradients=of_moments,
+            rounding=MappingProxyType({}),
+            next_observation=updates,
         )
     return updates
 
 
-def _run(step: Callable[..., Any], state: State, given: PyTree) -> tuple[State, ReportedLoss | None]:
+def _run(step: Callable[..., Any], state: State, step_args: PyTree) -> tuple[State, ReportedLoss | None]:
     """Returns state and loss after the step. Passes copies, because the step may donate its arguments."""
-    after, metrics, *_ = step(*jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *given)))
+    after, metrics, *_ = step(
+        *jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *step_args))
+    )
     # A user's step may return the loss in place of metrics.
     if not isinstance(metrics, dict):
         metrics = {"loss": metrics} if np.shape(metrics) == () else {}

@@ -116,9 +116,9 @@ class OneDevice:
         _, self._put_back = trees.split_differentiable(state.params)
         trained = {path: leaf for path, leaf in trees.sharded_leaves(state.params) if leaf.is_differentiable}
         self.paths, self._leaves = list(trained), list(trained.values())
-        live = list(map(true_value, self._leaves))
-        rest = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
-        self._rest, collections = rest, collections_of(state)
+        trainable_values = list(map(true_value, self._leaves))
+        frozen_values = [leaf for _, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable]
+        self._rest, collections = frozen_values, collections_of(state)
         # Kernels of fp8 products have a wire format of their product, which rounds them on one device, too.
         boxes = {f"params/{path}": leaf for path, leaf in trained.items()}
         by_extension = named_wires(collections, lambda path: boxes[path].communication)
@@ -126,8 +126,10 @@ class OneDevice:
         boxed = trees.map_leaves(split_by_model, dict(extra_trees))
         self._of_others = trees.map_sharded(_spec_of_model, boxed)
         arrived = trees.map_sharded(partial(_arrived, mesh=mesh), boxed)
-        weights = _Weights(live, rounded, list(map(true_value, rest)), arrived)
-        self._inputs = self._put((live, weights, batch, (readable(collections),) if collections else ()), self._one)
+        weights = _Weights(trainable_values, rounded, list(map(true_value, frozen_values)), arrived)
+        self._inputs = self._put(
+            (trainable_values, weights, batch, (readable(collections),) if collections else ()), self._one
+        )
         self._jitted: dict[Any, Any] = {}
         self._traced: dict[str, Traced] = {}
 
@@ -155,12 +157,12 @@ class OneDevice:
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
         """Returns gradients by path as a tree of the parameters, in the form for an optimizer."""
-        return self._put_back([grads[path] for path in self.paths], rest=lambda leaf: None)
+        return self._put_back([grads[path] for path in self.paths], fill_other=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
         """Returns two trees for an optimizer: gradients that are all 0, and gradients that are all 1."""
-        live = dict(zip(self.paths, self._inputs[0], strict=True))
-        return [self.tree({path: jnp.full_like(x, value) for path, x in live.items()}) for value in (0, 1)]
+        trainable_values = dict(zip(self.paths, self._inputs[0], strict=True))
+        return [self.tree({path: jnp.full_like(x, value) for path, x in trainable_values.items()}) for value in (0, 1)]
 
     def slices(self, rng: PyTree, minibatches: int | None = None) -> Reference:
         """Returns loss and gradients averaged over the slices, each with the key of its device and minibatch."""
@@ -179,15 +181,17 @@ class OneDevice:
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
-        live, weights, batch, collections = self._inputs
-        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
+        trainable_values, weights, batch, collections = self._inputs
+        trainable_values, batch = (
+            perturbed((trainable_values, batch), self.eps(rng)) if shake else (trainable_values, batch)
+        )
 
-        def after(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> PyTree:
-            _, (_, (updated,)) = self._terms(live, weights, batch, rng, collections)
+        def after(trainable_values: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> PyTree:
+            _, (_, (updated,)) = self._terms(trainable_values, weights, batch, rng, collections)
             return updated
 
         run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-        return jax.jit(run)(*self._put((live, weights, batch, collections, rng), self._one))
+        return jax.jit(run)(*self._put((trainable_values, weights, batch, collections, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
         """Returns a function from trainable parameters to the full batch's loss, for optimizers with line searches."""
@@ -209,15 +213,19 @@ class OneDevice:
         shake: bool = False,
     ) -> Reference:
         """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
-        live, weights, own_batch, collections = self._inputs
+        trainable_values, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
-        live, batch = perturbed((live, batch), self.eps(rng)) if shake else (live, batch)
-        live = _other_parameters(live, elsewhere) if elsewhere else live
+        trainable_values, batch = (
+            perturbed((trainable_values, batch), self.eps(rng)) if shake else (trainable_values, batch)
+        )
+        trainable_values = _other_parameters(trainable_values, elsewhere) if elsewhere else trainable_values
         # Compile once per way to cut the batch: keys, batches and perturbed inputs are arguments.
         if (make, parts) not in self._jitted:
             self._jitted[make, parts] = jax.jit(make(*parts))
         mesh = self.mesh if make == self._mean_on_mesh else self._one
-        loss, grads, sizes = self._jitted[make, parts](*self._put((live, weights, batch, collections, rng), mesh))
+        loss, grads, sizes = self._jitted[make, parts](
+            *self._put((trainable_values, weights, batch, collections, rng), mesh)
+        )
         grads, sizes = (dict(zip(self.paths, values, strict=True)) for values in self._put((grads, sizes), self._one))
         again = cache(partial(self._run, make, parts, rng, batch, elsewhere, shake=True))
         return Reference(float(loss), grads, sizes, again)
@@ -231,20 +239,20 @@ class OneDevice:
 
     def traced(self, rng: PyTree) -> Traced:
         """Traces the loss on the mesh, once per kind of key; returns facts read off the equations."""
-        live, *rest = self._inputs
+        trainable_values, *other_inputs = self._inputs
         if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
-            jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(live, *rest, rng)
+            jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(trainable_values, *other_inputs, rng)
             self._traced[key] = traced(jaxpr)
         return self._traced[key]
 
     def unconnected(self, rng: PyTree) -> list[str]:
         """Returns the leaves on which the loss does not depend; their gradient is constant 0."""
-        live, weights, batch, collections = self._inputs
-        flat, treedef = jax.tree.flatten((live, batch))
+        trainable_values, weights, batch, collections = self._inputs
+        flat, treedef = jax.tree.flatten((trainable_values, batch))
 
         def grads(*leaves: Any) -> list[Any]:
-            live, batch = jax.tree.unflatten(treedef, leaves)
-            return list(self._mean_in_turn(1, 1)(live, weights, batch, collections, rng)[1])
+            trainable_values, batch = jax.tree.unflatten(treedef, leaves)
+            return list(self._mean_in_turn(1, 1)(trainable_values, weights, batch, collections, rng)[1])
 
         # Read the equations: a gradient may have the value 0 (dead units) although it depends on the leaf.
         of_grads = differing_axes(grads, flat, [frozenset({"anything"})] * len(flat))
@@ -270,12 +278,12 @@ class OneDevice:
     # ------------------------------------------------------------------------------------- one part after another
 
     def _terms(
-        self, live: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, collections: Any
+        self, trainable_values: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, collections: Any
     ) -> tuple[Any, Any]:
         """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
-        at_start = zip(self._leaves, live, weights.base, weights.rounded, strict=True)
-        rest = iter(weights.rest)
-        params = self._put_back([_as_gathered(*leaf) for leaf in at_start], rest=lambda leaf: next(rest))
+        at_start = zip(self._leaves, trainable_values, weights.base, weights.rounded, strict=True)
+        frozen_values = iter(weights.rest)
+        params = self._put_back([_as_gathered(*leaf) for leaf in at_start], fill_other=lambda leaf: next(frozen_values))
         with inside_loss(RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
             loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
         if collections:
@@ -382,8 +390,8 @@ def _split(collections: Any, names: Collection[str]) -> tuple[list[jax.Array], C
 
     ``collections`` is a tuple of one mapping, or () without collections.
     """
-    live, put_back = trees.split_differentiable({name: collections[0][name] for name in names})
-    return live, lambda collections, leaves: ({**collections[0], **put_back(leaves)},) if names else collections
+    scales, put_back = trees.split_differentiable({name: collections[0][name] for name in names})
+    return scales, lambda collections, leaves: ({**collections[0], **put_back(leaves)},) if names else collections
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:

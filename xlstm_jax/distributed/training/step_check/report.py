@@ -155,7 +155,7 @@ def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes
     # The order matters: copies that differ have no single ratio, and a leaf with a rest is not a multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     axes = multiple.axes
-    of_model = set(multiple.over) <= set(model_axes)
+    of_model = set(multiple.axis_names) <= set(model_axes)
     if leaf.copies_differ:
         kind, axes = "copies differ", format_axes(leaf.differ_along or model_axes)
         of_model = bool(leaf.differ_along) and set(leaf.differ_along) <= set(model_axes)

@@ -72,7 +72,7 @@ def check_update(
     before: Any,
     after: Any,
     device: Mesh,
-    again: Callable[[], Any] | None,
+    run_second_step: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
     """Compares the update of a step with one device, and then the update of a further step.
@@ -80,15 +80,15 @@ def check_update(
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
       one: a mesh of one device with the axes of the step's mesh.
-      again: runs the step from ``after``, and returns the state; None to check a single step.
+      run_second_step: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
     update = _Update(before, after, device, value_fn)
     problems = update.check()
-    if problems.findings or again is None:
+    if problems.findings or run_second_step is None:
         return problems
     # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
-    later = _Update(after, again(), device, value_fn).check()
+    later = _Update(after, run_second_step(), device, value_fn).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
     return UpdateCheck(tuple(findings), problems.unknown or later.unknown, problems.compared)
 
@@ -97,13 +97,13 @@ class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
     def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.one_device, self.value_fn = before, after, device, value_fn
+        self.before, self.after, self.single_device_mesh, self.value_fn = before, after, device, value_fn
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
         self.old, self.new = values_of(params), values_of(trainable(after.params))
         self.updates = values_of(self.record.updates)
-        self.given = values_of(self.record.params) if int(self.record.has_params) else self.old
+        self.params_seen_by_tx = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
         """Runs the checks of this update, and returns their findings."""
@@ -127,7 +127,11 @@ class _Update:
     def of_given(self) -> Iterator[str]:
         """Yields findings if the optimizer received other parameters or another state than the training state has."""
         nothing = {path: 0 * leaf for path, leaf in self.old.items()}
-        other = [path for path in self.given if not self.is_sum(path, self.given[path], self.old[path], nothing[path])]
+        other = [
+            path
+            for path in self.params_seen_by_tx
+            if not self.is_sum(path, self.params_seen_by_tx[path], self.old[path], nothing[path])
+        ]
         if other:
             yield (
                 f"{_leaves(other)} have changed before the optimizer gets them. Pass it the parameters of the state; "
@@ -152,7 +156,9 @@ class _Update:
     def of_params(self) -> Iterator[str]:
         """Yields findings if the parameters after the step are not the parameters before plus the update."""
         wrong = [
-            path for path, new in self.new.items() if not self.is_sum(path, new, self.given[path], self.updates[path])
+            path
+            for path, new in self.new.items()
+            if not self.is_sum(path, new, self.params_seen_by_tx[path], self.updates[path])
         ]
         causes: dict[str, list[str]] = defaultdict(list)
         # First try to find a common cause for every wrong leaf: a bias of zeros alone fits any factor.
@@ -164,7 +170,7 @@ class _Update:
                 cause = self.multiple([path]) or self.misplaced(path)
                 (causes[cause] if cause else rest).append(path)
             if rest:
-                causes[self.something_else(rest)] = rest
+                causes[self.unexplained_difference_text(rest)] = rest
         for cause, paths in causes.items():
             yield f"the step returns something else than the optimizer makes of {_leaves(paths)}: {cause}"
 
@@ -175,9 +181,9 @@ class _Update:
 
     def multiple(self, paths: Sequence[str]) -> str:
         """Explains wrong leaves by a single factor, of the update or of the parameters; "" if no factor fits."""
-        if any(self.new[path].shape != self.given[path].shape for path in paths):
+        if any(self.new[path].shape != self.params_seen_by_tx[path].shape for path in paths):
             return ""
-        each = (self.new, self.given, self.updates)
+        each = (self.new, self.params_seen_by_tx, self.updates)
         new, old, update = (np.concatenate([values[path].ravel() for path in paths]) for values in each)
         fits = max(FITS, max(2 * self.eps[path] for path in paths))
         if np.array_equal(new, old):
@@ -205,16 +211,16 @@ class _Update:
 
     def misplaced(self, path: str) -> str:
         """Explains a wrong leaf by another shape or by the values of another leaf; "" if neither fits."""
-        new, old = self.new[path], self.given[path]
+        new, old = self.new[path], self.params_seen_by_tx[path]
         if new.shape != old.shape:
             return f"its shape is {new.shape}, and was {old.shape}. Return each leaf in its place."
         for other in self.new.keys() - {path}:
-            if self.is_sum(path, new, self.given[other], self.updates[other]):
+            if self.is_sum(path, new, self.params_seen_by_tx[other], self.updates[other]):
                 return f"'{path}' gets the values of '{other}'. Return each leaf in its place."
         return ""
 
-    def something_else(self, paths: Sequence[str]) -> str:
-        left = [self.new[path] - self.given[path] - self.updates[path] for path in paths]
+    def unexplained_difference_text(self, paths: Sequence[str]) -> str:
+        left = [self.new[path] - self.params_seen_by_tx[path] - self.updates[path] for path in paths]
         size = sum(_size(self.updates[path]) ** 2 for path in paths) ** 0.5
         off = sum(_size(rest) ** 2 for rest in left) ** 0.5 / (size or 1)
         return (
@@ -253,7 +259,7 @@ class _Update:
     def of_optimizer(self) -> UpdateCheck:
         """Compares the optimizer's updates and state with those of one device, from the same gradients."""
         try:
-            right, again, eps = self.on_one_device()
+            expected, perturbed, eps = self.on_one_device()
         except Exception as error:  # optimizers that need arguments which only the step has may raise anything
             message = " ".join(f"{type(error).__name__}: {error}".split())[:120]
             why = (
@@ -261,12 +267,12 @@ class _Update:
                 "compared. Gradients are: check the step with optax.sgd in its place, and this optimizer alone."
             )
             return UpdateCheck(unknown=(why,))
-        (updates, state), got = right, by_path(bare(self.record.updates))
-        findings = list(of_updates(got, by_path(updates), lambda: by_path(again()[0]), eps))
+        (updates, state), got = expected, by_path(bare(self.record.updates))
+        findings = list(of_updates(got, by_path(updates), lambda: by_path(perturbed()[0]), eps))
         if not findings:  # the state of wrong updates is wrong, too
             before = {path: true_value(leaf) for path, leaf in self.record.opt_state.items()}
             got_state, wanted = by_path(bare(self.after.opt_state.inner)), by_path(bare(state))
-            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(again()[1])), eps))
+            findings = list(of_state(got_state, wanted, before, lambda: by_path(bare(perturbed()[1])), eps))
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
@@ -276,12 +282,13 @@ class _Update:
         """
         params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
         # Structure of the state, values as recorded by the optimizer.
-        given = self.record.opt_state
+        opt_state = self.record.opt_state
         state = trees.map_leaves_with_path(
-            lambda path, leaf: true_value(given.get(path, leaf)), self.before.opt_state.inner
+            lambda path, leaf: true_value(opt_state.get(path, leaf)), self.before.opt_state.inner
         )
         inputs = jax.device_put(
-            (bare(self.record.grads), state, params, self.record.value), NamedSharding(self.one_device, PartitionSpec())
+            (bare(self.record.grads), state, params, self.record.value),
+            NamedSharding(self.single_device_mesh, PartitionSpec()),
         )
         has_value = bool(int(self.record.has_value))
 
@@ -303,11 +310,11 @@ class _Update:
             jaxpr = jax.make_jaxpr(form)(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
             form = jax.shard_map(
-                update, mesh=self.one_device, in_specs=replicated, out_specs=replicated, check_vma=False
+                update, mesh=self.single_device_mesh, in_specs=replicated, out_specs=replicated, check_vma=False
             )
             jaxpr = jax.make_jaxpr(form)(*inputs)
         run = jax.jit(form)
-        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.one_device.devices.flat[0].platform, 0.0))
+        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.single_device_mesh.devices.flat[0].platform, 0.0))
         eps = min(narrowest, COARSEST_EPS)
         return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
 
@@ -331,9 +338,9 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
         )
 
 
-def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the updates ``got`` differ from ``right``, the optimizer's on one device."""
-    wrong = [leaf for leaf in compare_each_leaf(got, right, again, eps) if not leaf.is_equal]
+def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
+    """Yields a finding if the updates ``actual`` differ from ``expected``, the optimizer's on one device."""
+    wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
         yield (
             f"updates of {_leaves([leaf.path for leaf in wrong])} are not those that the optimizer makes of the same "
@@ -342,28 +349,34 @@ def of_updates(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: flo
         )
 
 
-def of_state(got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the optimizer state ``got`` after a step is not ``right``; ``before`` precedes the step."""
-    if got.keys() != right.keys():
-        other = sorted(got.keys() ^ right.keys())
+def of_state(
+    actual: Arrays, expected: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
+) -> Iterator[str]:
+    """Yields a finding if the optimizer state ``actual`` after a step is not ``expected``; ``before``: before it."""
+    if actual.keys() != expected.keys():
+        other = sorted(actual.keys() ^ expected.keys())
         yield (
             f"the optimizer's state after the step has other leaves ({listed(other)}) than tx.update returns. Return "
             "its second result as opt_state."
         )
         return
-    paths = [path for path in right if not _is_set_by_hand(path)]
-    numbers = [path for path in paths if is_inexact(right[path]) and np.shape(got[path]) == np.shape(right[path])]
+    paths = [path for path in expected if not _is_set_by_hand(path)]
+    numbers = [
+        path for path in paths if is_inexact(expected[path]) and np.shape(actual[path]) == np.shape(expected[path])
+    ]
     leaves = compare_each_leaf(
-        {path: got[path] for path in numbers}, {path: right[path] for path in numbers}, again, eps
+        {path: actual[path] for path in numbers}, {path: expected[path] for path in numbers}, again, eps
     )
     wrong = {leaf.path: f"{leaf.ratio:.3g} x" for leaf in leaves if not leaf.is_equal}
     for path in paths:
-        if path not in numbers and not same_bits(got[path], right[path]):
-            is_number = np.shape(got[path]) == () and not is_prng_key(got[path])
-            wrong[path] = f"{np.asarray(got[path])} in place of {np.asarray(right[path])}" if is_number else "other"
+        if path not in numbers and not same_bits(actual[path], expected[path]):
+            is_number = np.shape(actual[path]) == () and not is_prng_key(actual[path])
+            wrong[path] = (
+                f"{np.asarray(actual[path])} in place of {np.asarray(expected[path])}" if is_number else "other"
+            )
     if not wrong:
         return
-    if all(same_bits(got[path], before[path]) for path in wrong if path in before):
+    if all(same_bits(actual[path], before[path]) for path in wrong if path in before):
         yield (
             f"the optimizer's state ({listed(list(wrong))}) stays as it was, and parameters do not: moments and counts "
             "of this step are lost. Return the opt_state of tx.update: state.replace(params=..., opt_state=...)."
@@ -397,10 +410,10 @@ def of_collections(
         )
 
 
-def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
+def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
     """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
     checks = []
-    for path, leaf in right.items():
+    for path, leaf in expected.items():
         dtype = value_dtype(leaf)
         narrow = float(jnp.finfo(dtype).eps) if jnp.finfo(dtype).bits < 32 else 0.0
         # Denormal numbers may be flushed to 0 in one program and not in the other.
@@ -408,7 +421,7 @@ def compare_each_leaf(got: Arrays, right: Arrays, again: Callable[[], Arrays], e
             np.linalg.norm(np.asarray(leaf, np.complex128).ravel())
         )
         checks += compare_leaves(
-            flat({path: got[path]}),
+            flat({path: actual[path]}),
             flat({path: leaf}),
             {},
             {path: floor},
@@ -461,13 +474,13 @@ def _is_set_by_hand(path: str) -> bool:
     return HYPERPARAMS in path.split("/")
 
 
-def _multiple(got: np.ndarray, wanted: np.ndarray, tolerance: float) -> float | None:
-    """Returns the factor by which ``got`` is ``wanted``, or None if it is not a multiple."""
-    size = _size(wanted)
+def _multiple(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> float | None:
+    """Returns the factor by which ``actual`` is ``expected``, or None if it is not a multiple."""
+    size = _size(expected)
     if not size:
         return None
-    factor = float(np.real(np.vdot(wanted, got))) / size**2
-    return factor if _size(got - factor * wanted) <= tolerance * size else None
+    factor = float(np.real(np.vdot(expected, actual))) / size**2
+    return factor if _size(actual - factor * expected) <= tolerance * size else None
 
 
 def _size(values: np.ndarray) -> float:

@@ -110,7 +110,7 @@ def lint(
       ValueError: the plan is for another mesh or another model than the forecast, or ``num_minibatches`` is below 1.
     """
     step = Step(forecast, plan, num_minibatches, keep_gathered, imbalance)
-    _check(step)
+    _check_same_step(step)
     # Findings with the same cause differ only in numbers, for example for layers of several sizes.
     causes = defaultdict(list)
     for finding in (finding for rule in RULES.values() for finding in findings_of(rule, step)):
@@ -154,16 +154,18 @@ def raise_if(findings: Iterable[Finding], rules: Iterable[str] | None = None) ->
 lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attributes, types of functions have none
 
 
-def _check(step: Step) -> None:
-    """Raises a ``ValueError`` if forecast and plan do not belong to the same step."""
+def _check_same_step(step: Step) -> None:
+    """Raises a ``ValueError`` if forecast and plan do not belong to one step, or ``num_minibatches`` is below 1."""
     # The caller makes forecast and plan separately, so they may belong to different steps.
-    mesh, planned = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
-    if mesh != planned:
+    forecast_mesh, plan_mesh = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
+    if forecast_mesh != plan_mesh:
         raise ValueError(
-            f"the forecast is of the mesh {mesh}, the plan of {planned}. Make the plan for the mesh of the step."
+            f"the forecast is of the mesh {forecast_mesh}, the plan of {plan_mesh}. "
+            "Make the plan for the mesh of the step."
         )
     if step.num_minibatches < 1:
         raise ValueError(f"num_minibatches={step.num_minibatches} must be 1 or more; pass that of the step.")
+    # A single common leaf suffices: a plan may lack the leaves of other trees that a step gathers.
     if step.gathers and not any(path in step.rows for path in step.gathers):
         raise ValueError(
             f"the step gathers {listed(step.gathers)}, but the plan has none of these leaves; its parameters are "

@@ -89,21 +89,21 @@ def held_scores(step: Step) -> Iterator[Defect]:
     for path in flops.scores_bytes:
         alike[path_pattern(f"{path}/")[:-1]].append(path)
     for pattern, paths in alike.items():
-        held = max(flops.scores_bytes[path] for path in paths)
+        scores_bytes = max(flops.scores_bytes[path] for path in paths)
         moved = SCORES_PASSES * sum(flops.scores_bytes_per_step.get(path, 0.0) for path in paths)
         of_memory, of_time, costs = 0.0, 0.0, ""
         if chip is not None and step.seconds:
             seconds = moved / chip.reached.hbm_bandwidth
-            of_memory, of_time = held / step.forecast.total_bytes, seconds / step.seconds
+            of_memory, of_time = scores_bytes / step.forecast.total_bytes, seconds / step.seconds
             costs = (
                 f" The array is {format_fraction(of_memory)} of the step's memory; {format_bytes(moved)} of scores, "
                 f"read and written in a step, take {format_milliseconds(seconds)} at least, {format_fraction(of_time)} "
                 "of the step."
             )
-        if held > MIN_SCORES_BYTES or max(of_memory, of_time) >= MIN_SCORES_FRACTION:
+        if scores_bytes > MIN_SCORES_BYTES or max(of_memory, of_time) >= MIN_SCORES_FRACTION:
             yield Defect(
                 (pattern if len(paths) > 1 else paths[0]) or "the loss",
-                f"holds the array of all scores (query x key), {format_bytes(held)} per device, and a softmax and a "
-                f"gradient of the same size; a kernel holds a block of scores at a time.{costs}",
-                held,
+                f"holds the array of all scores (query x key), {format_bytes(scores_bytes)} per device, and a "
+                f"softmax and a gradient of the same size; a kernel holds a block of scores at a time.{costs}",
+                scores_bytes,
             )

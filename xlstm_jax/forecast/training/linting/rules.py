@@ -180,7 +180,7 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
     alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large in sum, but splitting them means many small gathers.
-        too_small = any(isinstance(reason, TooSmall) for reason in row.reason.each)
+        too_small = any(isinstance(reason, TooSmall) for reason in row.reason.all_reasons)
         if row.parameters.total // (row.layers if too_small else 1) >= MIN_REPLICATED_BYTES:
             alike[path_pattern(row.path), row.shape].append(row)
     for rows in alike.values():
@@ -197,7 +197,7 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
 def _replication_cure(row: LeafPlan) -> str:
     """Returns the cure for the reason of a replicated leaf; "" for the rule's default cure."""
     kinds = (Indivisible, TooSmall, Unwrapped)
-    match next((reason for kind in kinds for reason in row.reason.each if isinstance(reason, kind)), None):
+    match next((reason for kind in kinds for reason in row.reason.all_reasons if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
             size = max(row.use_shape)
             fits = next_multiple(size, parts)
