@@ -53,7 +53,7 @@ def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
 
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
-    """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; ``other_trees`` as for ``map_leaves``."""
+    """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; see ``map_leaves``."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)

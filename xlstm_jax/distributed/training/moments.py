@@ -49,7 +49,7 @@ Moment = Literal[
 
 
 class TrainingCheck(NamedTuple):
-    """Check in the table: ``looks(context)`` is called at ``moment``; ``page`` of docs/ has the details.
+    """Check in the table: ``run_check(context)`` is called at ``moment``; ``page`` of docs/ has the details.
 
     ``needs`` names an attribute of the context, as "step.extra_trees", without which (empty, None) the check has
     nothing to look at, and is not called.
@@ -229,4 +229,4 @@ def run_checks(moment: Moment, context: Any) -> None:
     """Runs the checks of a moment in the order of the table."""
     for check in CHECKS:
         if check.moment == moment and (not check.needs or attrgetter(check.needs)(context)):
-            check.looks(context)
+            check.run_check(context)

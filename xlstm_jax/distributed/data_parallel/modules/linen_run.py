@@ -140,9 +140,8 @@ class LinenRun:
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
         interceptors = active_interceptors_of(object)
-        if _OutsideModelMarker in map(
-            type, interceptors[: interceptors.index(self)]
-        ):  # the module is not part of the model
+        # Innermost first: a marker before this run says that the module is not part of the model.
+        if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
         kwargs = kwargs_from_extensions(module, name, args, kwargs)

@@ -63,8 +63,8 @@ class Communication:
 
     def filled_from(self, other: "Communication") -> "Communication":
         """Returns the options; options of ``other`` replace defaults."""
-        given = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
-        return Communication(**{**vars(other), **given})
+        own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
+        return Communication(**{**vars(other), **own_options})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
         """Returns the options without copies along ``axes``, over which a leaf is split."""
