@@ -28,7 +28,7 @@ installation.
 
 """
 NEXT = """
-## Where next
+## Where to look next
 
 * [A plain script, before and after](../tutorials/plain_script.md): the changes that shard a Flax script.
 * [Any model, as it is](../any_model.md): models of other packages, unmodified.

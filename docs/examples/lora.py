@@ -167,8 +167,8 @@ adamw = optax.adamw(1e-4)
 large = partial(Model, width=8192, layers=32, vocabulary=32768)
 plans = {"all weights": plan_sharding(large(), sizes, tokens, tx=adamw)}
 for dtype in ("float32", "bfloat16"):
-    with_lora, options = large(LoRADense), frozen | {"frozen_dtype": dtype}
-    plan = plan_sharding(with_lora, sizes, tokens, tx=adamw, **options)
+    options = frozen | {"frozen_dtype": dtype}  # trainable=, and the stored dtype
+    plan = plan_sharding(large(LoRADense), sizes, tokens, tx=adamw, **options)
     plans[f"LoRA on {dtype}"] = plan
 
 print(f"{'GB of each device':18}  parameters  gradients  moments   in all")

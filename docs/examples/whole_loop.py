@@ -118,8 +118,8 @@ def kept_rows(folder, done):
 def train(folder, sigterm_at=None):
     """Trains to the last step, or to SIGTERM; returns the state."""
     key = jax.random.key(0)
-    where = (mesh, key, HELD_OUT[0]["x"])
-    state = create_train_state(Classifier(), tx, *where, batch_axes=AXES)
+    example = HELD_OUT[0]["x"]  # only shape and dtype are used
+    state = create_train_state(Classifier(), tx, mesh, key, example, batch_axes=AXES)
     local, done = metric.empty(AXES, mesh), 0
     with Checkpointer(folder / "steps", save_interval_steps=EVERY) as saver:
         if saver.latest_step() is not None:  # an earlier run was stopped

@@ -16,7 +16,9 @@ PAGE = Path(__file__).parents[2] / "docs/howto/local_checkpoints.md"
 @pytest.mark.slow  # the page shows orbax's managers; what the library restores by itself is in tests/faults
 def test_local_checkpoints_page_program_prints_the_output_shown(tmp_path):
     blocks = re.findall(r"^```(py|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    program = "\n".join(text for kind, text in blocks if kind == "py")
+    # The first block is the program that the others read from the page, and start.
+    _, *starts = [text for kind, text in blocks if kind == "py"]
+    program = "\n".join(starts)
     shown = "".join(text for kind, text in blocks if kind == "text")
     printed = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True

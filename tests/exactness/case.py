@@ -363,7 +363,7 @@ def halved(sizes: Mapping[str, int]) -> dict[str, int]:
 
 def compare(got: list[Moment], want: list[Moment], tolerance: float = FLOAT32_ROUNDING) -> None:
     """Raises an ``AssertionError`` that names the first leaf that is further off than ``tolerance`` of its largest."""
-    assert len(got) == len(want) == STEPS
+    assert len(got) == len(want) == STEPS, f"{len(got)} and {len(want)} steps were recorded, not {STEPS}"
     for number, (g, w) in enumerate(zip(got, want, strict=True), 1):
         after = f"after step {number} "
         for name in ("loss", "norm"):

@@ -56,7 +56,9 @@ def assert_kept_is_compiled(name: str, programs: Programs) -> None:
     kept, new = KeptTexts(name), NewTexts()
     was, found = (programs[name](cache) for cache in (kept, new))
     remake = f"{name} is another program now: python -m tests.forecast.kept"
-    assert was.memory.argument_bytes == found.memory.argument_bytes > 0, remake
+    assert was.memory.argument_bytes == found.memory.argument_bytes > 0, (
+        f"{remake} ({was.memory} in place of {found.memory})"
+    )
     texts = kept.read("")
     if _versions(texts) == _versions(new.texts):
         assert was.memory == found.memory and texts["hlo"] == new.texts["hlo"], remake

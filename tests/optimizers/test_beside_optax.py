@@ -3,7 +3,7 @@
 Optimizers run on global arrays in the ready step, so the library duplicates no optax function with equal results.
 ``optax.apply_if_finite`` treats gradients equally, and differs otherwise: the library keeps ``skip_nonfinite``.
 Reading the rate of ``optax.inject_hyperparams`` is one line of the program; reading the rate of a schedule in an
-ordinary optimizer is not. The tables of docs/resilience.md and docs/training.md give the results.
+ordinary optimizer is not. The tables of docs/optimizers.md and docs/training.md give the results.
 """
 
 from functools import partial

@@ -111,7 +111,7 @@ class Joined:
     name: str
     dim: int = 0
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result = dict(tensors)
         first, *others = self.parts
         for name in tensors:
@@ -140,7 +140,7 @@ class Stacked:
     part: str
     name: str
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result = dict(tensors)
         by_stack: dict[str, dict[int, str]] = defaultdict(dict)
         for name in tensors:
@@ -174,7 +174,7 @@ class Divided:
     sizes: tuple[int, ...] = ()
     dim: int = 0
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result, count = dict(tensors), len(self.parts)
         for name, tensor in tensors.items():
             if (match := compiled("layout", self.name).fullmatch(name)) is None:
@@ -209,7 +209,7 @@ class Unstacked:
     name: str
     part: str
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         result = dict(tensors)
         for name, tensor in tensors.items():
             if (match := compiled("layout", self.name).fullmatch(name)) is None:
@@ -238,7 +238,7 @@ class Repeated:
     name: str
     source_name: str
 
-    def applied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.source_name not in tensors:
             raise ValueError(f"layout: '{self.name}' is to repeat '{self.source_name}', which the model has not.")
         result = dict(tensors)
