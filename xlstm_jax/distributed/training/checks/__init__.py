@@ -82,9 +82,9 @@ def _dims_of_shards(context: NewVariables) -> None:
             check_divides(path if name == "params" else f"({name}) {path}", leaf, context.mesh.shape)
 
 
-def _equal_keys(of: NewModel) -> None:
+def _equal_keys(context: NewModel) -> None:
     if jax.process_count() > 1:
-        compare_keys(of.rng, of.mesh)
+        compare_keys(context.rng, context.mesh)
 
 
 def _optimizer_of_parameters(context: CreatedState) -> None:
@@ -143,9 +143,9 @@ def _averages(context: Averaged) -> None:
     warn_of_averages(context.paths, context.num_minibatches, context.weighted, context.jaxpr)
 
 
-def _equal_results(of: Results) -> None:
-    if not types_prove_equal(of.jaxpr.jaxpr):
-        check_equal_results(of.results, of.equations, of.mesh)
+def _equal_results(context: Results) -> None:
+    if not types_prove_equal(context.jaxpr.jaxpr):
+        check_equal_results(context.results, context.equations, context.mesh)
 
 
 def _options(context: TracedStep) -> None:

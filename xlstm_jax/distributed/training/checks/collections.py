@@ -4,13 +4,13 @@ from xlstm_jax.distributed.training.collections import check_equal_collections, 
 from xlstm_jax.distributed.training.moments import CreatedState, Results, TrainingCheck
 
 
-def _of_state(of: CreatedState) -> None:
-    check_kept(of.collections)
+def _of_state(context: CreatedState) -> None:
+    check_kept(context.collections)
 
 
-def _of_results(of: Results) -> None:
-    spread = [axis for axis, size in of.mesh.shape.items() if size > 1]
-    check_equal_collections(of.equations.of_marked, of.collections, spread, of.axes)
+def _of_results(context: Results) -> None:
+    spread = [axis for axis, size in context.mesh.shape.items() if size > 1]
+    check_equal_collections(context.equations.of_marked, context.collections, spread, context.axes)
 
 
 COLLECTIONS_OF_STATE = TrainingCheck("state", _of_state, "collections.md", needs="collections")
