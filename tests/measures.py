@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "xlstm_jax"
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
@@ -169,8 +169,17 @@ def of_the_source() -> dict[str, float]:
     }
 
 
-def of_what_runs() -> dict[str, float]:
-    """Returns the rows that are measured by tracing the smallest training on eight simulated devices."""
+class Smallest(NamedTuple):
+    """The smallest training: functions to make its state, to trace it, and to make a step with arguments; the model."""
+
+    make_state: Callable[[], Any]
+    training: Callable[[], Any]
+    model: Any
+    step_and_arguments: Callable[[], tuple[Any, tuple[Any, ...]]]
+
+
+def smallest() -> Smallest:
+    """Returns the smallest training: two ``Dense`` layers, an axis, AdamW, on eight simulated devices."""
     from xlstm_jax.distributed import simulate_cpu_devices
 
     simulate_cpu_devices(8)
@@ -180,8 +189,6 @@ def of_what_runs() -> dict[str, float]:
     from flax import linen as nn
 
     from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_modules
-    from xlstm_jax.distributed.training import moments
-    from xlstm_jax.forecast import forecast
 
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": jax.device_count()})
     model = shard_modules(nn.Sequential([nn.Dense(64), nn.gelu, nn.Dense(64)]), nn.Dense, "fsdp", min_weight_size=0)
@@ -194,15 +201,28 @@ def of_what_runs() -> dict[str, float]:
     def make_state() -> Any:
         return create_train_state(model, optax.adamw(1e-3), mesh, jax.random.key(0), batch, batch_axes=("fsdp",))
 
+    def step_and_arguments() -> tuple[Any, tuple[Any, ...]]:
+        step = make_train_step(loss, mesh, batch_axes=("fsdp",))
+        return step, (make_state(), batch, jax.random.key(1))
+
     def training() -> None:
         make_train_step(loss, mesh, batch_axes=("fsdp",)).lower(make_state(), batch, jax.random.key(1))
 
+    return Smallest(make_state, training, model, step_and_arguments)
+
+
+def of_what_runs() -> dict[str, float]:
+    """Returns the rows that are measured by tracing the smallest training on eight simulated devices."""
+    from xlstm_jax.distributed.training import moments
+    from xlstm_jax.forecast import forecast
+
+    make_state, training, model, step_and_arguments = smallest()
     entered = calls(training)
     checks, moments.CHECKS[:] = list(moments.CHECKS), []
     unchecked = calls(training)
     moments.CHECKS[:] = checks
     up = climbs(make_state, model)
-    step, arguments = make_train_step(loss, mesh, batch_axes=("fsdp",)), (make_state(), batch, jax.random.key(1))
+    step, arguments = step_and_arguments()
     return {
         "files that the smallest training enters": len({code.co_filename for code in entered}),
         "functions that it enters": len(set(entered)),

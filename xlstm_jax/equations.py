@@ -75,7 +75,9 @@ def all_equations(eqns: Iterable[Any]) -> list[Any]:
     while waiting:
         for eqn in waiting.pop():
             equations.append(eqn)
-            for inner in nested_jaxprs(eqn):
+            if not eqn.params:
+                continue
+            for inner in core.jaxprs_in_params(name_and_params(eqn)[1] if "_prim" in eqn.params else eqn.params):
                 if id(inner) not in known:
                     known.add(id(inner))
                     waiting.append(inner.eqns)

@@ -39,10 +39,10 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))  # pyright: ignore[reportReturnType]
 
 
-def placed(sharding: NamedSharding) -> NamedSharding:
-    """Returns the sharding on the mesh that ``jax.set_mesh`` has set with explicit axes; else the sharding unchanged.
+def placed(shardings: PyTree) -> PyTree:
+    """Returns a tree of shardings on the mesh that ``jax.set_mesh`` has set with explicit axes; else unchanged.
 
-    A mesh of other axes leaves the sharding unchanged, too.
+    A mesh of other axes leaves a sharding unchanged, too.
 
     >>> split = NamedSharding(mesh, PartitionSpec("fsdp"))
     >>> placed(split) == split
@@ -51,12 +51,15 @@ def placed(sharding: NamedSharding) -> NamedSharding:
     ...     has_explicit_axes(placed(split).mesh)
     True
     """
-    return _placed(sharding, jax.sharding.get_abstract_mesh())
+    around = jax.sharding.get_abstract_mesh()
+    if not has_explicit_axes(around):
+        return shardings
+    return jax.tree.map(lambda sharding: _placed(sharding, around), shardings)
 
 
 @functools.lru_cache(maxsize=4096)  # for each leaf of a state, at each step
 def _placed(sharding: NamedSharding, around: AbstractMesh) -> NamedSharding:
-    if not has_explicit_axes(around) or dict(around.shape) != dict(sharding.mesh.shape):
+    if dict(around.shape) != dict(sharding.mesh.shape):
         return sharding
     kinds = dict(zip(around.axis_names, around.axis_types, strict=True))
     types = tuple(kinds[axis] for axis in sharding.mesh.axis_names)
@@ -80,9 +83,9 @@ def on_auto_axes(
 
     @functools.wraps(function)
     def converted(*args: Any, **kwargs: Any) -> Any:
-        around = jax.sharding.get_abstract_mesh()
-        types = [around, *map(_mesh_of, jax.tree.leaves((args, kwargs)))]
-        explicit = next(filter(has_explicit_axes, types), None)
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        meshes = [jax.sharding.get_abstract_mesh(), *[jax.typeof(array).sharding.mesh for array in arrays]]
+        explicit = next(filter(has_explicit_axes, dict.fromkeys(meshes)), None)
         if explicit is None:
             return function(*args, **kwargs)
         inside = with_auto_axes(explicit if mesh is None else mesh.abstract_mesh)

@@ -42,8 +42,8 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
+from xlstm_jax.distributed.data_parallel.extensions.packing import packed_gathers
 from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
-from xlstm_jax.distributed.data_parallel.together import packed_gathers
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss

@@ -119,9 +119,9 @@ class Counting(Extension):
 
     calls: ClassVar[list[str]] = []
 
-    def changed_kwargs(self, module, method, args, kwargs):
+    def changed_arguments(self, module, method, args, kwargs):
         self.calls.append(type(module).__name__)
-        return kwargs
+        return args, kwargs
 
 
 def test_custom_extension_is_called_when_units_gather(monkeypatch):

@@ -51,8 +51,12 @@ FEATURES = [
     ),
     Feature(
         "packing of small leaves (PackSmall)",
-        ("data_parallel/extensions/packed.py", "../forecast/hardware/packing.py"),
-        r"\bPackSmall\b|extensions\.packed\b|\bpacking_limit\b",
+        (
+            "data_parallel/extensions/packed.py",
+            "data_parallel/extensions/packing.py",
+            "../forecast/hardware/packing.py",
+        ),
+        r"\bPackSmall\b|\bPackedGathers\b|\bPacking\b|extensions\.(packed|packing)\b|\bpacking(_limit)?\b",
     ),
     Feature(
         "blocks of 8 bits on the wire",

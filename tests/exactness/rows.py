@@ -23,7 +23,7 @@ from tests.exactness.case import ADAMW, DECAY, Case, Trained, decisions
 from tests.exactness.model import TWIN_FIELDS
 from tests.support import FLOAT32_ROUNDING
 from xlstm_jax.distributed import Offload, PackSmall, Replicas, muon, skip_nonfinite, with_ema
-from xlstm_jax.distributed.data_parallel.wire.packing import PACKED
+from xlstm_jax.distributed.data_parallel.extensions.packing import PACKED
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 
 MESHES = ("1x8", "2x4", "8x1")  # devices along "dp" and along "fsdp"

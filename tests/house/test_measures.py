@@ -1,8 +1,23 @@
-"""Tests of ``python -m tests.measures``: no cyclic imports between entries of a folder; counts are right."""
+"""Tests of ``python -m tests.measures``: no cyclic imports, no code of unused features in a training; right counts."""
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries
+from tests.deletion.features import DISTRIBUTED, FEATURES
+from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, smallest
+
+# Calls of the library by the smallest training; CPython before 3.12 counts comprehensions, too.
+MOST_CALLS = 2_400
+# Files of features that every training needs: checks, with the reasons for replicated parameters; a reader of names.
+ENTERED = {
+    "data_parallel/extensions/logical_names.py",
+    "training/checks/__init__.py",
+    "training/checks/calls.py",
+    "training/checks/replicated_parameters.py",
+    "training/equal_results.py",
+    "training/mistakes.py",
+}
 
 
 @dataclass
@@ -12,6 +27,17 @@ class Held:
 
 def test_folder_entries_of_the_library_have_no_import_cycles():
     assert not cycles_of_entries()
+
+
+def test_smallest_training_enters_no_file_of_a_feature_that_it_does_not_use():
+    entered = calls(smallest().training)
+    files = {Path(code.co_filename) for code in entered}
+    own = [(DISTRIBUTED / name).resolve() for feature in FEATURES for name in feature.files]
+    features = {str(file.relative_to(DISTRIBUTED)) for file in files if any(file.is_relative_to(path) for path in own)}
+    assert features == ENTERED
+    assert (DISTRIBUTED / "data_parallel" / "leaf.py") in files, "the training is counted"  # guard
+    if sys.version_info >= (3, 12):
+        assert len(entered) <= MOST_CALLS
 
 
 def test_cycles_of_entries_finds_import_cycles_at_any_depth(tmp_path):

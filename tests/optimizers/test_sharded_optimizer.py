@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     make_train_step,
     unbox,
 )
-from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS, sharded_optimizer
+from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS, Trained, WrapperOfStates, sharded_optimizer
 
 STEPS = 5
 
@@ -195,3 +195,20 @@ def test_sees_boxes_is_correct_for_created_unboxed_and_stepped_states():
     assert not TrainState.create(params=unbox(made.params), **kept).sees_boxes
     stepped, _ = make_train_step(mean_loss, mesh_of(2, 4), AXES)(created, data(), jax.random.key(1))
     assert not stepped.sees_boxes  # moments are stored as by create_train_state
+
+
+def test_wrapper_of_states_runs_only_for_states_with_its_kind_of_node(monkeypatch):
+    seen = []
+
+    def counted(optimizer, params, mesh):
+        seen.append(optimizer)
+        return optimizer
+
+    module = "xlstm_jax.distributed.optimizers.sharded_optimizer.WRAPPERS_OF_STATES"
+    monkeypatch.setattr(module, [WrapperOfStates(optax.TraceState, counted)])
+    params = {"kernel": jnp.ones((8, 2))}
+    for tx, calls in ((optax.sgd(0.1), 0), (optax.sgd(0.1, momentum=0.9), 1)):
+        optimizer = sharded_optimizer(tx, params, mesh_of(1, 8))
+        before = Trained(0, params, optimizer.init(params), {})
+        jax.jit(lambda grads, of=optimizer, before=before: of.update(grads, before, {})[0].params)(params)
+        assert len(seen) == calls

@@ -14,7 +14,7 @@ import pytest
 from tests.support import AXES, assert_each_leaf, data, fsdp, mean_loss, mesh_of, weighted_loss
 from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step
 from xlstm_jax.distributed.metrics import Count, WeightedMean
-from xlstm_jax.distributed.training.moments import CHECKS, Moment
+from xlstm_jax.distributed.training.moments import CHECKS, Averaged, Moment, TrainingCheck, run_checks
 
 TABLE = "xlstm_jax.distributed.training.moments.CHECKS"
 BATCH, MESH = data(), mesh_of(2, 4)
@@ -102,3 +102,12 @@ def test_checks_run_at_each_stage_of_training(monkeypatch):
         step, args = make()
         step(*args)
     assert met == set(get_args(Moment)) - {"failure", "refused"}
+
+
+def test_check_is_called_only_if_the_part_of_the_context_that_it_needs_is_not_empty(monkeypatch):
+    seen = []
+    row = TrainingCheck("aux", seen.append, "training.md", needs="paths")
+    monkeypatch.setattr(TABLE, [row])
+    for paths in ((), ("a",)):
+        run_checks("aux", Averaged(paths, 1, False, lambda: None))
+    assert [context.paths for context in seen] == [("a",)]

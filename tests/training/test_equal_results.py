@@ -17,6 +17,7 @@ from tests.support import AXES, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, TrainState, make_eval_step, make_train_step
 from xlstm_jax.distributed.metrics import Count, WeightedMean
 from xlstm_jax.distributed.training import accumulate_gradients
+from xlstm_jax.distributed.training.equal_results import types_prove_equal
 
 KEY, X = jax.random.key(0), jnp.ones((16, 4))
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False])
@@ -231,3 +232,18 @@ def test_aux_values_depending_on_rows_are_averaged_over_devices(check_vma):
     step = make_train_step(loss, mesh_of(2, 4), AXES, has_aux=True, check_vma=check_vma, allow_replicated=True)
     batch = np.repeat(np.arange(8.0, dtype=np.float32), 2)[:, None] * np.ones(4, np.float32)
     assert step(state_of({}), batch, KEY)[1]["share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "fn, check_vma, proved",
+    [
+        (lambda x: lax.psum(x, "fsdp"), True, True),
+        (lambda x: lax.psum(x, "fsdp"), False, False),
+        (lambda x: lax.cond(lax.psum(x, "fsdp")[0] > 0, lambda: 1.0, lambda: 2.0), True, False),
+    ],
+    ids=["types", "no types", "a branch"],
+)
+def test_types_prove_results_equal_without_branches_under_check_vma(fn, check_vma, proved):
+    mesh = mesh_of(1, 8)
+    program = jax.shard_map(fn, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=check_vma)
+    assert types_prove_equal(jax.make_jaxpr(program)(jnp.ones(8)).jaxpr) == proved

@@ -39,7 +39,7 @@ _raises: ContextVar[bool] = ContextVar("_raises", default=True)
 
 
 def wrong_averages_pass() -> AbstractContextManager[None]:
-    """Returns a context in which wrong averages raise no errors: ``check_step`` measures their gradients."""
+    """Returns a context in which wrong averages raise no errors, so that their gradients can be measured."""
     return set_context(_raises, False)
 
 
@@ -50,7 +50,10 @@ def wrong_averages_raise() -> bool:
 
 def averaged_axes(value: jax.Array) -> frozenset[str]:
     """Returns the axes over which ``value`` is known to be averaged: the same array, not a value computed from it."""
-    return next((axes for average, axes in _averages.known if average() is value), frozenset())
+    for average, axes in _averages.known:
+        if average() is value:
+            return axes
+    return frozenset()
 
 
 def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
@@ -82,5 +85,5 @@ def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
         raise ValueError(
             f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "
             "or value_and_grad, then changed (scaled, cast, clipped), and would be divided by the number of devices a "
-            "second time. Call sync_gradients once, on the result of jax.grad, and not on the result of value_and_grad."
+            "second time. Call sync_gradients once, on the result of jax.grad."
         )

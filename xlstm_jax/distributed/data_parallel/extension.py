@@ -10,24 +10,34 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
   run       changed_arguments  returns the arguments for a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
   before    collections  names the collections that the unit receives, in addition to "params"
-            named_wires  returns the names of the wires that ``wires`` would return, for plans and ``check_step``
+            named_wires  returns the names of the wires that ``wires`` would return, for plans and comparisons
             avoids_gather  returns whether a leaf is normally not gathered at all
             recording_parts   records leaves that modules gather in successive parts
 
 Two more hooks choose the order of the axes in the gather of a leaf: ``axis_orders``, when the leaves of a unit are
-split, and ``reorder_axes``, when the leaves of the entire model are available.
+split, and ``reorder_axes``, when the leaves of the entire model are available. Five hooks let leaves share collectives:
+
+  split   sent_together    marks the leaves that will share collectives, and so the order of axes
+          sent_with        returns the unit with whose leaves a marked leaf shares collectives
+  gather  gathers          returns gathers of several leaves of a unit at once
+          gathers_in_tree  returns the same for each unit of a model
+          parcels          returns the shards of a layer that are sent together, for gathers ahead
 
 ``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import jax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
@@ -44,15 +54,16 @@ class Extension:
       modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
       collections: names of replicated collections that the hooks read beside "params". If not empty, an instance is
         made only for units that have one of these collections.
+      hooks: set by the library. Hooks that no class overrides are not called.
     """
 
     modules: ClassVar[tuple[type[Any], ...]] = ()
     collections: ClassVar[tuple[str, ...]] = ()
+    hooks: ClassVar[frozenset[str]] = frozenset()  # the names of the hooks that the class overrides
 
-    @classmethod
-    def handles_module(cls, module: Any) -> bool:
-        """Returns whether the hooks that receive a module run for ``module``, as ``modules`` says."""
-        return not cls.modules or isinstance(module, cls.modules)
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.hooks = frozenset([name for name in vars(Extension) if getattr(cls, name) is not getattr(Extension, name)])
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns, by path in ``variables``, wires for the gather of leaves, in place of the wires in their boxes.
@@ -115,6 +126,34 @@ class Extension:
         """Returns whether a unit normally computes without a gather of the leaf, and sends few bytes of the leaf."""
         return False
 
+    def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
+        """Returns, by path in the unit, a mark for each leaf to split whose gather shares collectives."""
+        return {}
+
+    def sent_with(self, path: str, leaf: Sharded) -> str | None:
+        """Returns the path of the unit with whose leaves the marked leaf at ``path`` in the model is sent, or None."""
+        return None
+
+    def gathers(
+        self, leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
+    ) -> Mapping[str, Callable[[], "Gathered"]]:
+        """Returns functions that gather leaves of a unit together with others; every other leaf is gathered alone.
+
+        ``leaves`` has (path in the model, leaf) by name, ``axes`` are the unit's, options that are ``None`` in
+        ``communication`` are read from the boxes.
+        """
+        return {}
+
+    def gathers_in_tree(
+        self, params: PyTree, axes: tuple[str, ...], communication: Communication
+    ) -> Mapping[str, Callable[[], "Gathered"]]:
+        """Does ``gathers`` by path for each unit of the boxed parameters of an entire model."""
+        return {}
+
+    def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
+        """Returns the shards of a layer that are sent together; the others, of no parcel, are sent alone."""
+        return ()
+
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
         """Returns a context for ``model.init`` that adds leaves gathered in parts to ``partial_gathers``, by path."""
         return nullcontext()
@@ -131,30 +170,62 @@ class PartialGather(NamedTuple):
     may_be_sent: Callable[[Sharded], bool]
 
 
+Gathered = tuple[Any, tuple[AxisEntry, ...]]  # the unsharded array, and the axes that still split each dim
+
+
+class SplitShard(NamedTuple):
+    """Shard of a leaf that is gathered along ``dim`` over ``axes``; ``trains`` is False for a frozen leaf."""
+
+    shard: PrimalType
+    dim: int
+    axes: tuple[str, ...]
+    communication: Communication
+    trains: bool
+
+
+class Parcel(Protocol):
+    """Shards that are sent together."""
+
+    @property
+    def members(self) -> tuple[Any, ...]:
+        """Keys of the shards, in the order of the arguments of ``pack``."""
+        ...
+
+    @property
+    def wire(self) -> Wire:
+        """Format in which a packed array is sent along dim 0."""
+        ...
+
+    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """Returns the shards, in the order of ``members``, as one array [1, s]."""
+        ...
+
+    def unpack(self, rows: jax.Array) -> list[jax.Array]:
+        """Returns the arrays of an array [r, s], r packed arrays in device order: along dim d each has r d / n."""
+        ...
+
+
 EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order of its lines
 
 
 def with_hook(name: str) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name`` of ``Extension``."""
-    return [cls for cls in EXTENSIONS if getattr(cls, name) is not getattr(Extension, name)]
+    return [cls for cls in EXTENSIONS if name in cls.hooks]
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name`` and apply to ``module``."""
-    return [cls for cls in with_hook(name) if cls.handles_module(module)]
+    return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
 
 
-def extensions_of(has_collection: Callable[[str], bool]) -> list[Extension]:
-    """Returns new instances of the registered extensions that apply to a unit.
-
-    ``has_collection(name)`` returns whether the unit has the collection.
-    """
-    return [cls() for cls in EXTENSIONS if not cls.collections or any(map(has_collection, cls.collections))]
+def extensions_of(collections: Collection[str]) -> list[Extension]:
+    """Returns new instances of the registered extensions that apply to a unit with these collections."""
+    return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
 
 
 def collections_of_extensions() -> list[str]:
     """Returns the names of the collections that extensions read when a unit is entered, in addition to "params"."""
-    return list(dict.fromkeys(name for cls in EXTENSIONS for name in cls.collections))
+    return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
@@ -181,11 +252,39 @@ def axis_orders(
 
 def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
     """Returns the boxed parameters of an entire model, with the axis order of each leaf as extensions choose."""
-    if sum(size > 1 for size in axis_sizes.values()) < 2:
+    if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
     for cls in with_hook("reorder_axes"):
         params = cls().reorder_axes(params, axis_sizes)
     return params
+
+
+def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
+    """Returns marks, by path, for the leaves to be split whose gathers share collectives; see ``Extension``."""
+    hooks = with_hook("sent_together")
+    return {path: mark for cls in hooks for path, mark in cls().sent_together(leaves, communication).items()}
+
+
+def sent_with(path: str, leaf: Sharded) -> str | None:
+    """Returns the path of the unit with whose leaves a leaf is sent; ``None`` if the leaf is sent alone."""
+    hooks = with_hook("sent_with") if leaf.marks else ()
+    return next((unit for cls in hooks if (unit := cls().sent_with(path, leaf)) is not None), None)
+
+
+def gathers_in_tree(
+    params: PyTree, axes: tuple[str, ...], communication: Communication
+) -> dict[str, Callable[[], Gathered]]:
+    """Returns, by path, the gathers that the hook ``gathers_in_tree`` of the extensions returns."""
+    together: dict[str, Callable[[], Gathered]] = {}
+    for cls in with_hook("gathers_in_tree"):
+        together |= cls().gathers_in_tree(params, axes, communication)
+    return together
+
+
+def parcels(shards: Mapping[Any, SplitShard]) -> list[Parcel]:
+    """Returns the parcels of shards with options of extensions, given by key."""
+    shards = {key: split for key, split in shards.items() if split.communication.options}
+    return [parcel for cls in (with_hook("parcels") if shards else ()) for parcel in cls().parcels(shards)]
 
 
 def avoids_gather(box: Sharded) -> bool:
@@ -223,7 +322,8 @@ def arguments_from_extensions(
     module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments for a method of a module that no unit has entered yet."""
-    return arguments_from(extensions_of(lambda collection: False), module, method, args, kwargs)
+    extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
+    return arguments_from(extensions, module, method, args, kwargs) if extensions else (args, kwargs)
 
 
 def arguments_from(
@@ -231,7 +331,7 @@ def arguments_from(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them."""
     for extension in extensions:
-        if extension.handles_module(module):
+        if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             args, kwargs = extension.changed_arguments(module, method, args, kwargs)
     return args, kwargs
 

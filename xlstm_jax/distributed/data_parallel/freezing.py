@@ -30,7 +30,7 @@ NARROWEST_BITS = 16
 
 @runtime_checkable
 class SelectsLeaves(Protocol):
-    """Protocol of a model that takes further forms of selections of its parameters: an ``NnxModel``, filters of NNX."""
+    """Protocol of a model that takes further forms of selections of its parameters: filters of NNX."""
 
     def leaf_predicate(self, selection: Any) -> LeafPredicate:
         """Returns a selection as a predicate of a leaf's path."""
@@ -55,7 +55,7 @@ def freeze_params(
         anyway, and stay unchanged.
       trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the predicate is false.
         Leaves that are already frozen stay frozen; ``None`` freezes no further leaf. For a filter of NNX pass
-        ``model.leaf_predicate(filter)`` (``NnxModel``).
+        ``model.leaf_predicate(filter)``.
       frozen_dtype: the dtype in which frozen leaves are stored; ``None``: unchanged. A floating dtype of 16 bits or
         more. Leaves are gathered in this dtype, unless the leaf has a ``gather_dtype``. (A base in 8 or 4 bits:
         docs/howto/quantised_base.md.)

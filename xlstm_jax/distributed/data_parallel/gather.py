@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import averages, trees
+from xlstm_jax.distributed.data_parallel.extension import gathers_in_tree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_box, leaf_of, rebox
-from xlstm_jax.distributed.data_parallel.together import packed_in_tree
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -50,13 +50,11 @@ def gather_params(
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """
     axes = collectives.bound_axes(axis_name, caller="gather_params")
-    communication = Communication.of(gather_dtype, grad_scatter_dtype)
-    together = packed_in_tree(params, axes, communication)
+    given = Communication.of(gather_dtype, grad_scatter_dtype)
+    together = gathers_in_tree(params, axes, given)
 
     def gathered(path: str, leaf: Any) -> Any:
-        return (
-            gather_leaf(leaf_of(leaf), axes, communication, path, packed=together.get(path)) if is_box(leaf) else leaf
-        )
+        return gather_leaf(leaf_of(leaf), axes, given, path, together=together.get(path)) if is_box(leaf) else leaf
 
     with jax.named_scope(GATHER_SCOPE):
         return trees.map_leaves_with_path(gathered, params)
@@ -76,7 +74,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     >>> jax.shard_map(sync, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())(grads).tolist()
     [1.5]
 
-    A leaf that is split over an axis, or has copies along the axis (``Replicas``), was averaged over the axis by the
+    A leaf that is split over an axis, or has copies along the axis, was averaged over the axis by the
     transpose of its gather. Under ``check_vma=True`` a gradient whose type does not vary over an axis was summed over
     the axis by JAX (over the axis of copies, by the transpose), and is divided; any other gradient is averaged.
 
@@ -96,13 +94,21 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
         the leaf.
     """
     axes = collectives.bound_axes(axis_names, caller="sync_gradients")
-    trainable, put_back = trees.split_differentiable(grads)
-    paths = [path for path, leaf in trees.sharded_leaves(grads) if leaf.is_differentiable]
+    leaves, treedef = trees.flatten_with_path(grads)
+    boxes = [(path, leaf_of(leaf)) for path, leaf in leaves]
+    takes = [box.is_differentiable for _, box in boxes]
+    means = iter(mean_gradients([box for box, take in zip(boxes, takes, strict=True) if take], axes))
+    synced = [rebox(leaf, next(means)) if take else leaf for (_, leaf), take in zip(leaves, takes, strict=True)]
+    return jax.tree.unflatten(treedef, synced)
+
+
+def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Returns the mean of each gradient as ``sync_gradients`` does; ``grads`` are pairs (path, gradient in its box)."""
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
-        for path, box in zip(paths, map(leaf_of, trainable), strict=True):
+        for path, box in grads:
             known = averages.averaged_axes(box.value)
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
             values.append(_divide_summed(path, box, left, known))
@@ -111,7 +117,7 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
     averages.remember(synced, averaged)
-    return put_back([rebox(leaf, value) for leaf, value in zip(trainable, synced, strict=True)])
+    return synced
 
 
 def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:

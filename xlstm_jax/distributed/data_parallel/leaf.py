@@ -88,12 +88,13 @@ class Sharded(QuickBox):
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes of the leaf's names, in the order of dims; () for a replicated leaf."""
-        return sum(map(entry_axes, self.names), ())
+        return tuple([axis for entry in self.names if entry is not None for axis in entry_axes(entry)])
 
     @property
     def gathered_axes(self) -> tuple[str, ...]:
         """``axes`` without ``model_axes``: wrapped modules and ``gather_params`` gather the leaf over these axes."""
-        return tuple(axis for axis in self.axes if axis not in self.model_axes)
+        axes = self.axes
+        return tuple([axis for axis in axes if axis not in self.model_axes]) if self.model_axes else axes
 
     @property
     def reduced_axes(self) -> tuple[str, ...]:
@@ -113,7 +114,8 @@ class Sharded(QuickBox):
     @property
     def true_shape(self) -> tuple[int, ...]:
         """Global shape of the plain model's leaf. Valid if ``value`` is the full (replicated or global) array."""
-        return self.shape_of_parts([1] * np.ndim(self.value))
+        shape = np.shape(self.value)
+        return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
         """Returns the shape of a value that is stored as ``counts[i]`` shards like ``self.value`` along dim i."""
@@ -310,13 +312,16 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not tell shards to be gathered from shards
     with which the model itself computes (experts).
     """
-    box = leaf_of(leaf)
-    if reader().has_rules_for(leaf):  # the model uses unsharded parameters
-        return box if box.axes else box.value
-    if not box.axes or isinstance(leaf, SplitVariable):
+    if not is_box(leaf) or isinstance(leaf, SplitVariable):
         return leaf
-    model_axes = box.model_axes if is_library_box(leaf) else box.axes
-    return box.replace(model_axes=tuple(axis for axis in model_axes if axis not in gathered))
+    box = leaf_of(leaf)
+    is_foreign = not isinstance(leaf, Sharded)
+    if is_foreign and reader().has_rules_for(leaf):  # the model uses unsharded parameters
+        return box if box.axes else box.value
+    if not box.axes:
+        return leaf
+    model_axes = tuple([axis for axis in (box.axes if is_foreign else box.model_axes) if axis not in gathered])
+    return box if model_axes == box.model_axes else box.replace(model_axes=model_axes)
 
 
 def frozen(leaf: Any) -> Any:
@@ -393,13 +398,13 @@ def true_value(leaf: Any) -> Any:
     ``leaf`` must hold the full (replicated or global) array.
     """
     box = leaf_of(leaf)
-    return box.store.read(box.value, (False,) * np.ndim(box.value))
+    return box.value if box.stores_value else box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
 def stored_value(leaf: Any, value: Any) -> Any:
     """Returns ``value``, shaped as in the unwrapped model, in the storage format of ``leaf`` (with padding, say)."""
     box = leaf_of(leaf)
-    return box.store.write(value, np.shape(box.value))
+    return value if box.stores_value else box.store.write(value, np.shape(box.value))
 
 
 def read_value(leaf: Sharded) -> Any:
@@ -418,13 +423,13 @@ def gather_leaf(
     communication: Communication,
     path: str = "",
     wire: Wire | None = None,
-    packed: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
+    together: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
 ) -> Any:
     """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
 
     Options that are ``None`` in ``communication`` are read from the leaf's box. ``wire``, if given, is the format in
-    which shards are sent, in place of the format that the options select. ``packed``, if given, returns the gathered
-    array and the axes that still split its dims, from a gather together with other leaves.
+    which shards are sent, in place of the format that the options select. ``together``, if given, returns the
+    gathered array and the axes that still split its dims, from a gather together with other leaves.
     """
     communication = communication.filled_from(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -432,8 +437,8 @@ def gather_leaf(
         communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
 
     def gather() -> Any:
-        if packed is not None:
-            value, names = packed()
+        if together is not None:
+            value, names = together()
         else:
             value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
         return as_gathered(leaf, value, names, axes, communication)
@@ -456,9 +461,9 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
 
     If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``with_summed_gradient``).
     """
-    return with_summed_gradient(
-        as_read(leaf, leaf.value), tuple(axis for axis in axes if axis in leaf.model_axes), path
-    )
+    shard = as_read(leaf, leaf.value)
+    model_axes = tuple([axis for axis in axes if axis in leaf.model_axes])
+    return with_summed_gradient(shard, model_axes, path) if model_axes else shard
 
 
 def as_gathered(
@@ -469,7 +474,8 @@ def as_gathered(
     ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
     (without padding, say), and is bare if no axis is left, else in a box.
     """
-    value = leaf.store.read(value, [entry is not None for entry in names])
+    if not leaf.stores_value:
+        value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
         return value
     return Sharded(

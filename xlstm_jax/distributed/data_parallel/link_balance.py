@@ -22,12 +22,11 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather
+from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, sent_with
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_library_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
-from xlstm_jax.distributed.data_parallel.wire.packing import packed_unit
 
 # Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the
 # most bytes.
@@ -113,7 +112,7 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
         if axes:
             reorderable[path] = _sent_bytes(box), dim, axes
             slow_axes |= set(box.communication.inter_host_axes)
-            group_of[path] = packed_unit(path, box) or path
+            group_of[path] = sent_with(path, box) or path
     order_of = _shared_orders(reorderable, group_of, axis_sizes, slow_axes)
 
     # Values are global arrays: another order moves shards between devices, without effect on the global values.

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
-from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path, sharded_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_leaves, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes, size_if_bound
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
@@ -21,11 +21,14 @@ def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> Partit
     """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``."""
     # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
     # varying becomes equal only by an all-reduce, which is compiled and run.
-    axes = [tuple(axis for axis in entry_axes(entry) if mesh.shape[axis] > 1) for entry in names]
+    entries: list[AxisEntry] = []
+    for entry in names:
+        axes = () if entry is None else tuple([axis for axis in entry_axes(entry) if mesh.shape[axis] > 1])
+        entries.append(axes_entry(axes) if axes else None)
     # Trailing None is dropped, as in the shardings that jit reports: else a second call would compile again.
-    while axes and not axes[-1]:
-        axes.pop()
-    return PartitionSpec(*map(axes_entry, axes))
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def stored_shape(leaf: Sharded) -> tuple[int, ...]:
@@ -48,26 +51,28 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
       ValueError: a box contains a name that is not an axis of the mesh; names the leaf.
     """
 
-    def spec(path: str, leaf: Any) -> PartitionSpec:
-        box = leaf_of(leaf)
-        unknown = [axis for axis in box.axes if axis not in mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"'{path}' is boxed with names {box.names}, but the mesh has the axes {tuple(mesh.shape)} "
-                f"and no {unknown[0]!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
-                "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
-            )
-        return spread_spec(box.names, mesh)
-
     # The mesh is set because logical names are resolved to axes of the current mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return map_leaves_with_path(spec, tree)
+        try:
+            return map_leaves(lambda leaf: spread_spec(leaf_of(leaf).names, mesh), tree)
+        except KeyError:  # an axis that the mesh does not have
+            raise _unknown_axis(sharded_leaves(tree), mesh) from None
+
+
+def _unknown_axis(leaves: Iterable[tuple[str, Sharded]], mesh: Mesh | AbstractMesh) -> ValueError:
+    path, leaf = next(named for named in leaves if not mesh.shape.keys() >= set(named[1].axes))
+    axis = next(axis for axis in leaf.axes if axis not in mesh.shape)
+    return ValueError(
+        f"'{path}' is boxed with names {leaf.names}, but the mesh has the axes {tuple(mesh.shape)} "
+        f"and no {axis!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
+        "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
+    )
 
 
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
     """Raises a ``ValueError`` if the axes in a box do not divide a dim of its global value."""
     for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
-        parts = math.prod(sizes[axis] for axis in entry_axes(entry))
+        parts = 1 if entry is None else math.prod([sizes[axis] for axis in entry_axes(entry)])
         if size % parts:
             raise ValueError(
                 f"'{path}' of shape {tuple(leaf.value.shape)} is boxed as {leaf.names}: {parts} shards do not divide "

@@ -25,9 +25,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 )
 from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.program_names import FSDP_AXIS, INTER_HOST_AXES
 
 DEFAULT_MIN_WEIGHT_SIZE = 2**18
@@ -53,7 +52,7 @@ class ShardPolicy:
     uneven: str = DEFAULT_UNEVEN
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
-    packing: Packing | None = None
+    packing: Option | None = None
     communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,11 +87,10 @@ class ShardPolicy:
                 f"inter_host_axes={inter_host_axes} has {others[0]!r}, which is none of axis_name={axes}; name the "
                 "axes of axis_name that cross hosts."
             )
-        if not isinstance(self.packing, Packing | None):
+        if not isinstance(self.packing, Option | None):
             raise TypeError(f"packing={self.packing!r}: pass PackSmall(below=2**20), with a number of bytes, or None.")
-        travels = Communication.of(
-            self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, self.packing
-        )
+        options = () if self.packing is None else (self.packing,)
+        travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, options)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
@@ -100,7 +98,8 @@ class ShardPolicy:
         # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
         # them.
         fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
-        for name, value in (fields | vars(travels)).items():
+        fields |= {name: value for name, value in vars(travels).items() if name not in ("options", "of_layers")}
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         if axis_name is not None:
             self.kept_axes  # noqa: B018  # raises
@@ -108,8 +107,8 @@ class ShardPolicy:
     @property
     def axes(self) -> tuple[str, ...]:
         """Axes of the wrapper: ``axis_name`` as a tuple, else the FSDP axes of the mesh around, else ``fsdp``."""
-        if self.axis_name is not None:
-            return as_axis_names(self.axis_name)
+        if isinstance(self.axis_name, tuple):  # as ``__post_init__`` has stored it
+            return self.axis_name
         return tuple(filter(_is_fsdp_axis, jax.sharding.get_abstract_mesh().axis_names)) or (FSDP_AXIS,)
 
     @property

@@ -26,8 +26,8 @@ from jax import lax
 
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import Parcel, SplitShard, parcels
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
-from xlstm_jax.distributed.data_parallel.together import parcels_of, shard_to_send
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -38,7 +38,6 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.wire.packing import Parcel
 from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
 from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
@@ -128,7 +127,7 @@ def prefetched_scan(
     ]
     boxes = [leaf.replace(value=None) for _, leaf in of_layer]
     found = zip(routes, boxes, map(PrimalType.of, values), strict=True)
-    entries, values = _packed([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
+    entries, values = _sent_together([_Leaf(*leaf, (place,)) for place, leaf in enumerate(found)], values)
     # The rule of a custom_vjp differentiates only its arguments: all arrays are arguments, everything else is static.
     scan = _Scan(layer, structure, entries)
     return scan.differentiable()(values, jax.tree.map(jnp.asarray, carry), per_layer, shared)
@@ -179,23 +178,20 @@ class _Leaf(NamedTuple):
         ]
 
 
-def _packed(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
+def _sent_together(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
     """Returns the leaves and their values; leaves that are sent together are one leaf, behind the others."""
-    routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route and leaf.route.communication.packing}
-    parcels = parcels_of(
+    routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route}
+    found = parcels(
         {
-            place: (
-                shard_to_send(leaf.of_layer, route.dim, route.axes, route.communication, leaf.box.trainable),
-                route.communication,
-            )
+            place: SplitShard(leaf.of_layer, route.dim, route.axes, route.communication, leaf.box.trainable)
             for place, route in routes.items()
             if jnp.issubdtype((leaf := leaves[place]).stacked.dtype, jnp.floating)
         }
     )
-    together = {place for parcel in parcels for place in parcel.members}
+    together = {place for parcel in found for place in parcel.members}
     entries = [leaf for leaf in leaves if leaf.places[0] not in together]
     kept: list[Any] = [value for place, value in enumerate(values) if place not in together]
-    for parcel in parcels:
+    for parcel in found:
         members = tuple(leaves[place] for place in parcel.members)
         route, stacked = members[0].route, members[0].stacked
         size = sum(math.prod(leaf.of_layer.shape) for leaf in members)

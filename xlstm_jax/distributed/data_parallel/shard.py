@@ -11,7 +11,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.extension import axis_orders
+from xlstm_jax.distributed.data_parallel.extension import axis_orders, sent_together
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_along, split_by_model
 from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf
 from xlstm_jax.distributed.data_parallel.policy import (
@@ -24,10 +24,8 @@ from xlstm_jax.distributed.data_parallel.policy import (
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
 from xlstm_jax.distributed.data_parallel.store import UNEVEN, LeafToSplit
-from xlstm_jax.distributed.data_parallel.together import is_packed
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
-from xlstm_jax.distributed.data_parallel.wire.packing import packed_mark
 
 
 def shard_params(
@@ -83,12 +81,13 @@ def box_params(
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
-    leaves, communication = dict(trees.sharded_leaves(params)), policy.communication
+    given_leaves, treedef = trees.flatten_with_path(params)
+    leaves, communication = {path: leaf_of(leaf) for path, leaf in given_leaves}, policy.communication
     choices = {path: _choice(leaf, axis_sizes, policy).dim for path, leaf in leaves.items()}
     dims = {path: dim for path, dim in choices.items() if dim is not None}
-    # Packed leaves share collectives, and so the order of axes: ``order_as`` has the leaf whose order a leaf takes.
-    packed = [path for path in dims if is_packed(leaves[path].value, communication)]
-    order_as = {path: packed[0] if path in packed else path for path in dims}
+    # Leaves that share collectives share the order of axes: ``order_as`` has the leaf whose order a leaf takes.
+    marks = sent_together({path: leaves[path] for path in dims}, communication) if communication.options else {}
+    order_as = {path: next(iter(marks)) if path in marks else path for path in dims}
     sizes = dict.fromkeys(order_as.values(), 0)
     for path, of in order_as.items():
         sizes[of] += leaves[path].stored_bytes
@@ -96,7 +95,7 @@ def box_params(
     orders = axis_orders(list(sizes.values()), default_orders, axis_sizes, communication.inter_host_axes)
     order_of = dict(zip(sizes, orders, strict=True))
 
-    def box(path: str, leaf: Any) -> Any:
+    def boxed(path: str, leaf: Any) -> Any:
         leaf = split_by_model(leaf, axis_sizes)
         leaf = leaf if policy.trainable else frozen(leaf)
         if path not in dims:
@@ -106,9 +105,9 @@ def box_params(
         if mode := UNEVEN[policy.uneven]:
             to_split = mode.prepare_for_split(to_split, math.prod(axis_sizes.values()))
         split = split_along(box, to_split._replace(value=take(to_split.value, to_split.dim, axes)), axes, communication)
-        return split.replace(marks=frozenset({packed_mark(path)})) if path in packed else split
+        return split.replace(marks=frozenset({marks[path]})) if path in marks else split
 
-    return trees.map_leaves_with_path(box, params)
+    return jax.tree.unflatten(treedef, [boxed(path, leaf) for path, leaf in given_leaves])
 
 
 def _choice(box: Sharded, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:

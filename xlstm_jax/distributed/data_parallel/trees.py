@@ -47,8 +47,13 @@ def map_leaves(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_l
     return jax.tree.map(fn, tree, *other_trees, is_leaf=one_leaf)
 
 
+def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
+    """Returns ``leaves``, in tree order, in the structure of ``tree``; a box in ``tree`` is a leaf."""
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves)
+
+
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
-    """Returns the tree of ``fn(path, leaf, *other_trees)``, boxes as leaves; ``other_trees`` as for ``map_leaves``."""
+    """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; see ``map_leaves``."""
 
     def named(path: tuple[Any, ...], *leaves: Any) -> Any:
         return fn(path_string(path), *leaves)
@@ -112,14 +117,14 @@ def unbox(tree: PyTree) -> PyTree:
 def with_mesh_names(variables: PyTree) -> PyTree:
     """Returns variables of ``model.init`` with the logical names of dims replaced by axes of the current mesh.
 
-    ``init`` must run under ``boxes_without_constraints``. Parameters get boxes with axes. Leaves of other collections
-    are replicated, and lose their boxes of logical names.
+    ``init`` must run under ``boxes_without_constraints``. Parameters get boxes with axes, by ``split_by_model``. Leaves
+    of other collections are replicated, and lose their boxes of logical names.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
-        if not reader().has_rules_for(leaf):
-            return with_flax_box(leaf)
-        return split_by_model(leaf) if is_param else leaf.unbox()
+        if is_param:
+            return split_by_model(with_flax_box(leaf))
+        return leaf.unbox() if reader().has_rules_for(leaf) else with_flax_box(leaf)
 
     names = reader().names_from_collections(variables)
     return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in names.items()}
@@ -172,8 +177,7 @@ def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]
       The list, and ``put_back(leaves, fill_other=...)``, which returns the tree with ``leaves`` in place of the listed
       leaves, and ``fill_other(leaf)`` in place of every other leaf (default: unchanged).
     """
-    with_paths, treedef = flatten_with_path(tree)
-    leaves = [leaf for _, leaf in with_paths]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
     # Computed once, from the original leaves: the leaves that are put back may be gradients, or None.
     takes = [leaf_of(leaf).is_differentiable for leaf in leaves]
 

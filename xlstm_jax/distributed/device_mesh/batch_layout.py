@@ -6,7 +6,7 @@
 
 Dim 0 of every leaf holds examples, and is split over the same axes in every leaf, ``row_axes``. Scalars are replicated.
 Losses, weights and gradients are reduced over ``axes``, the axes of any dim. The ready-made steps, ``shard_batch``,
-``abstract_batch`` and ``check_step`` use a ``BatchLayout``.
+``abstract_batch`` and the comparison of a step with one device use a ``BatchLayout``.
 
 Batches come in natural order, with contiguous tokens on each device. A step with another layout (zigzag) first permutes
 the tokens (``entered``), along the dims split by its specs.

@@ -32,7 +32,7 @@ def on_split_input(target: Target, axis_name: str) -> Target:
     by device. The class keeps its name, and outside ``shard_map`` acts as the plain class.
 
     Under ``check_vma=True`` JAX sums such gradients. Under ``check_vma=False`` a norm on split tokens that is not
-    wrapped has wrong gradients; ``check_step`` detects this.
+    wrapped has wrong gradients; a comparison with one device detects this.
 
     >>> norm = on_split_input(nn.LayerNorm, "tp")()
     >>> norm.init_with_output(jax.random.key(0), jnp.ones((2, 8)))[0].shape

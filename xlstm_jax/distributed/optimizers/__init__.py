@@ -18,8 +18,8 @@ gives a different result on each device, without an error, and replicated leaves
   skip_nonfinite        skips steps with a non-finite loss or gradient, on all devices alike; anywhere
 
 ``sharded_optimizer`` makes a ``ShardedOptimizer`` from any transform: init, update and shardings of a state on a mesh.
-Optional features of its update are in separate files, each registered by a line of ``WRAPPERS`` here. Remove the line
-and the file to remove the feature.
+Optional features of its update are in separate files, each registered by a line of ``WRAPPERS_OF_STATES`` here. Remove
+the line and the file to remove the feature.
 """
 
 from xlstm_jax.distributed.optimizers.elementwise import elementwise_only
@@ -27,20 +27,22 @@ from xlstm_jax.distributed.optimizers.ema import ema_params, with_ema
 from xlstm_jax.distributed.optimizers.leaf_norms import leaf_norms, with_leaf_norms
 from xlstm_jax.distributed.optimizers.lookahead import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.matrices.dimensions import matrix_dimensions
-from xlstm_jax.distributed.optimizers.matrices.layout import with_layout
 from xlstm_jax.distributed.optimizers.matrices.muon import muon
 from xlstm_jax.distributed.optimizers.matrices.unsharded_matrices import on_unsharded_matrices
-from xlstm_jax.distributed.optimizers.nonfinite import skip_counts, skip_nonfinite, with_skipped_collections
+from xlstm_jax.distributed.optimizers.nonfinite import (
+    SKIPPING_STATES,
+    skip_counts,
+    skip_nonfinite,
+)
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
-from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS
+from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS_OF_STATES
 from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
-from xlstm_jax.distributed.optimizers.streaming import with_streaming
+from xlstm_jax.distributed.optimizers.streaming import STREAMED_STATES
 
-WRAPPERS[:] = [
-    with_layout,
-    with_streaming,
-    with_skipped_collections,
+WRAPPERS_OF_STATES[:] = [
+    STREAMED_STATES,
+    SKIPPING_STATES,
 ]
 
 __all__ = [

@@ -65,7 +65,9 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        passed = {name: extra_args[name] for name in extra_args if _may_take(tx, name)}
+        takes = _parameters(tx.update)
+        passed = extra_args if takes is None else {name: x for name, x in extra_args.items() if _may_take(takes, name)}
+        passed = dict(passed)
         while True:
             try:
                 return tx.update(updates, state, params, **passed)
@@ -85,13 +87,14 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
-def _may_take(tx: optax.GradientTransformation, name: str) -> bool:
-    """Returns whether ``tx.update`` accepts a keyword argument of this name, by its signature."""
-    parameters = _parameters(tx.update)
-    return parameters is None or any(
-        parameter.kind is VAR_KEYWORD or (parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY)
-        for parameter in parameters
-    )
+def _may_take(takes: list[inspect.Parameter], name: str) -> bool:
+    """Returns whether a function with the parameters ``takes`` accepts a keyword argument of this name."""
+    for parameter in takes:
+        if parameter.kind is VAR_KEYWORD or (
+            parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY
+        ):
+            return True
+    return False
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:

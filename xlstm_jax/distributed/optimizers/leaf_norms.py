@@ -48,7 +48,7 @@ def with_leaf_norms(tx: optax.GradientTransformation, every: int = 1) -> optax.G
 
     Args:
       tx: any optax optimizer. Norms of gradients are of the gradients that ``with_leaf_norms`` gets: before clipping
-        if clipping is inside ``tx``. Put only ``skip_nonfinite`` and ``optax.MultiSteps`` around ``with_leaf_norms``.
+        if clipping is inside ``tx``. Put only transforms that skip steps, as ``optax.MultiSteps``, around it.
       every: norms are computed at the first update and at each ``every``-th update after it; in between the last norms
         stay. A computation reads gradients, parameters and updates once.
     Returns:

@@ -26,7 +26,7 @@ from xlstm_jax.distributed.optimizers.extra_args import VALUE
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates
 from xlstm_jax.distributed.optimizers.state import states_of
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
@@ -122,8 +122,7 @@ def with_skipped_collections(
     def update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
-        if not skip_counts(before.opt_state):
-            return optimizer.update(grads, before, collections, **extra_args)
+        skip_counts(before.opt_state)  # raises if there are several
         if collections and VALUE in extra_args:
             extra_args[VALUE] = _nan_where_spoiled(extra_args[VALUE], before.collections, collections)
         after, metrics = optimizer.update(grads, before, collections, **extra_args)
@@ -135,6 +134,9 @@ def with_skipped_collections(
         return after, metrics | counts
 
     return optimizer._replace(update=update)
+
+
+SKIPPING_STATES = WrapperOfStates(SkipNonfiniteState, with_skipped_collections)
 
 
 def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> jax.Array:

@@ -31,6 +31,9 @@ LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
 
 
+HOLDERS_OF_MASKS = frozenset({"masked", "inject_hyperparams"})  # parts that may have a mask of weight decay
+
+
 class Part(NamedTuple):
     """Part of a transform: the name of the function that made the part, and the values in its closure by name.
 
@@ -70,19 +73,32 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
     """Returns a ``Part`` for a transform and for each transform within, outermost first."""
+    global _last_read
+    # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
+    if _last_read is None or _last_read[0] is not tx:
+        _last_read = tx, _parts(tx)
+    return _last_read[1]
+
+
+_last_read: tuple[optax.GradientTransformation, list[Part]] | None = None
+
+
+def _parts(tx: optax.GradientTransformation) -> list[Part]:
     closure_values = _held(tx)
     if _is_transform(closure_values.get("tx")):
-        return parts(closure_values["tx"])
+        return _parts(closure_values["tx"])
     result = [Part(_own_name(tx), closure_values, tx.update, getattr(tx.update, "__module__", ""))]
     if name := _factory_name(closure_values):
         result.append(Part(name, {}, None, getattr(_factory(closure_values), "__module__", "")))
     for part in _within(tx, closure_values):
-        result += parts(part)
+        result += _parts(part)
     return result
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
     """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
+    if LOOKAHEAD not in [part.name for part in parts(tx)]:
+        return False
     closure_values = _held(tx)
     if _is_transform(closure_values.get("tx")):
         return sees_pairs(closure_values["tx"])

@@ -8,6 +8,7 @@ transform with a custom layout for a leaf of its state puts a ``StateBox`` aroun
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -18,9 +19,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, stored_value, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, rebox, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 
 State = TypeVar("State", bound=tuple[Any, ...])
@@ -35,7 +37,7 @@ def is_state_box(leaf: PyTree) -> bool:
     return isinstance(leaf, StateBox)
 
 
-def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
+def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
     """Returns the entry of ``params`` whose path is the end of ``path``, a path in an optimizer's state.
 
     ``0/mu/dense/kernel`` belongs to ``dense/kernel``; for a step counter the result is None.
@@ -43,8 +45,10 @@ def owner_of_state(path: str, params: dict[str, Any]) -> Any | None:
     parts = path.split("/")
     # Longest first: `mu/a/kernel` belongs to `a/kernel`, even with another `kernel` at the top. "." is the path of a
     # tree that is a single leaf.
-    endings = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((params[ending] for ending in endings if ending in params), params.get("."))
+    for start in range(len(parts)):
+        if (ending := "/".join(parts[start:])) in params:
+            return params[ending]
+    return params.get(".")
 
 
 def owners(opt_state: PyTree, params: PyTree) -> list[str]:
@@ -84,7 +88,14 @@ def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
 
 def trainable(tree: PyTree) -> PyTree:
     """Converts parameters or gradients to arrays for optax: without boxes and padding; None where no gradient is."""
-    return trees.map_sharded(lambda leaf: true_value(leaf) if leaf.is_differentiable else None, tree)
+
+    def value(leaf: Any) -> Any:
+        box = leaf_of(leaf)
+        if not box.is_differentiable:
+            return None
+        return box.value if box.stores_value else true_value(box)
+
+    return trees.map_leaves(value, tree)
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
@@ -111,7 +122,9 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 def given_state(opt_state: PyTree) -> PyTree:
     """Converts a stored state to the form for ``tx.update``: without boxes and padding, except each ``StateBox``."""
-    return trees.map_leaves(lambda leaf: leaf if is_state_box(leaf) else true_value(leaf), opt_state)
+    return trees.map_leaves(
+        lambda leaf: true_value(leaf) if is_box(leaf) and not is_state_box(leaf) else leaf, opt_state
+    )
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
@@ -131,24 +144,40 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     Returns:
       A ``NamedSharding`` for every leaf of ``opt_state``.
     """
-    by_path = dict(trees.sharded_leaves(params))
+    return state_shardings(opt_state, leaves_and_specs(params, mesh), mesh)
+
+
+# For each parameter the leaf, and the spec of its values, which the moments of the parameter share.
+LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
+
+
+def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
+    """Returns by path each leaf of boxed parameters, and the ``PartitionSpec`` of its values on the mesh."""
+    return {path: (leaf, placement.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
+
+
+def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Does ``optimizer_state_shardings`` for parameters by path."""
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
-        return NamedSharding(mesh, _state_spec(leaf, owner_of_state(path, by_path), mesh))
+        value = leaf.value if is_box(leaf) else leaf
+        if value is not leaf and is_state_box(leaf):
+            return NamedSharding(mesh, placement.spread_spec(leaf_of(leaf).names, mesh))
+        owner, spec = owner_of_state(path, by_path) or (None, PartitionSpec())
+        shape = np.shape(value)
+        if owner is not None and any(owner.names):
+            copies = owner.communication.replicas
+            if shape != np.shape(owner.value):
+                spec = _spec_of_other_shape(shape, owner, mesh)
+            elif copies and copies.splits_optimizer_state:
+                spec = _split_further(spec, shape, copies, mesh)
+        return NamedSharding(mesh, spec)
 
     return trees.map_leaves_with_path(sharding, opt_state)
 
 
-def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the spec of a leaf of the optimizer's state: the spec of its parameter ``owner``, if shapes are equal."""
-    box = leaf_of(leaf)
-    if is_state_box(leaf):
-        return placement.spread_spec(box.names, mesh)
-    if owner is None or not owner.axes:
-        return PartitionSpec()
-    shape = np.shape(box.value)
-    if shape == np.shape(owner.value):
-        return _split_further(placement.spread_spec(owner.names, mesh), shape, owner, mesh)
+def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the spec of a leaf of the optimizer's state whose shape differs from that of its parameter ``owner``."""
     sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
     # No minimum size: the threshold avoids gathers of small parameters, and state is never gathered.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
@@ -156,12 +185,9 @@ def _state_spec(leaf: PyTree, owner: Sharded | None, mesh: Mesh | AbstractMesh) 
 
 
 def _split_further(
-    spec: PartitionSpec, shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh
+    spec: PartitionSpec, shape: tuple[int, ...], copies: Copies, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Returns ``spec``; if copies of the parameter split the state (ZeRO-1), a dim is split over their axes, too."""
-    copies = owner.communication.replicas
-    if not (copies and copies.splits_optimizer_state):
-        return spec
+    """Returns ``spec`` with a dim split over the axes of copies of the parameter, too (ZeRO-1)."""
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     # Local sizes: the copies divide the dims after the parameter's axes.

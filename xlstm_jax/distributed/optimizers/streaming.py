@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.placement import is_on_host
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates
 from xlstm_jax.distributed.optimizers.state import owners
 from xlstm_jax.private_names import core
 
@@ -55,6 +55,9 @@ def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | Abs
         return after._replace(opt_state=opt_state), metrics
 
     return optimizer._replace(update=update)
+
+
+STREAMED_STATES = WrapperOfStates(jax.memory.Space.Host, with_streaming)
 
 
 def streamed(

@@ -62,7 +62,7 @@ class LeafPlan:
       row_bytes: bytes of a row in communication, for an embedding table that only lookups read: a lookup sends rows
         instead of the table if the rows have fewer bytes. 0 if the table is always gathered.
       piece_bytes: bytes of a piece on each device, for a kernel that its head reads in pieces
-        (``LMHead(by_pieces=True)``): a loss gathers pieces instead of the kernel, in forward and again in backward.
+        (``by_pieces=True``): a loss gathers pieces instead of the kernel, in forward and again in backward.
         Else 0.
       gather_dtype, grad_scatter_dtype: dtypes of communication; None if the leaf is not gathered.
       gathered_with: path of the module whose parameters are gathered together with the leaf, "" for the model itself;

@@ -58,7 +58,7 @@ class ShardingPlan:
       assumed: the wrapper assumed for a model without wrappers; "" for a model with wrappers.
       rows: the parameters in tree order, then the leaves of further collections, then optimizer state that belongs to
         no parameter.
-      matrices: the matrices that an optimizer such as ``muon`` updates unsharded, and the devices that update them.
+      matrices: the matrices that an optimizer updates unsharded, and the devices that update them.
       experts: the mixtures of experts, and the device that stores each expert.
       units: the modules that ``shard_modules`` without ``where`` has chosen to gather their parameters, and why.
       decay: the parameters to which the optimizer applies weight decay. The optimizer is traced when ``decay`` or the

@@ -151,7 +151,7 @@ def accumulate_gradients(
       accumulation: when to reduce gradients over devices; the result is the same. "reduce_each": in every minibatch.
         "reduce_once": gathers parameters before the first minibatch and reduces gradients after the last, which saves
         (m - 1) / m of the traffic, but each device holds the unsharded weights and their float32 gradients.
-        "reduce_replicas_once": in every minibatch, but over replicas of the shards (``Replicas``) after the last.
+        "reduce_replicas_once": in every minibatch, but over replicas of the shards after the last.
       has_aux: whether the loss function also returns a tree of numbers. Floats and bools are averaged over minibatches
         and devices like the loss; with ``weighted`` they are sums, divided by the global weight. A cell
         (``metrics.Count``, ``Total``, ``Maximum``, ``Minimum``) is merged instead, and its value returned:
@@ -218,7 +218,9 @@ def accumulated(
     minibatches = split_rows(batch, count)
 
     # State passed between minibatches: collections, scales of fp8 products, the state of a metric.
-    carries = carries_of(Inputs(axes, collections, metric_state, options.fold_aux, options.read_later))
+    has_state = collections or options.fold_aux is not None
+    inputs = Inputs(axes, collections, metric_state, options.fold_aux, options.read_later)
+    carries = carries_of(inputs) if has_state else []
     differentiate = local_result
     for carry in carries:
         differentiate = carry.differentiating(differentiate)
@@ -237,7 +239,7 @@ def accumulated(
         args = (weights, *rest)
         run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
-        states = tuple(carry.next(state, loss, args, local) for carry, state in each)
+        states = tuple([carry.next(state, loss, args, local) for carry, state in each])
 
         # Auxiliary numbers: means are averaged like the loss, cells are merged.
         aux = Auxiliary.of(local.aux if averages_aux else None).scaled(local.scale)
@@ -250,13 +252,16 @@ def accumulated(
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
         return MinibatchResult((mean, aux.means), local.grads, local.weight, states, aux.replace(means=[]))
 
-    mean_result = mean_over(on_minibatch, count, tuple(carry.start() for carry in carries))
+    start = tuple([carry.start() for carry in carries])
+    mean_result = mean_over(on_minibatch, count, start)
 
     # Reduce over devices: loss and auxiliary numbers first, then the gradients.
     mean, means = mean_result.values
     aux = mean_result.stacked.merged() if count > 1 else mean_result.stacked
     mean, aux = aux.replace(means=means).over_devices(mean, axes)
-    grads = averaged(strategy.gradients(mean_result.grads, boxed, axes), params, axes)
+    # A single minibatch was differentiated by the parameters: its gradients have their boxes and dtypes.
+    grads = mean_result.grads if count == 1 else strategy.gradients(mean_result.grads, boxed, axes)
+    grads = averaged(grads, params, axes)
     result = BatchResult(mean, aux, grads, {})
     for carry, state in zip(carries, mean_result.carries, strict=True):
         result = carry.finish(state, result)

@@ -386,7 +386,7 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
                 "is split by its rows. Pass parameters of a second model (a teacher, a reference) by name: "
                 f"step(..., extra_trees={{'{name}': params}}), for loss_fn(params, apply_fn, batch, rng, *, {name})."
             )
-        if reason := why_no_array(leaf):
+        if not isinstance(leaf, jax.Array) and (reason := why_no_array(leaf)):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
     _check_no_list_of_numbers(batch)
     rows = [(named_leaf("batch", path), np.shape(leaf)) for path, leaf in leaves if np.ndim(leaf)]

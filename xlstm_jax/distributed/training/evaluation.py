@@ -87,7 +87,7 @@ def make_eval_step(
     0.0
 
     A split parameter is gathered once, where its module runs. Nothing is reduced over devices. To evaluate averaged
-    parameters, pass ``state.replace(params=average)``. An average from ``ema_params`` has the boxes and shardings of
+    parameters, pass ``state.replace(params=average)``. An average kept by the optimizer has the boxes and shardings of
     the parameters, so the step is not compiled again.
 
     Args:

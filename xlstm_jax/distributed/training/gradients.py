@@ -23,7 +23,7 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.gather import sync_gradients
+from xlstm_jax.distributed.data_parallel.gather import mean_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -124,20 +124,18 @@ def local_result(
     global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
     """
     trainable, put_back = trees.split_differentiable(params)
-    leaves = trees.sharded_leaves(params)
-    frozen = [path for path, leaf in leaves if not leaf.trainable]
-    if frozen and not trainable:
+    if not trainable and (frozen := [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]):
         raise ValueError(
             f"all {len(frozen)} parameters are frozen, '{frozen[0]}' among them: there is nothing to train. Let "
             "trainable=, a predicate of such a path, return True for the leaves to train."
         )
-    model_axes = frozenset().union(*[leaf.model_axes for _, leaf in leaves if leaf.is_differentiable])
+    model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in trainable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
     typed_frozen = partial(varying_if_frozen, axes=axes)
 
-    def scaled_loss(live: list[Any]) -> tuple[Any, Any]:
+    def scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
-            result = loss_fn(put_back(live, fill_other=typed_frozen), *rest)
+            result = loss_fn(put_back(trainable, fill_other=typed_frozen), *rest)
         mean, scale, weight = _scaled(result, axes)
         run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
@@ -174,10 +172,12 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, except replica axes: the gather casts over those."""
     spread = collectives.spread_axes(axes)
-    copied = [leaf.communication.copied_axes for _, leaf in trees.sharded_leaves(leaves)]
+    boxes = [leaf_of(leaf) for leaf in leaves]
+    if not any(box.communication.replicas for box in boxes):
+        return collectives.to_varying(leaves, spread)
     return [
-        collectives.to_varying(leaf, [axis for axis in spread if axis not in model_axes])
-        for leaf, model_axes in zip(leaves, copied, strict=True)
+        collectives.to_varying(leaf, [axis for axis in spread if axis not in box.communication.copied_axes])
+        for leaf, box in zip(leaves, boxes, strict=True)
     ]
 
 
@@ -202,9 +202,14 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
         # JAX's convention for non-float leaves: integers, bools, keys.
         return np.zeros(np.shape(leaf.value), jax.dtypes.float0)
 
-    trainable, put_back = trees.split_differentiable(params)
-    means = trees.stored_values(sync_gradients(grads, axes))
-    return put_back(map(rebox, trainable, means), fill_other=partial(trees.map_values, no_gradient))
+    leaves, treedef = trees.flatten_with_path(params)
+    live = [path for path, leaf in leaves if leaf_of(leaf).is_differentiable]
+    means = mean_gradients([(path, leaf_of(grad)) for path, grad in zip(live, grads, strict=True)], axes)
+    mean_of = dict(zip(live, means, strict=True))
+    rest = partial(trees.map_values, no_gradient)
+    return jax.tree.unflatten(
+        treedef, [rebox(leaf, mean_of[path]) if path in mean_of else rest(leaf) for path, leaf in leaves]
+    )
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:

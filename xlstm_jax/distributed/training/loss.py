@@ -5,8 +5,8 @@
   (either, aux)              ``has_aux``: numbers to report, or observations for a metric
   (the above, collections)   ``has_collections``: the updated collections of the model
 
-``LossFunction`` holds these options and calls the function. The step, its minibatches and ``check_step`` read the
-result from the fields of a ``Loss``.
+``LossFunction`` holds these options and calls the function. The step, its minibatches and the comparison with one
+device read the result from the fields of a ``Loss``.
 
 Leaves of aux are reduced over minibatches and devices according to their type (``Auxiliary``):
 
@@ -175,7 +175,7 @@ class Auxiliary(struct.PyTreeNode):
         """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its original tree."""
         # Loss and means share one collective.
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
-        means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes))
+        means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes) if self.cells else ())
         leaves = [next(cells).value if is_cell else next(means) for is_cell in self.is_cell]
         return loss, jax.tree.unflatten(self.treedef, leaves)
 

@@ -4,7 +4,7 @@
   rows_at      minibatch j of the split batch
   mean_over    for j < m: result_j, carries = on_minibatch(j, carries);   sum_j W_j result_j / sum_j W_j
 
-``accumulated`` uses it for the minibatches of a device, ``check_step`` for the slices (device, minibatch) of a batch.
+``accumulated`` uses it for the minibatches of a device, the reference on one device for slices (device, minibatch).
 """
 
 import math

@@ -167,9 +167,12 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             "docs/dtypes.md.",
             ("narrow", dtype),
         )
+    with_mask = [part for part in optax_introspection.parts(tx) if part.name in optax_introspection.HOLDERS_OF_MASKS]
+    if not with_mask:
+        return
     shapes = jax.eval_shape(trainable, params)
     ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
-    for taken in filter(None, (optax_introspection.decay_mask(part, shapes) for part in optax_introspection.parts(tx))):
+    for taken in filter(None, [optax_introspection.decay_mask(part, shapes) for part in with_mask]):
         if not any(taken.values()):
             _warn(
                 f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. "
@@ -244,11 +247,12 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
     ``look()`` returns the facts of the model. The call may trace the model, and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
-    nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
     # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
-    replicated = sorted((path for path, leaf in leaves.items() if not leaf.axes), key=lambda path: -nbytes[path])
+    replicated = [path for path, leaf in leaves.items() if not leaf.axes]
     if mesh.size == 1 or not replicated:
         return
+    nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
+    replicated.sort(key=lambda path: -nbytes[path])
     total, replicated_bytes = sum(nbytes.values()), sum(nbytes[path] for path in replicated)
     if len(replicated) < len(leaves):
         is_spread = any(mesh.shape.get(axis, 1) > 1 for leaf in leaves.values() for axis in leaf.axes)
@@ -357,9 +361,11 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 
 def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: core.Jaxpr) -> None:
     """Warns of axes along which devices repeat the same work: no spec and no equation of ``jaxpr`` names them."""
+    idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
+    if not idle:
+        return
     leaves = [leaf for _, leaf in trees.sharded_leaves(state)]
-    split = {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
-    idle = Axes(axis for axis, size in mesh.shape.items() if size > 1) - split - Axes(batch_axes)
+    idle -= {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
     if not idle or ("idle", mesh, idle) in _warned:
         return
     if idle := idle - all_named_axes(jaxpr.eqns):
@@ -427,8 +433,7 @@ def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
         _warn(
             f"shard_batch(..., pad=True) has made {in_all} rows of {rows}, {copies}, and the weight that it returned "
             f"is in no leaf of the batch, {listed([path for path, _ in leaves])}: copies count like real rows. Pass "
-            "batch | {'weight': weight}, and use the weight, by weighted=True or by metric.update(..., weight=): "
-            "docs/processes.md#padding.",
+            "batch | {'weight': weight}, and use it: weighted=True or metric.update(..., weight=).",
             "padding",
         )
     for kind, names in counting.items():

@@ -9,6 +9,7 @@ A check raises for a certain mistake, warns of a possible mistake, and changes n
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -48,11 +49,16 @@ Moment = Literal[
 
 
 class TrainingCheck(NamedTuple):
-    """Check in the table: ``run_check(context)`` is called at ``moment``; ``page`` of docs/ has the details."""
+    """Check in the table: ``run_check(context)`` is called at ``moment``; ``page`` of docs/ has the details.
+
+    ``needs`` names an attribute of the context, as "step.extra_trees", without which (empty, None) the check has
+    nothing to look at, and is not called.
+    """
 
     moment: Moment
     run_check: Callable[[Any], None]
     page: str
+    needs: str = ""
 
 
 class NewModel(NamedTuple):
@@ -222,5 +228,5 @@ CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 def run_checks(moment: Moment, context: Any) -> None:
     """Runs the checks of a moment in the order of the table."""
     for check in CHECKS:
-        if check.moment == moment:
+        if check.moment == moment and (not check.needs or attrgetter(check.needs)(context)):
             check.run_check(context)

@@ -22,7 +22,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
 from xlstm_jax.distributed.data_parallel import placement, trees
 from xlstm_jax.distributed.data_parallel.extension import reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
 from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -30,7 +30,8 @@ from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
-from xlstm_jax.distributed.optimizers.lookahead import with_plain_params
+from xlstm_jax.distributed.optimizers.lookahead import with_slow_params
+from xlstm_jax.distributed.optimizers.optax_introspection import sees_pairs
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
 from xlstm_jax.distributed.optimizers.state import given_state, trainable
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
@@ -84,8 +85,8 @@ class TrainState(FlaxTrainState):
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
         """Creates the state as Flax's ``create`` does, but hides frozen parameters from the optimizer."""
-        if not isinstance(params, optax.LookaheadParams):
-            tx = with_plain_params(tx)
+        if not isinstance(params, optax.LookaheadParams) and sees_pairs(tx):
+            tx = with_slow_params(tx)
         # Flax's `create` calls tx.init on its params argument, so pass it no frozen leaves and restore them afterwards.
         state: TrainState = super().create(apply_fn=apply_fn, params=trees.without_frozen(params), tx=tx, **fields)
         in_boxes = any(is_box(leaf) for _, leaf in trees.leaves_with_path(state.opt_state))
@@ -201,16 +202,15 @@ def jitted_init(
         # Wrapped modules read the axis sizes from this mesh, and box global values accordingly.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), boxes_without_constraints():
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
-            if "params" in variables:
-                variables = {**variables, "params": trees.map_leaves(split_by_model, variables["params"])}
-            variables = with_frozen(model, variables, trainable, frozen_dtype)
+            if trainable is not None or frozen_dtype is not None:
+                variables = with_frozen(model, variables, trainable, frozen_dtype)
             if "params" in variables:
                 variables = {**variables, "params": reorder_axes(variables["params"], dict(mesh.shape))}
             return variables
 
     init = on_auto_axes(init, mesh)
     made = jax.eval_shape(init, rng, inputs)
-    out = jax.tree.map(placed, placement.shardings(made, mesh))
+    out = placed(placement.shardings(made, mesh))
     run_checks("shapes", NewVariables(made, mesh))
     axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
 
@@ -261,7 +261,7 @@ def create_train_state(
         how to leave it out. Or a transform within ``tx`` needs something that no step provides; names both.
     """
     run_checks("optimizer", tx)
-    tx = with_plain_params(tx)
+    tx = with_slow_params(tx) if sees_pairs(tx) else tx
     mesh = auto_mesh(mesh)
     # A wrapper that gathers several layers at once is noticed only while the model is initialised.
     with recording_stacks() as stacks:
@@ -286,11 +286,12 @@ def sharded_opt_state(
     def init(params: PyTree) -> PyTree:
         # Copy, because a step donates each buffer once, and some optimizers store the parameters themselves. Cast to
         # strong types, as a step returns them: after a weak type the second step would compile again.
-        return jax.tree.map(lambda x: jnp.array(x, x.dtype), optimizer.init(params))
+        leaves, structure = jax.tree.flatten(optimizer.init(params))
+        return jax.tree.unflatten(structure, [jnp.array(x, x.dtype) for x in leaves])
 
     # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
     init = on_auto_axes(init, mesh)
-    out = jax.tree.map(placed, optimizer.shardings(jax.eval_shape(init, params)))
+    out = placed(optimizer.shardings(jax.eval_shape(init, params)))
     return jax.jit(init, out_shardings=out)(params)
 
 

@@ -120,7 +120,7 @@ def make_train_step(
       ``step(..., extra_trees={"teacher": params})`` passes further trees to ``loss_fn(params, apply_fn, batch, rng, *,
       teacher)`` by name: parameters of a second model, gathered as their boxes describe, without gradient and not
       donated. Metrics are ``loss`` and ``grad_norm``, the norm over every parameter before the optimizer, float32
-      scalars; and the counters of ``skip_nonfinite``, if used.
+      scalars; and the counters of skipped steps, if the optimizer counts them.
     Raises:
       ValueError: ``has_aux`` and ``metric`` together; ``batch_axes`` and ``batch_spec`` together, or an axis missing
         from the mesh. At the call: devices times minibatches do not divide a leaf of the batch, devices do not divide
@@ -136,7 +136,8 @@ def make_train_step(
     reads_axes = batch_axes is None and batch_spec is None  # off the first state
     of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
     check_loss_fn(loss_fn)
-    check_learning_rate(learning_rate)
+    if learning_rate is not None:
+        check_learning_rate(learning_rate)
     if has_aux and metric is not None:
         raise ValueError("has_aux and metric both say what loss_fn returns beside the loss; pass the metric alone.")
     # A metric is updated after each minibatch, so no observation outlives its minibatch.
@@ -164,7 +165,7 @@ def make_train_step(
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
             needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
             donate_argnums=0 if metric is None else (0, 3),
-            compiler_options=resolved_on(mesh, compiler_options),
+            compiler_options=None if compiler_options is None else resolved_on(mesh, compiler_options),
         )
 
     made = step_of(of_batch)
@@ -173,7 +174,7 @@ def make_train_step(
 
 @dataclass(frozen=True, eq=False)
 class StepOptions:
-    """Options of ``make_train_step``, and the function to compile (``step``); ``check_step`` reads the options."""
+    """Options of ``make_train_step``, and the function to compile (``step``)."""
 
     loss: LossFunction
     accumulation: Accumulation
@@ -226,7 +227,8 @@ class StepOptions:
             state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
         )
         metrics |= of_optimizer
-        metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
+        if self.learning_rate is not None:
+            metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
         if self.metric is not None:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})

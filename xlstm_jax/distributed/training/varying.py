@@ -42,7 +42,7 @@ _BY_HAND = {
 }
 _CASTS = {"pvary", "pcast"}  # casts of the type only
 _AS_THEY_ARE = {*_CASTS, "optimization_barrier"}  # equations that return each operand unchanged
-_OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
+OPAQUE = {"pallas_call", "ffi_call", "call_exported", "core_map"}  # programs that no jaxpr shows
 _HAND = " by hand"  # suffix of an axis over which a value was computed by hand-written communication or partial sums
 _MARK = "equal on all devices: "
 _OTHER_PARAMS = KeyError, AttributeError, ValueError  # raised if another JAX release describes an equation differently
@@ -165,7 +165,7 @@ class _Reader:
 
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
-        name, params = name_and_params(eqn)
+        name, params = name_and_params(eqn) if "_prim" in eqn.params else (eqn.primitive.name, eqn.params)
         if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
             return seen
         if name in _AS_THEY_ARE:
@@ -186,8 +186,8 @@ class _Reader:
                 return read_through[name](params, inputs)
             if name in _CALLS:
                 return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
-        of_all = all_named_axes([eqn]).union(*inputs)
-        if name in _OPAQUE:
+        of_all = (all_named_axes([eqn]) if params else Axes()).union(*inputs)
+        if name in OPAQUE:
             of_all |= {axis + _HAND for axis in _named(of_all)}
         return [of_all] * len(eqn.outvars)
 
@@ -280,20 +280,18 @@ def check_branches(
     Some devices would wait for the gather, or gather other weights.
 
     Args:
-      paths: the leaves gathered in a branch; empty for most models, and then nothing is traced.
+      paths: the leaves gathered in a branch, one or more.
       loss_fn, args: the loss function and its arguments, as for ``differing_args``.
       axes: the axes of the batch.
     Raises:
       ValueError: the predicate of a branch differs along an axis of a gather in the branch.
     """
-    if not paths:
-        return
     _, parted = _read(lambda *args: jax.tree.leaves(loss_fn(*args)), args, differing_args(args, axes))
     if over := tuple(axis for axis in collectives.manual_axes() if axis in parted):
         raise ValueError(
             f"'{paths[0]}' is gathered in a branch (lax.cond, nn.cond, switch or while_loop) that devices along {over} "
             "may take differently, and a gather needs all devices. Make the predicate equal on all devices, by "
-            f"pmax(flag, {over}) of jax.lax, or wrap the module around the branch, which then gathers before it."
+            f"pmax(flag, {over}) of jax.lax, or wrap the module around the branch."
         )
 
 

@@ -10,6 +10,7 @@ from xlstm_jax.distributed.data_parallel.extensions import (  # noqa: F401  # th
 )
 from xlstm_jax.distributed.data_parallel.extensions.fp8_products import Fp8Products
 from xlstm_jax.distributed.data_parallel.extensions.nnx_rows import NnxRowLookups
+from xlstm_jax.distributed.data_parallel.extensions.packing import PackedGathers
 from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders
 from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import RecurrentCarries
 from xlstm_jax.distributed.data_parallel.extensions.rows import RowLookups
@@ -22,4 +23,5 @@ EXTENSIONS[:] = [
     NnxRowLookups,
     PieceReaders,
     LinkBalance,
+    PackedGathers,
 ]

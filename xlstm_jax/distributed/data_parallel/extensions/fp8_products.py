@@ -217,7 +217,7 @@ class Fp8Products(Extension):
       products: the paths of products in the model, by the paths of kernels in the unit's variables.
       kernels: the gathered kernels, by the paths of products in the model; see ``checked_operand``.
       shards: the shards as sent, by the paths of histories in the unit's variables.
-      gathers: for each product, by its path in the model: the dtype in which its kernel was quantised, and a function
+      gathers_by_product: for each product, by its path in the model: the dtype in which its kernel was quantised, and a function
         that gathers the kernel, quantised in another dtype.
     """
 
@@ -226,7 +226,7 @@ class Fp8Products(Extension):
     products: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, Any] = field(default_factory=dict)
     shards: dict[str, jax.Array] = field(default_factory=dict)
-    gathers: dict[str, tuple[DType, Callable[[DType], jax.Array]]] = field(default_factory=dict)
+    gathers_by_product: dict[str, tuple[DType, Callable[[DType], jax.Array]]] = field(default_factory=dict)
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns the wires of the kernels that are quantised before the gather.
@@ -264,7 +264,7 @@ class Fp8Products(Extension):
             self.shards[product.history] = sent = kernel.value.astype(communication.dtypes(kernel.value)[0])
             scale_now = next_scale(scale.value, history.value)
             wires[product.kernel] = ProductWire(scale_now, sent.dtype)
-            self.gathers[in_model] = sent.dtype, partial(_gathered_in, kernel, policy, path, scale_now)
+            self.gathers_by_product[in_model] = sent.dtype, partial(_gathered_in, kernel, policy, path, scale_now)
         return wires
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
@@ -282,7 +282,7 @@ class Fp8Products(Extension):
         operand = checked_operand(self.kernels, module, args, kwargs)
         if operand is None:
             return args, kwargs
-        sent, gathered_in = self.gathers["/".join(module.path)]
+        sent, gathered_in = self.gathers_by_product["/".join(module.path)]
         if jnp.promote_types(sent, operand.dtype) == sent:
             return args, kwargs
         return with_operand(module, args, kwargs, gathered_in(operand.dtype))

@@ -18,7 +18,7 @@ LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
 
 @runtime_checkable
 class HasModules(Protocol):
-    """Protocol of a model that lists its modules by path without being run, such as ``NnxModel``."""
+    """Protocol of a model that lists its modules by path without being run, as a model of NNX does."""
 
     @property
     def modules(self) -> Mapping[str, object]: ...

@@ -33,8 +33,8 @@ from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.introspection import scans_over_params
 from xlstm_jax.private_names import linen_callers, linen_interceptors
@@ -58,7 +58,7 @@ def shard_module_params(
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
-    packing: Packing | None = None,
+    packing: Option | None = None,
 ) -> Target:
     """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 
@@ -317,10 +317,12 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
     Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
     """
-    for stacks in active_interceptors_of(Stacks):
+    recorded = active_interceptors_of(Stacks)
+    for stacks in recorded:
         stacks.units_entered += 1
+        stacks.units_running += 1
     scope: Any = module.scope
-    extensions = extensions_of(lambda collection: not scope.is_collection_empty(collection))
+    extensions = extensions_of([name for name in collections_of_extensions() if not scope.is_collection_empty(name)])
     try:
         with nn.intercept_methods(RunningUnit(module.path, extensions).intercept):
             yield
@@ -331,6 +333,9 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
             if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
                 raise unit.closed_over_error("/".join((*module.path, path)), leaf, axes) from None
         raise
+    finally:
+        for stacks in recorded:
+            stacks.units_running -= 1
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
@@ -376,12 +381,13 @@ class Stacks:
 
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     units_entered: int = 0
+    units_running: int = 0
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
         cls, units = type(context.module), self.units_entered
-        if active_interceptors_of(RunningUnit) and scans_over_params(cls):
+        if self.units_running and scans_over_params(cls):
             # The layer of this scan will be the next module of its class that is called.
             self._scan = cls, units
         elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:

@@ -134,14 +134,14 @@ class LinenRun:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
         module, name, policy = context.module, context.method_name, self.sharding.policy
-        active_interceptors = active_interceptors_of(object)
-        # Innermost first: a marker before this run says that the module is not part of the model.
-        inner_interceptors = active_interceptors[: active_interceptors.index(self)]
-        runs_outside_model = _OutsideModelMarker in map(type, inner_interceptors)
-        if runs_outside_model or module.scope is None or not is_public(name, LINEN):
+        if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen inspects the setup of modules made by nn.scan before they are called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
+            return method(*args, **kwargs)
+        interceptors = active_interceptors_of(object)
+        # Innermost first: a marker before this run says that the module is not part of the model.
+        if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
         args, kwargs = arguments_from_extensions(module, name, args, kwargs)
@@ -193,25 +193,30 @@ class LinenRun:
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
         self._seen[path] = type(module)
-        # Inside nn.scan: the sizes of one layer.
-        sizes = {
-            "/".join((*place[len(self.root) :], name)): math.prod(leaf.true_shape)
-            for place, name, leaf in parameters(module)
-        }
-        own_size = sum(size for leaf, size in sizes.items() if self._unit_of.get(leaf, path) == path)
-        # A cell would gather at every step of its loop; the RNN around it gathers once.
-        by_size = own_size > selection.size and not isinstance(module, nn.RNNCellBase)
+        by_size, leaves = True, None
+        if not selection.predicate:
+            leaves = self._leaves(module)
+            # Inside nn.scan: the sizes of one layer.
+            own = [leaf for name, leaf in leaves.items() if self._unit_of.get(name, path) == path]
+            # A cell would gather at every step of its loop; the RNN around it gathers once.
+            by_size = sum([math.prod(leaf.true_shape) for leaf in own]) > selection.size
+            by_size = by_size and not isinstance(module, nn.RNNCellBase)
         if selection.takes(path, module, by_size) and not (
             inside_map_variables(MapOfLeaves) and self._is_left_out(path)
         ):
             # Units inside were left earlier, and keep their parameters.
-            self._has_units, self._unit_of = True, dict.fromkeys(sizes, path) | self._unit_of
+            leaves = self._leaves(module) if leaves is None else leaves
+            self._has_units, self._unit_of = True, dict.fromkeys(leaves, path) | self._unit_of
             forget_stack(path)
             # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
             with_gathers(do_nothing, None, policy)(module)
         if len(self._open_modules) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
+
+    def _leaves(self, module: nn.Module) -> dict[str, Sharded]:
+        """Returns the parameters of a module by path in the model."""
+        return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
 
     def _is_left_out(self, path: str) -> bool:
         """Returns True if a module inside the model's ``nn.map_variables`` must not be chosen: with ``larger_than``.

@@ -17,8 +17,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, Sele
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
 from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, UnitRule, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
+from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import INTER_HOST_AXES
 
@@ -38,7 +38,7 @@ def shard_modules(
     uneven: str = DEFAULT_UNEVEN,
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
-    packing: Packing | None = None,
+    packing: Option | None = None,
 ) -> Model:
     """Shards submodules of a model from outside, like ``shard_module_params`` around the submodules in the source.
 

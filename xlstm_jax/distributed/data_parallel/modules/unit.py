@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires
+from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     Sharded,
@@ -44,7 +44,6 @@ from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.together import packed_gathers
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
@@ -76,7 +75,7 @@ class ModuleSystem:
 
 @runtime_checkable
 class ShardsItself(Protocol):
-    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: an ``NnxModel``."""
+    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: of NNX."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
         """Returns the model with the modules that ``where`` selects as units; ``where`` may be a ``UnitRule``."""
@@ -174,7 +173,7 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
     if not unbound:
         return "manual"
     mesh = jax.sharding.get_abstract_mesh()
-    if len(unbound) == len(axes) and all(axis in mesh.shape for axis in axes):
+    if len(unbound) == len(axes) and mesh.shape.keys() >= set(axes):
         return "global"
     if mesh.empty:
         return "plain"
@@ -265,15 +264,24 @@ def gather_here(
     wires = {
         path: (extension, wire)
         for extension in extensions
+        if "wires" in extension.hooks
         for path, wire in extension.wires(policy, variables, module or ()).items()
     }
-    replaced = {path: read for extension in extensions for path, read in extension.value_replacements().items()}
-    to_gather = {
-        stored: (path_in_model(module, stored), box)
-        for stored, box in (sharded_leaves(variables) if communication.packing else ())
-        if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
+    replaced = {
+        path: read
+        for extension in extensions
+        if "value_replacements" in extension.hooks
+        for path, read in extension.value_replacements().items()
     }
-    together = packed_gathers(to_gather, policy.axes, communication)
+    together: dict[str, Callable[[], Any]] = {}
+    if communication.options and (hooks := with_hook("gathers")):
+        to_gather = {
+            stored: (path_in_model(module, stored), box)
+            for stored, box in sharded_leaves(variables)
+            if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
+        }
+        for cls in hooks:
+            together |= cls().gathers(to_gather, policy.axes, communication)
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
 

@@ -10,11 +10,11 @@ the links of one axis. Values narrower than 32 bits are summed in float32. Many 
 vector.
 """
 
-import itertools
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import jax
@@ -94,7 +94,11 @@ def axis_size(axes: Sequence[str]) -> int:
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes with two or more devices: axes along which something is sent."""
-    return tuple(axis for axis in axes if _size(axis) > 1)
+    if not axes:
+        return ()
+    mesh = jax.sharding.get_abstract_mesh()
+    manual, sizes = mesh.manual_axes, mesh.shape
+    return tuple([axis for axis in axes if (sizes[axis] if axis in manual else lax.axis_size(axis)) > 1])
 
 
 def axis_index(axes: Sequence[str]) -> jax.Array:
@@ -114,15 +118,16 @@ def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.dynamic_slice_in_dim(value, axis_index(axes) * size, size, dim)
 
 
+# Returns ``varying_axes`` of a value from its type: JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
+_has_axis_type = hasattr(jax.typeof(np.float32(0)), "manual_axis_type")
+varying_axes_of_type: Callable[[Any], frozenset[str]] = attrgetter(
+    "manual_axis_type.varying" if _has_axis_type else "vma"
+)
+
+
 def varying_axes(value: Any) -> frozenset[str]:
     """Returns the manual axes over which ``value`` varies by type; empty under ``check_vma=False``."""
     return varying_axes_of_type(jax.typeof(value))
-
-
-def varying_axes_of_type(aval: Any) -> frozenset[str]:
-    """Returns ``varying_axes`` of a value of the type ``aval``."""
-    # JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
 def is_tracked(axis: str) -> bool:
@@ -164,6 +169,8 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     differentiation, the cast is not differentiated, and each device gets the local gradient.
     """
     tracked = {axis for axis in axes if is_tracked(axis)}
+    if not tracked:
+        return tree
 
     def cast(value: jax.Array) -> jax.Array:
         missing = tuple(sorted(tracked - varying_axes(value)))
@@ -287,10 +294,10 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     ((2048, 128), (128, 128), (3, 5))
     """
     size, (fewest, most) = math.prod(shape), _TILE
-    last_dims = (math.prod(shape[dim:]) for dim in range(len(shape) - 1, 0, -1))
-    divisors = (columns for columns in range(most, 0, -1) if size % columns == 0)
-    wide = (c for c in itertools.chain(last_dims, divisors) if c >= fewest and size // c >= fewest)
-    return next(((size // columns, columns) for columns in wide), shape)
+    last_dims = [math.prod(shape[dim:]) for dim in range(len(shape) - 1, 0, -1)]
+    divisors = [columns for columns in range(most, 0, -1) if size % columns == 0]
+    wide = [c for c in last_dims + divisors if c >= fewest and size // c >= fewest]
+    return (size // wide[0], wide[0]) if wide else shape
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -302,7 +309,7 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes over which a reduction would change the value or the type of ``value``."""
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
-    return tuple(a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1))
+    return tuple([a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1)])
 
 
 def _reduce_together(

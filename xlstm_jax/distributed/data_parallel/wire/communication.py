@@ -20,7 +20,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
-from xlstm_jax.distributed.data_parallel.wire.packing import Packing
 from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
@@ -30,20 +29,24 @@ SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8
 SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
+class Option:
+    """Base class of an option that an extension adds to ``Communication``; a frozen dataclass, by which jit caches."""
+
+
 @dataclass(frozen=True)
 class Communication:
     """Communication options of a split leaf: the requested dtypes, by name or ``None``, and the copies of its shards.
 
-    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``packing`` chooses the shards
-    of a unit that are sent together; ``None``: each is sent alone. ``of_layers`` is True for a leaf of stacked layers,
-    read without the leading dim that a transformation has taken: ``vmap`` may give each layer a gradient.
+    Axes in ``inter_host_axes`` are gathered first, whatever the order of the other axes. ``options`` are read by
+    extensions. ``of_layers`` is True for a leaf of stacked layers, read without the leading dim that a transformation
+    has taken: ``vmap`` may give each layer a gradient.
     """
 
     gather_dtype: str | None = None
     grad_scatter_dtype: str | None = None
     replicas: Copies | None = None
     inter_host_axes: tuple[str, ...] = field(default=INTER_HOST_AXES, repr=False)
-    packing: Packing | None = field(default=None, repr=False)
+    options: tuple[Option, ...] = field(default=(), repr=False)
     of_layers: bool | None = field(default=None, repr=False)
 
     @classmethod
@@ -53,21 +56,21 @@ class Communication:
         grad_scatter_dtype: DTypeLike | None,
         replicas: Copies | None = None,
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
-        packing: Packing | None = None,
+        options: tuple[Option, ...] = (),
     ) -> "Communication":
         """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
-        return cls(gather, summed, replicas, inter_host_axes, packing)
+        return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
-        """Returns the options; options of ``other`` replace ``None`` and the default ``inter_host_axes``."""
-        own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES)}
+        """Returns the options; options of ``other`` replace defaults."""
+        own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **own_options})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
         """Returns the options without copies along ``axes``, over which a leaf is split."""
-        return replace(self, replicas=self.replicas.without(axes) if self.replicas else None)
+        return replace(self, replicas=self.replicas.without(axes)) if self.replicas else self
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
@@ -80,15 +83,18 @@ class Communication:
         Raises:
           ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
         """
-        gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
-        summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
+        gathered = summed = value_dtype(value)
+        if self.gather_dtype:
+            gathered = cast_dtype(value, self.gather_dtype, "gather_dtype", path)
+        if self.grad_scatter_dtype:
+            summed = cast_dtype(value, self.grad_scatter_dtype, "grad_scatter_dtype", path)
         if self.replicas:  # raises before the first step rather than in its backward pass
             self.replicas.check(value, path)
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
         """Returns the name of the 8-bit format in which ``value`` is sent by a gather; ``None``: sent as an array."""
-        return packed_format(value, self.gather_dtype)
+        return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:
         """Returns the name of the 8-bit format, or else of the dtype, in which ``value`` is sent by a gather."""

@@ -113,11 +113,6 @@ def _gather_bwd(
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def gather_packed(packed: jax.Array, wire: Wire, axes: tuple[str, ...], how: Communication, path: str) -> jax.Array:
-    """Gathers a packed array [1, s] (``packing``) to [n, s]; the gradient is scattered like that of any other array."""
-    return _gather(packed, wire, 0, axes, how, path)
-
-
 # Under ``jax.jit`` each function is traced and lowered once for all leaves of one shape (layers in a Python loop,
 # say). XLA inlines the calls. Code that inspects tracers or names a leaf stays outside.
 

@@ -22,7 +22,7 @@ class RunningLoss:
     """Facts on the loss function under trace, whose gradient will be averaged over ``axes``.
 
     An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
-    ``is_reference`` marks the loss that ``check_step`` compares with: its values have no varying types, whatever the
+    ``is_reference`` marks the loss of a comparison with one device: its values have no varying types, whatever the
     step has. ``overwrites``: the state of fp8 products is differentiated with the parameters.
 
     ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without

@@ -64,7 +64,7 @@ class WireFormat:
     """Format for sending only, selected by ``gather_dtype``: a gathered value has the dtype of its leaf.
 
     Subclasses implement ``wire``, ``itemsize`` and ``nbytes``. A format that can also average gradients of copies
-    (``Replicas(reduce_dtype=...)``) sets ``averages = True`` and implements ``mean_of_terms`` and ``mean_error``.
+    sets ``averages = True`` and implements ``mean_of_terms`` and ``mean_error``.
     """
 
     averages: ClassVar[bool] = False

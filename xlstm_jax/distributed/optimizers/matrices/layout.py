@@ -1,15 +1,14 @@
 """Tells optimizers for matrices how leaves are split over devices, and runs functions on groups of matrices.
 
 Inside ``shard_map`` the boxes of the leaves have the layout. Outside, an optimizer gets global arrays without boxes,
-whose types have no layout: ``with_layout``, a wrapper of every ``ShardedOptimizer``, sets the layout during
-``tx.update`` and ``tx.init``. Without a layout an optimizer runs on unsharded arrays, as on one device.
+whose types have no layout: ``parameter_layout`` returns the layout during ``tx.update`` and ``tx.init`` of every
+``ShardedOptimizer``. Without a layout an optimizer runs on unsharded arrays, as on one device.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from xlstm_jax.common_types import Metrics, PyTree
+from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value
 from xlstm_jax.distributed.data_parallel.placement import partition_specs
@@ -27,30 +26,11 @@ from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ParameterLayout, parameter_layout
 from xlstm_jax.distributed.optimizers.state import StateBox
 
 Values = dict[str, jax.Array]
 OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple[Values, dict[str, PyTree]]]
-
-
-class ParameterLayout:
-    """Layout of global parameters: the mesh, boxed parameters by path, and specs of their optimizer state.
-
-    Parameters and specs are computed on the first access by an optimizer for matrices: other optimizers pay nothing.
-    """
-
-    def __init__(self, mesh: Mesh | AbstractMesh, tree: PyTree, shardings: Callable[[PyTree], PyTree]):
-        self.mesh, self._tree, self._shardings = mesh, tree, shardings
-
-    @cached_property
-    def params(self) -> Mapping[str, Sharded]:
-        return dict(trees.sharded_leaves(self._tree))
-
-    @cached_property
-    def specs(self) -> Mapping[str, PartitionSpec]:
-        # Gradients, updates and moments have the shapes of the parameters, and the sharding of a state of this shape.
-        return {path: sharding.spec for path, sharding in trees.leaves_with_path(self._shardings(self._tree))}
 
 
 @dataclass(frozen=True)
@@ -60,29 +40,6 @@ class MatrixReport:
     rule: str
     groups: tuple[MatrixGroup, ...]
     choices: Mapping[str, MatrixChoice]
-
-
-# A context variable, since optax's transforms (such as `chain`) between the step, which has the layout, and `muon` do
-# not pass a layout on.
-_LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the parameters that are optimized", default=None)
-
-
-def with_layout(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Wraps ``init`` and ``update`` of an optimizer, so that ``place_of`` finds the layout of ``params`` there."""
-
-    layout = ParameterLayout(mesh, params, optimizer.shardings)
-
-    def init(params: PyTree) -> PyTree:
-        with set_context(_LAYOUT, layout):
-            return optimizer.init(params)
-
-    def update(
-        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
-    ) -> tuple[Trained, Metrics]:
-        with set_context(_LAYOUT, layout):
-            return optimizer.update(grads, before, collections, **extra_args)
-
-    return optimizer._replace(init=init, update=update)
 
 
 # ------------------------------------------------------------------------------------------------------------- reports
@@ -158,11 +115,11 @@ class Place:
 
 
 def place_of(tree: PyTree) -> Place:
-    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside as ``with_layout`` has set."""
+    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside from ``parameter_layout``."""
     leaves = trees.sharded_leaves(tree)
     values = {path: _in_order(leaf.value, leaf.store) for path, leaf in leaves}
     # Inside `shard_map` arrays are shards already, even if a step around the call has set a layout.
-    layout = None if collectives.manual_axes() else _LAYOUT.get()
+    layout = None if collectives.manual_axes() else parameter_layout()
     if layout and layout.mesh.size > 1 and values.keys() <= layout.params.keys():
         return _on_mesh(layout, values)
     names = {path: _bound(leaf.store.of_value(leaf.names)) for path, leaf in leaves}

@@ -18,8 +18,6 @@ CARRIES: list[type[Carry]] = [
 def carries_of(inputs: Inputs) -> list[Carry]:
     """Returns a carry of each kind whose state is in ``inputs``: collections of the model, the state of a metric."""
     carries: list[Carry] = []
-    if not inputs.collections and inputs.fold_aux is None:
-        return carries
     left = dict(inputs.collections)
     for kind in CARRIES:
         if (carry := kind.from_inputs(inputs._replace(collections=left))) is not None:

@@ -200,9 +200,8 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
         if is_alike and (over := tuple(axis for axis in axes if axis not in of.varying)):
             raise ValueError(
                 f"apply_gradients: JAX has summed the gradient of '{grad.path}' over {over}, and the gather has "
-                f"averaged that of '{other.path}': one of both is wrong by the number of devices. sync_gradients is "
-                "missing, or ran over too few axes, or pmean ran in its place: call sync_gradients once over all axes "
-                "of the batch and of the gathers, or use value_and_grad."
+                f"averaged that of '{other.path}': one of both is wrong by the number of devices. Call sync_gradients "
+                "once over all axes of the batch and of the gathers, or use value_and_grad."
             )
 
 
@@ -220,9 +219,8 @@ def _check_equal(grad: _Gradient) -> None:
     if over:
         raise ValueError(
             f"apply_gradients: the gradient of '{grad.path}' differs between devices along {over}, and the out_specs "
-            "of the shard_map declare it equal. sync_gradients is missing, or ran over too few axes: call it once over "
-            "all axes of the batch and of the gathers, or use value_and_grad. Or a norm of shards scales the gradient: "
-            "clip by clip_by_global_norm of this library, or outside of shard_map."
+            "of the shard_map declare it equal. Call sync_gradients once over all axes of batch and gathers; "
+            "scale by norms of this library (clip_by_global_norm), not by norms of shards."
         )
 
 

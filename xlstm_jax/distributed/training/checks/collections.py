@@ -5,15 +5,13 @@ from xlstm_jax.distributed.training.moments import CreatedState, Results, Traini
 
 
 def _of_state(context: CreatedState) -> None:
-    if context.collections:
-        check_kept(context.collections)
+    check_kept(context.collections)
 
 
 def _of_results(context: Results) -> None:
-    if context.collections:
-        spread = [axis for axis, size in context.mesh.shape.items() if size > 1]
-        check_equal_collections(context.equations.of_marked, context.collections, spread, context.axes)
+    spread = [axis for axis, size in context.mesh.shape.items() if size > 1]
+    check_equal_collections(context.equations.of_marked, context.collections, spread, context.axes)
 
 
-COLLECTIONS_OF_STATE = TrainingCheck("state", _of_state, "collections.md")
-EQUAL_COLLECTIONS = TrainingCheck("results", _of_results, "collections.md")
+COLLECTIONS_OF_STATE = TrainingCheck("state", _of_state, "collections.md", needs="collections")
+EQUAL_COLLECTIONS = TrainingCheck("results", _of_results, "collections.md", needs="collections")
