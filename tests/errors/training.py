@@ -941,7 +941,7 @@ ROWS = [
         ValueError,
         "apply_gradients: JAX has summed the gradient of",
         "the gradient of 'bias' over ('fsdp',), and the gather has averaged that of 'kernel'",
-        "call sync_gradients once",
+        "Call sync_gradients once",
     ),
     losses(
         "own-step-averaged-twice",
@@ -957,7 +957,7 @@ ROWS = [
         ValueError,
         "apply_gradients: the gradient of '…' differs between devices",
         "the gradient of 'bias' differs between devices along ('dp', 'fsdp')",
-        "sync_gradients is missing",
+        "Call sync_gradients once",
     ),
     losses(
         "own-step-averages-shards",

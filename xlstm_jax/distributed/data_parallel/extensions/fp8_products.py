@@ -217,8 +217,8 @@ class Fp8Products(Extension):
       products: the paths of products in the model, by the paths of kernels in the unit's variables.
       kernels: the gathered kernels, by the paths of products in the model; see ``checked_operand``.
       shards: the shards as sent, by the paths of histories in the unit's variables.
-      gathers_by_product: for each product, by its path in the model: the dtype in which its kernel was quantised, and a function
-        that gathers the kernel, quantised in another dtype.
+      gathers_by_product: for each product, by its path in the model: the dtype in which its kernel was quantised, and a
+        function that gathers the kernel, quantised in another dtype.
     """
 
     collections: ClassVar[tuple[str, ...]] = (OVERWRITTEN,)  # replicated: small, and each device needs the scale
