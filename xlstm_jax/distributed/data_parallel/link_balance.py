@@ -189,9 +189,13 @@ class LinkBalance(Extension):
     """Chooses axis orders with balanced links, for the leaves of a unit (wrapped module) and of an entire model."""
 
     def axis_orders(
-        self, sizes: Sequence[float], given: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
+        self,
+        sizes: Sequence[float],
+        default_orders: Sequence[AxisOrder],
+        axis_sizes: Mapping[str, int],
+        slow: Collection[str],
     ) -> Sequence[AxisOrder]:
-        return balanced_orders(sizes, given, axis_sizes, slow)
+        return balanced_orders(sizes, default_orders, axis_sizes, slow)
 
     def reorder_axes(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
         return balanced_over_model(params, axis_sizes)
