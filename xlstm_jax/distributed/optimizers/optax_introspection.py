@@ -145,9 +145,12 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
-    """Returns by path whether weight decay applies to a parameter (bare shapes); None if ``part`` has no mask."""
+    """Returns, by path, whether the mask of weight decay of a part of an optimizer includes a parameter.
+
+    ``params`` has shapes without boxes. None: the part has no mask of weight decay, or the mask raises for shapes.
+    """
     mask = part.closure_values.get("mask")
-    if part.name == "inject_hyperparams":
+    if part.name == "inject_hyperparams":  # keeps the mask among the arguments that are not numbers
         mask = part.closure_values.get("other_hps", {}).get("mask")
     elif part.name != "masked" or name_of(part.closure_values["inner"]) != "add_decayed_weights":
         return None

@@ -379,7 +379,7 @@ def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree,
 
 
 def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
-    """Warns of auxiliary floats, at the paths ``aux``, that are not means although they are averaged over ``count``.
+    """Warns of auxiliary floats, at the paths ``aux``, that are not means, but are averaged over ``count`` minibatches.
 
     Tracing ``jaxpr()``, whose results are these floats, is costly, so only names that look like sums or maxima are
     checked.
@@ -391,9 +391,8 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
     made = {path: _maker(program, atom) for path, atom in zip(aux, program.outvars, strict=True)}
     for path in looks:
         statistic, cure = REDUCED.get(made[path], ("", ""))
-        if statistic and not (
-            weighted and made[path] == "reduce_sum"
-        ):  # weighted sums are divided by the global weight
+        divided = weighted and made[path] == "reduce_sum"  # by the global weight
+        if statistic and not divided:
             _warn(
                 f"aux['{path}'] is {statistic} on each device, and floats beside the loss are averaged, over {count} "
                 f"minibatches of devices here: that is not {statistic} of the batch. {cure}.",

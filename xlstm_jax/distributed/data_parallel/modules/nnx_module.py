@@ -250,10 +250,15 @@ def _leaf(variable: Any) -> Any:
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
-    """Returns the variable with the value of ``leaf``; split if the box of ``leaf`` splits over axes of ``policy``."""
+    """Returns the variable with the value of ``leaf``: as a split, a plain or a bridged variable.
+
+    A split variable, if ``policy`` splits the leaf, or, without a policy, the logical names of the variable do. A plain
+    variable, if nothing splits the leaf. Otherwise a variable in the form of ``nnx.bridge``, whose boxes gather
+    themselves.
+    """
     box, metadata = leaf_of(leaf), variable.get_metadata()
     if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
-        # Split by the rules for its logical names, without a unit: gathered when it is read.
+        # Split by the rules for its logical names (such a leaf is a ``Sharded``), without a unit: gathered when read.
         policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
     if policy and any(map(policy.has_axis, box.axes)):
         communication = box.communication.filled_from(policy.communication)
