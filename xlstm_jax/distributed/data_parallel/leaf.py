@@ -497,5 +497,5 @@ def full_value_error(subject: str, shape: tuple[int, ...], axes: tuple[str, ...]
     return ValueError(
         f"{subject} is split over {axes} by its box, and its value of shape {shape} is unsharded on each device: a "
         "function inside shard_map closes over it. Pass the tree as an argument; parameters that a loss does not train "
-        "(LoRA) belong into state.params, where they are frozen: docs/frozen.md."
+        "(LoRA) belong into state.params, frozen by trainable= or freeze_params: docs/frozen.md."
     )
