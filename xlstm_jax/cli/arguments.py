@@ -141,8 +141,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--compiler-options": {
         "choices": ("auto", "forecast"), "metavar": "auto",
-        "help": "compile with the options that hide collectives on this chip; forecast: on GPUs more of them, which no "
-        "card has confirmed (default: XLA's defaults)",
+        "help": "compile with the options that hide collectives on this chip, or by 'forecast' on GPUs with further "
+        "options, which no card has confirmed (default: XLA's defaults)",
     },
     "--no-cache": {
         "action": "store_true",
