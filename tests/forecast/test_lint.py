@@ -674,7 +674,9 @@ def test_lint_exposed_collective_sums_waits_of_several_modules(waits, named):
         for name, seconds in waits.items()
     ]
     known = {"collectives": collectives, "step_seconds": 1.0, "wire_bytes": 1e9, "chip": CHIPS["v5e"]}
-    findings = findings_of(RULES["exposed-collective"], Step(SimpleNamespace(**known), plan_of(), 1, False))
+    findings = findings_of(
+        RULES["exposed-collective"], Step(SimpleNamespace(on_gpus=False, **known), plan_of(), 1, False)
+    )
     assert [finding.where for finding in findings] == [f"{name}/kernel" for name in named]
     cure = "'auto' to make_train_step, or compiler_options(device_kind) to a"
     assert not [finding.cure for finding in findings if cure not in finding.cure]
