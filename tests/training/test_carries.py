@@ -24,7 +24,7 @@ class Counted(Carry):
     """Carry with the number of earlier minibatches, which the loss function reads."""
 
     @classmethod
-    def of(cls, inputs):
+    def from_inputs(cls, inputs):
         return cls() if "count" in inputs.collections else None
 
     def collection_names(self):

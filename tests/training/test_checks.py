@@ -96,7 +96,7 @@ def test_each_stage_has_checks_and_each_check_has_a_docs_page():
 def test_checks_run_at_each_stage_of_training(monkeypatch):
     """Guard of the first test: its steps reach all moments except failures."""
     met = set()
-    rows = [check._replace(looks=lambda _, moment=check.moment: met.add(moment)) for check in CHECKS]
+    rows = [check._replace(run_check=lambda _, moment=check.moment: met.add(moment)) for check in CHECKS]
     monkeypatch.setattr(TABLE, rows)
     for make in RUNS.values():
         step, args = make()
