@@ -5,6 +5,7 @@ A callback is as pure as the run: it may stand in a scan, under ``remat`` and in
 times.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -84,24 +85,27 @@ def flipped(x: jax.Array, fault: jax.Array, site: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(flat.reshape(x.shape), x.dtype)
 
 
-def _make_site(forward: str, backward: str) -> Any:
-    """Returns the identity of (x, fault), with a flip of its value and a flip of its cotangent."""
+def make_site(forward: str, backward: str, corrupt: Callable[..., Any] = flipped) -> Any:
+    """Returns the identity of (x, fault), with a fault in its value and a fault in its cotangent.
+
+    ``corrupt(x, fault, site)`` returns ``x`` with the fault, if the fault is at that site.
+    """
 
     @jax.custom_vjp
     def site(x, fault):
-        return flipped(x, fault, forward)
+        return corrupt(x, fault, forward)
 
     def fwd(x, fault):
         return site(x, fault), fault
 
     def bwd(fault, cotangent):
-        return flipped(cotangent, fault, backward), np.zeros(fault.shape, jax.dtypes.float0)
+        return corrupt(cotangent, fault, backward), np.zeros(fault.shape, jax.dtypes.float0)
 
     site.defvjp(fwd, bwd)
     return site
 
 
-_of_activation, _of_weight = _make_site("activation", "cotangent"), _make_site("weight", "gradient")
+_of_activation, _of_weight = make_site("activation", "cotangent"), make_site("weight", "gradient")
 
 
 class FaultyDense(nn.Module):

@@ -28,7 +28,7 @@ import optax
 from flax import nnx
 from jax import lax
 
-from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, RUNS, Faults
+from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, RUNS, Faults, make_site
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     ReplayError,
@@ -86,19 +86,7 @@ def corrupted(x: jax.Array, fault: jax.Array, site: str) -> jax.Array:
 @functools.cache
 def site_of(forward: str, backward: str) -> Any:
     """Returns the identity of (x, fault), with a fault in its value and a fault in its cotangent."""
-
-    @jax.custom_vjp
-    def site(x, fault):
-        return corrupted(x, fault, forward)
-
-    def fwd(x, fault):
-        return site(x, fault), fault
-
-    def bwd(fault, cotangent):
-        return corrupted(cotangent, fault, backward), np.zeros(fault.shape, jax.dtypes.float0)
-
-    site.defvjp(fwd, bwd)
-    return site
+    return make_site(forward, backward, corrupted)
 
 
 # -------------------------------------------------------------------------------------------------------------- models
