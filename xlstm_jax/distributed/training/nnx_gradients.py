@@ -211,7 +211,10 @@ def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
 
 
 def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns rows that are split over the axes with this type, under a mesh that is set with explicit axes."""
+    """Returns ``rows`` (split along dim 0) with a type that names ``axes``, if all axes of the set mesh are explicit.
+
+    Otherwise ``rows`` are returned unchanged.
+    """
     around = jax.sharding.get_abstract_mesh()
     if set(around.axis_types) != {AxisType.Explicit}:
         return rows

@@ -79,7 +79,7 @@ def check_update(
 
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
-      one: a mesh of one device with the axes of the step's mesh.
+      device: a mesh of one device with the axes of the step's mesh.
       run_second_step: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
@@ -339,7 +339,10 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 
 def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the updates ``actual`` differ from ``expected``, the optimizer's on one device."""
+    """Yields a finding if the updates ``actual`` differ from ``expected``, those of the optimizer on one device.
+
+    Allows rounding: ``perturbed()`` repeats the updates on one device with inputs changed by ``eps``, see the module.
+    """
     wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
         yield (
