@@ -1,6 +1,6 @@
 """Tests of the NNX blocks in tabs of pages, which the site shows beside executed blocks of Linen and does not run.
 
-Each block makes ``model``: its parameters are split on the page's mesh, and a step of training can be traced.
+Each block makes a model: its parameters are split on the page's mesh, and a step of training can be traced.
 """
 
 import re
@@ -64,6 +64,7 @@ INPUTS = {
     "tutorials/whole_loop.md": [floats(16, 32)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
+NAMES = {"howto/gan.md": "discriminator"}  # of the model; else "model"
 AXES = {"howto/mesh.md": ("fsdp_host", "fsdp_device")}
 OPTIONS = {"howto/own_step.md": {"train": True}}
 # Definitions of blocks of the page that come earlier.
@@ -84,7 +85,7 @@ def test_model_of_an_nnx_block_is_split_and_a_step_of_training_can_be_traced(pag
     (block,) = blocks_of(PAGES[page], "python nnx")
     names = {"__name__": "page", **EARLIER.get(page, {})}
     exec(block, names)
-    model = names["decoder"](CONFIG) if page == "tutorials/decoder.md" else names["model"]
+    model = names["decoder"](CONFIG) if page == "tutorials/decoder.md" else names[NAMES.get(page, "model")]
     axes, inputs, options = AXES.get(page, ("dp", "fsdp")), INPUTS[page], OPTIONS.get(page, {})
     mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
