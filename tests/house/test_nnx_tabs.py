@@ -64,7 +64,9 @@ INPUTS = {
     "tutorials/whole_loop.md": [floats(16, 32)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
-NAMES = {"howto/gan.md": "discriminator"}  # of the model; else "model"
+# The name of the model, or of a function that makes the model; "model" on other pages.
+NAMES = {"howto/gan.md": "discriminator", "tutorials/lora.md": "Model", "tutorials/moe.md": "Model"}
+MAKERS = {"tutorials/lora.md": "LoRADense", "tutorials/moe.md": None}  # functions, with the name of their argument
 AXES = {"howto/mesh.md": ("fsdp_host", "fsdp_device")}
 OPTIONS = {"howto/own_step.md": {"train": True}}
 # Definitions of blocks of the page that come earlier.
@@ -86,6 +88,7 @@ def test_model_of_an_nnx_block_is_split_and_a_step_of_training_can_be_traced(pag
     names = {"__name__": "page", **EARLIER.get(page, {})}
     exec(block, names)
     model = names["decoder"](CONFIG) if page == "tutorials/decoder.md" else names[NAMES.get(page, "model")]
+    model = model(*[names[MAKERS[page]]] * bool(MAKERS[page])) if page in MAKERS else model
     axes, inputs, options = AXES.get(page, ("dp", "fsdp")), INPUTS[page], OPTIONS.get(page, {})
     mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -101,10 +104,7 @@ def test_model_of_an_nnx_block_is_split_and_a_step_of_training_can_be_traced(pag
         return (mean(out), updated) if collections else mean(out)
 
     key = jax.random.key(0)
-    if page == "tutorials/moe.md":  # its loss is a mean over the axes of the batch, which init does not have
-        state = abstract_train_state(model, optax.sgd(0.1), mesh, key, batch_axes=axes)
-    else:
-        state = abstract_train_state(model, optax.sgd(0.1), mesh, key, *inputs, batch_axes=axes, **options)
+    state = abstract_train_state(model, optax.sgd(0.1), mesh, key, *inputs, batch_axes=axes, **options)
     split = [path for path, leaf in sharded_leaves(state.params) if leaf.gathered_axes]
     assert split, "no parameter is split"
     after, _ = make_train_step(loss, mesh, axes).eval_shape(state, tuple(inputs), key)
