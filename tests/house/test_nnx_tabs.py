@@ -64,9 +64,15 @@ INPUTS = {
     "tutorials/whole_loop.md": [floats(16, 32)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
-# The name of the model, or of a function that makes the model; "model" on other pages.
-NAMES = {"howto/gan.md": "discriminator", "tutorials/lora.md": "Model", "tutorials/moe.md": "Model"}
-MAKERS = {"tutorials/lora.md": "LoRADense", "tutorials/moe.md": None}  # functions, with the name of their argument
+# The expression of the model that the page trains; "model" on other pages.
+MODELS = {
+    "howto/contrastive.md": "wrapped",
+    "howto/gan.md": "discriminator",
+    "howto/weight_decay.md": "wrapped",
+    "tutorials/decoder.md": "decoder(CONFIG)",
+    "tutorials/lora.md": "Model(LoRADense)",
+    "tutorials/moe.md": "Model()",
+}
 AXES = {"howto/mesh.md": ("fsdp_host", "fsdp_device")}
 OPTIONS = {"howto/own_step.md": {"train": True}}
 # Definitions of blocks of the page that come earlier.
@@ -85,10 +91,9 @@ def test_nnx_block_follows_the_block_of_linen(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_model_of_an_nnx_block_is_split_and_a_step_of_training_can_be_traced(page):
     (block,) = blocks_of(PAGES[page], "python nnx")
-    names = {"__name__": "page", **EARLIER.get(page, {})}
+    names = {"__name__": "page", "CONFIG": CONFIG, **EARLIER.get(page, {})}
     exec(block, names)
-    model = names["decoder"](CONFIG) if page == "tutorials/decoder.md" else names[NAMES.get(page, "model")]
-    model = model(*[names[MAKERS[page]]] * bool(MAKERS[page])) if page in MAKERS else model
+    model = eval(MODELS.get(page, "model"), names)
     axes, inputs, options = AXES.get(page, ("dp", "fsdp")), INPUTS[page], OPTIONS.get(page, {})
     mesh = jax.make_mesh((2, 4), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
