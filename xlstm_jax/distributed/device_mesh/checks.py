@@ -78,14 +78,14 @@ def with_usual_names(sizes: Any) -> dict[str, int] | None:
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
-    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; errors call them ``argument``.
+    """Returns ``axis_names``, axes of the batch, as a tuple, checked to be axes of the mesh.
 
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh lacks an axis.
+      ValueError: the mesh lacks an axis; names ``argument``. Or as ``as_axis_names``, whose text says ``axis_name``.
     """
     check_mesh(mesh)
     axes = as_axis_names(axis_names)
