@@ -60,7 +60,7 @@ INPUTS = {
     "tutorials/moe.md": [tokens(8, 16)],
     "tutorials/plain_script.md": [floats(64, 64)],
     "tutorials/third_party.md": [tokens(8, 16)],
-    "tutorials/vision.md": [floats(8, 8, 8, 3)],
+    "tutorials/vision.md": [floats(8, 8, 8, 1)],
     "tutorials/whole_loop.md": [floats(16, 32)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
@@ -69,7 +69,7 @@ MODELS = {
     "howto/contrastive.md": "wrapped",
     "howto/gan.md": "discriminator",
     "howto/weight_decay.md": "wrapped",
-    "tutorials/decoder.md": "decoder(CONFIG)",
+    "tutorials/decoder.md": "Decoder(CONFIG)",
     "tutorials/lora.md": "Model(LoRADense)",
     "tutorials/moe.md": "Model()",
 }
