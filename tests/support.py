@@ -1,7 +1,8 @@
 """Shared helpers of the tests: meshes by shape, small models to wrap, and comparisons up to float32 rounding."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
@@ -21,6 +23,16 @@ AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
 
 KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
+
+
+@contextmanager
+def in_case(**values: Any) -> Iterator[None]:
+    """Adds the variables of a loop to the message of a check that fails within the block, such as ``pytest.raises``."""
+    try:
+        yield
+    except (AssertionError, pytest.fail.Exception) as failure:
+        case = ", ".join(f"{name}={value!r:.200}" for name, value in values.items())
+        raise AssertionError(f"{failure} (for {case})") from failure
 
 
 @cache

@@ -283,6 +283,12 @@ def copies_that_differ():
     check_replicas(own(jnp.arange(8.0)))
 
 
+def losses_that_differ():
+    local_loss = on_mesh(lambda x: x.mean(), MESH, False, P(AXES), P())
+    with LoopGuard() as guard:
+        guard.step_done(1, {"loss": local_loss(jnp.arange(8.0))})
+
+
 def gone():
     state = create_train_state(fsdp(nn.Dense)(4), SGD, MESH, KEY, BATCH["x"], batch_axes=AXES)
     jax.tree.map(lambda x: x.delete(), state.params)
@@ -853,6 +859,15 @@ ROWS = [
         "… of … leaves are declared equal",
         "1 of 2 leaves",
         "'mean', float32[]",
+        "8 different values in all",
+    ),
+    loops(
+        "losses-differ",
+        losses_that_differ,
+        ReplicaError,
+        "… of … leaves are declared equal",
+        "1 of 1 leaves",
+        "'the loss of step 1', float32[]",
         "8 different values in all",
     ),
     Section("Checkpoints")(
