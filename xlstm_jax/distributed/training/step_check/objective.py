@@ -48,7 +48,7 @@ def why_no_mean(
       same: the gradients of the slices, compared with those of the batch.
       times: the loss of the slices over the loss of the batch.
       sizes: the number of parts by each axis that splits the batch, and by minibatches.
-      tolerance: the possible effect of rounding on the ratio of the two losses.
+      tolerance: the largest effect of rounding on the ratio of the two losses.
     """
     minibatches = one_device.num_minibatches
     if times.is_count and all(_is_multiple(leaf, times, sizes) for leaf in same):

@@ -12,7 +12,7 @@ MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the other devices."""
+    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the step."""
     for exchange in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = exchange.wire_bytes - exchange.ideal_bytes
         if exchange.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
@@ -27,7 +27,7 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, exchange: Dispatch) -> Iterator[Defect]:
-    """Finds experts whose busiest device delays the other devices, or drops tokens beyond its capacity."""
+    """Finds experts whose busiest device delays the step, or drops tokens beyond its capacity."""
     # With a capacity rows are dropped; without a capacity every device waits. The cause of both is an uneven router.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = exchange.imbalance_s or 0.0, exchange.experts.path
