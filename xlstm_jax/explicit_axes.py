@@ -41,7 +41,7 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 
 def placed(shardings: PyTree) -> PyTree:
-    """Returns a tree of shardings on the set mesh, if the set mesh has explicit axes.
+    """Returns a tree of shardings on the set mesh (``jax.set_mesh``), if the set mesh has explicit axes.
 
     A sharding is unchanged if its mesh has different axes or sizes than the set mesh.
 
