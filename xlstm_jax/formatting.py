@@ -137,7 +137,7 @@ def parse_json_as(text: str, expected: str, convert: Callable[[Any], Result]) ->
 
     ``expected`` names the content with its article, as "a forecast". A ``ValueError`` of ``convert`` passes unchanged.
 
-    >>> read_json("[[1]]", "a number", lambda data: data["value"])
+    >>> parse_json_as("[[1]]", "a number", lambda data: data["value"])
     Traceback (most recent call last):
       ...
     ValueError: this is not a number as the library writes it: list indices must be integers or slices, not str.

@@ -147,9 +147,9 @@ class Kernels(Durations):
 
     chip: Chip
 
-    # On a GPU the started computation takes kernel time of the GPU. On a TPU it runs in parallel with the schedule and
-    # takes none of the schedule's time.
-    called_in_line = CONTROL | {"call-start", "async-start"}
+    # On a GPU an asynchronously started computation takes kernel time of the GPU. On a TPU it runs in parallel with the
+    # schedule and takes none of the schedule's time.
+    CALLING_OPCODES = CONTROL | {"call-start", "async-start"}
 
     def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
         if not instruction.is_work or instruction.opcode in COLLECTIVES:
