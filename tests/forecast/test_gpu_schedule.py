@@ -208,7 +208,7 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}
     assert Kernels(found, half.reached).total == pytest.approx(10 * GEMM / 1e12)
 
 
-@pytest.mark.parametrize("call", ["async-start(%a, %b), calls=%called", "call-start(%a, %b), to_apply=%called"], ids=str)
+@pytest.mark.parametrize("call", ["async-start(%a, %b), calls=%called", "call-start(%a, %b), to_apply=%called"])
 def test_kernel_time_includes_an_asynchronously_started_computation(call):
     called = """%called (a: bf16[1000,2000], b: bf16[2000,500]) -> bf16[1000,500] {
   %a.1 = bf16[1000,2000]{1,0} parameter(0)
