@@ -133,8 +133,8 @@ class Durations(ABC):
 class Cycles(Durations):
     """Cycles estimated by the compiler (TPUs); collectives and Pallas kernels have no estimate and count as 0.
 
-    The program must be parsed from ``compiled.as_text()``: files from ``xla_dump_to`` written before code generation
-    have no estimates yet.
+    The program must be parsed from a text written after code generation: ``compiled.as_text()``, or the file
+    ``*after_codegen.txt`` of ``xla_dump_to``. Earlier texts have no estimates.
     """
 
     def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
