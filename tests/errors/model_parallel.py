@@ -624,7 +624,7 @@ ROWS = [
         "context-layout",
         attended(layout="striped"),
         ValueError,
-        "layout=…: the tokens of a sequence",
+        "layout=…: pass 'contiguous'",
         "layout='striped'",
     ),
     contexts(

@@ -118,6 +118,8 @@ def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
     assert found["cp",] == AxisTraffic(("cp",), 4, 0.0, 32.0, 0.0, 2.0, 0.4)
     assert found["cp",].hidden_fraction == pytest.approx(0.8)
     assert found["dp",].other == 32.0 and found["dp",].hidden_fraction is None
+    behind_others = dataclasses.replace(one, exposed_s=0.9)  # waits for earlier collectives, too
+    assert axis_traffic([behind_others])[0].hidden_fraction == 0.0
 
 
 LOOP = """\

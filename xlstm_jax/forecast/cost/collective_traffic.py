@@ -60,7 +60,7 @@ class Overlap:
       modules: modules of the compute instructions, in scheduled order.
       instructions: number of compute instructions.
       cycles: the compiler's estimate for the instructions, loops multiplied out; None if the sum is 0 and an estimate
-        is missing.
+        is missing, or without instructions.
       seconds: expected time of the instructions; None if unknown.
       product_seconds: GPUs: the part of ``seconds`` in kernels with a matrix product; else None.
     """

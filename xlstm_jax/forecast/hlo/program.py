@@ -291,7 +291,7 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
 
 
 def _count(start: int, bound: int, step: int, direction: str) -> int | None:
-    """Counts start, start + step, ... while the comparison with the bound holds; None if it always holds."""
+    """Counts start, start + step, ... while the comparison with the bound holds; None if the loop need not end."""
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
     numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)

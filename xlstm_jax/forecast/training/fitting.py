@@ -139,7 +139,8 @@ class Trial:
       forecast: forecast of the step; None after a failure.
       fits: whether the step is within the budget.
       problem: reason for a missing forecast, in a line.
-      took_s: compile time; None without a compilation, or for a result from the cache.
+      took_s: seconds from the start of the compilation to the trial, with the wait for parallel trials listed before;
+        None without a compilation, or for a result from the cache.
     """
 
     options: Options
