@@ -172,7 +172,8 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         {path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]} for t in (got, want)
     )
     assert paths == expected, f"further leaves: {sorted(paths - expected)}, missing: {sorted(expected - paths)}"
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    structures = jax.tree.structure(got), jax.tree.structure(want)
+    assert structures[0] == structures[1], "unlike structures: {} and {}".format(*structures)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, want)) if leaf.size)
     for (path, w), g in zip(jax.tree_util.tree_flatten_with_path(want)[0], jax.tree.leaves(got), strict=True):
         w, g = np.asarray(w, np.float64), np.asarray(g, np.float64)

@@ -1,8 +1,8 @@
-"""Introspection of JAX, Flax and optax: state that these libraries hold without a public accessor.
+"""Introspection of JAX, Flax and optax: reads state of these libraries that has no public accessor.
 
-The module reads frames, closures and tracers. The library reads such state only here (``tests/house/test_layers.py``);
-imports of private names are in ``private_names``. If a release hides the state, the functions return their negative
-result.
+The functions read frames, closures and tracers. No other module of the library reads frames, closures or tracers
+(``tests/house/test_layers.py``); imports of private names are in ``private_names``. If a release hides the state, the
+functions return their negative result.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from flax.core.scope import in_filter
 
 # ------------------------------------------------------------------------------------------------------------- frames
 
-# JAX's functions that trace branches, with their files, since a user's function may also be named `cond`.
+# JAX's functions that trace branches, with their files, because a user's function may also be named `cond`.
 BRANCHES = {
     ("cond", "conditionals.py"),
     ("_cond", "conditionals.py"),
@@ -65,7 +65,7 @@ def inside_branch() -> bool:
 
 
 def inside_map_variables(library_class: type[Any]) -> bool:
-    """Returns whether this code runs inside of an ``nn.map_variables`` of the model that maps parameters.
+    """Returns whether this code runs inside an ``nn.map_variables`` of the model that maps parameters.
 
     ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Not counted are maps whose function is an
     instance of ``library_class``, which belong to the library and take shards, and maps of collections without
@@ -84,7 +84,7 @@ def inside_map_variables(library_class: type[Any]) -> bool:
 
 
 def closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the closure variables of a function by name; {} for anything but a Python function."""
+    """Returns the closure variables of a function by name; {} if ``function`` is not a Python function."""
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 

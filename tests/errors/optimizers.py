@@ -217,7 +217,7 @@ def plan():
 def edited(old, new):
     def call():
         text = plan().to_json()
-        assert old in text
+        assert old in text, f"{old!r} is not in the plan {text}"
         ShardingPlan.from_json(text.replace(old, new, 1))
 
     return call

@@ -1,10 +1,10 @@
-"""Column of a plan about weight decay: the parameters that the optimizer makes smaller where the gradient is 0.
+"""Column of a plan about weight decay: finds the parameters that the optimizer shrinks if their gradient is 0.
 
-With a gradient of 0 and new moments an update is -lr * wd * p for a parameter p that decays, and 0 for another. The
-section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on arrays with
-equal entries (``uniform_arrays``): with gradients of 0 for two sizes of p, and with a gradient of 0.5, which shows that
-the step moves the parameter at all. Steps are repeated, as a schedule may begin at a learning rate of 0. So masks,
-``inject_hyperparams``, ``partition`` and transforms of users are seen by what they do, not by their names.
+With a gradient of 0 and new moments an update is -lr * wd * p for a decaying parameter p, and 0 for a parameter without
+decay. The section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on
+arrays with equal entries (``uniform_arrays``): with gradients of 0 for two values of p, and with a gradient of 0.5,
+which shows whether the step moves the parameter at all. Steps are repeated, because a schedule may begin at a learning
+rate of 0. So masks, ``inject_hyperparams``, ``partition`` and users' transforms are recognised by effect, not by name.
 
 Tracing takes seconds for hundreds of leaves, so a plan traces when its text or ``decay`` is first read.
 """
@@ -68,7 +68,7 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     paths = [path for path, _ in leaves_with_path(params)]
     try:
         verdicts = _verdicts(tx, params, len(paths))
-    # A user's transform may raise anything: it may need extra arguments, or values. A plan has other columns.
+    # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
     by_verdict: dict[tuple[str, str], list[str]] = {}
@@ -112,7 +112,7 @@ def _verdict(of_one: Any, of_two: Any, moved: Any) -> tuple[str, str] | None:
     if not isinstance(of_one, float) or not isinstance(of_two, float) or not np.isfinite([of_one, of_two]).all():
         return "?", "the update without a gradient cannot be evaluated"
     if of_one == of_two == 0:
-        # A learning rate of 0 moves nothing, and shows nothing.
+        # A step with a learning rate of 0 does not show whether the parameter decays.
         return None if isinstance(moved, float) and moved == 0 else ("no", "")
     if of_one < 0 and np.isclose(of_two, 2 * of_one, rtol=1e-4):
         return "yes", ""

@@ -2,12 +2,12 @@
 
     seconds = start + hops x hop        an all-reduce makes all hops twice: it scatters, then gathers
 
-Around a closed ring of n chips data goes both ways, so the farthest chip is n / 2 hops away; along an open line n - 1.
-A collective over several torus dims makes the hops of each dim, one dim after the other.
+Around a closed ring of n chips data is sent both ways, so the farthest chip is n / 2 hops away; along an open line
+n - 1 hops. A collective over several torus dims makes the hops of each dim in sequence.
 
 **No source.** Google publishes no latency of a collective. "How to Scale Your Model" (jax-ml.github.io/scaling-book,
 chapter "Sharded Matrices and How to Multiply Them") has "about 1 us" for a hop; the 5 us from the start of an
-operation to its first byte are assumed. Latencies of GPUs are NCCL's, see ``nccl``.
+operation to its first byte are assumed. Latencies of GPUs come from NCCL, see ``nccl``.
 
 To compute stored results with other constants, change ``TPU_LATENCY`` and run ``python -m benchmarks.peers --redraw``.
 """
