@@ -498,7 +498,7 @@ def test_forecast_and_lint_commands_share_the_cached_compilation(command, folder
     monkeypatch.setenv("XLSTM_JAX_CACHE_DIR", str(tmp_path / "kept"))
     line = "forecast --topology v5e:2x2 --json"
     _, compiled, err = command(line)
-    assert f"what was compiled is kept in {tmp_path / 'kept'}; --no-cache keeps nothing." in err
+    assert f"compiled programs are stored in {tmp_path / 'kept'}; --no-cache stores nothing." in err
     # There is no compiler now, for those that have none to ask; the next is a process of its own.
     monkeypatch.setattr(compile_process.sys, "executable", "/bin/false")
     code, _, err = command("lint --topology v5e:2x2")

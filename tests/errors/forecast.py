@@ -331,7 +331,7 @@ ROWS = [
         lambda: list(model_meshes(parse_topology("v5e:2x2"), {"fsdp": 2})),
         ValueError,
         "model_axes=…",
-        "'fsdp' must be no axis of FSDP",
+        "'fsdp' must not begin with 'fsdp'",
     ),
     forecasts(
         "fit-first-fails",

@@ -888,7 +888,7 @@ ROWS = [
         ValueError,
         "Experts(axis=…): under check_vma=False",
         "Experts(axis='ep')",
-        "no step says",
+        "the step names no batch axes",
     ),
     contexts(
         "experts-other-batch",

@@ -360,7 +360,7 @@ def test_mesh_on_places_model_axes_on_torus_dims_or_within_a_host():
     assert laid("h100:4x8", dp=4, tp=8) == {"dp": 4, "fsdp_device": 1, "tp": 8}
     meshes = model_meshes(parse_topology("h100:4x8"), {"tp": 8, "cp": 4})
     assert meshes and not [mesh for mesh in meshes if math.prod(mesh.values()) != 32]
-    with pytest.raises(ValueError, match="'fsdp' must be no axis of FSDP"):
+    with pytest.raises(ValueError, match="'fsdp' must not begin with 'fsdp'"):
         model_meshes(parse_topology("h100:4x8"), {"fsdp": 2})
 
 

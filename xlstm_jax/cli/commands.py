@@ -194,11 +194,11 @@ def _kept(cache: ReportCache | None) -> list[str]:
     if cache is None or not cache.hits + cache.misses:
         return []
     if cache.problem:
-        return [f"what was compiled could not be kept: {cache.problem}. Set {FOLDER_VARIABLE} to another folder."]
+        return [f"the compiled program could not be stored: {cache.problem}. Set {FOLDER_VARIABLE} to another folder."]
     of = f"{cache.hits} of {cache.hits + cache.misses} programs" if cache.hits + cache.misses > 1 else "the program"
     if cache.hits:
         return [f"{of} had been compiled before and came from {cache.folder}; --no-cache compiles anew."]
-    return [f"what was compiled is kept in {cache.folder}; --no-cache keeps nothing."]
+    return [f"compiled programs are stored in {cache.folder}; --no-cache stores nothing."]
 
 
 # ------------------------------------------------------------------------------------------------------- the commands

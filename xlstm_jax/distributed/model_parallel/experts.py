@@ -506,7 +506,7 @@ class Experts(nn.Module):
         if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
         if self.batch_axes is None and axis not in of_step:
-            known = f"the step's batch is split over {of_step}" if of_step else "no step says what splits the batch"
+            known = f"the step's batch is split over {of_step}" if of_step else "the step names no batch axes"
             raise ValueError(
                 f"Experts(axis={self.axis!r}): under check_vma=False types do not show whether tokens differ along "
                 f"{axis!r}, and {known}. Pass batch_axes= with all axes along which tokens differ; if {axis!r} is one "

@@ -59,8 +59,8 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
     for axis, limit in limits.items():
         if axis.startswith("fsdp") or not isinstance(limit, int) or limit < 1:
             raise ValueError(
-                f"model_axes={dict(limits)}: {axis!r} must be no axis of FSDP, which gets what is left, and its limit "
-                "a positive number of devices, as {'tp': 8}."
+                f"model_axes={dict(limits)}: {axis!r} must not begin with 'fsdp' (FSDP gets the rest), and its "
+                "limit must be a positive number of devices, as {'tp': 8}."
             )
     choices = [[2**i for i in range(limit.bit_length())] for limit in limits.values()]
     sizes = (dict(zip(limits, some, strict=True)) for some in itertools.product(*choices))
