@@ -122,7 +122,7 @@ def scans_over_params(cls: type[nn.Module]) -> bool:
 def recomputes(cls: type[nn.Module]) -> bool:
     """Returns whether ``nn.remat`` made this class, or the base class from which the class inherits ``__call__``.
 
-    False if another transformation is outside of ``nn.remat``, such as ``nn.scan(nn.remat(Block))``.
+    ``shard_module_params`` may be around ``nn.remat``. False if another Linen transformation is, such as ``nn.scan``.
     """
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
 
