@@ -1,8 +1,9 @@
 """Sums, extrema, means, norms, rates, and ``Compose`` for several metrics in one state.
 
 Sums, extrema and means take values of any shape, [b, ...], and ``weight``: a scalar, or an array with the leading dims
-of the values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included. ``Throughput`` takes items and
-seconds, ``GlobalNorm`` a tree, ``Compose`` the arguments of each named metric.
+of the values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included. A weight of another shape raises
+a ``ValueError``. ``Throughput`` takes items and seconds, ``GlobalNorm`` a tree, ``Compose`` the arguments of each named
+metric.
 
 In the examples ``metric.result(metric.observe(values))`` is the value of one batch on one device. In a training step
 use ``empty``, ``update``, ``sync`` and ``compute``.
@@ -32,7 +33,7 @@ class Sum(PureMetric):
     """Sum of values: a compensated float sum or, with an integer ``dtype``, an exact 64-bit integer sum; initially 0.
 
     The value of an integer sum is an int64 with x64, otherwise a float32 that is rounded above 2^24;
-    ``synced.cells.exact()`` returns the exact integer on the host.
+    ``synced.cells.exact()`` returns the exact integer on the host. An integer sum raises a ``TypeError`` for floats.
 
     >>> float(Sum().result(Sum().observe(jnp.array([1.0, 2.5, jnp.nan]), weight=jnp.array([1, 1, 0]))))
     3.5
