@@ -111,7 +111,6 @@ IMPORT_LINEN = {
     "wraps or lifts modules (data_parallel/modules)": {
         "holders",
         "linen_module",
-        "linen_run",
         "linen_units_by_rule",
         "scan_layers",
         "shard_modules",
@@ -131,7 +130,7 @@ IMPORT_LINEN = {
         "split_input",
         "splitting",
     },
-    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "unconstrained_boxes"},
+    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "boxes"},
     "defines a model or a layer that is not split": {"cross_entropy", "self_test"},
 }
 IMPORT_NNX = {

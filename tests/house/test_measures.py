@@ -72,7 +72,7 @@ def test_calls_lists_library_functions_and_filters_by_values():
 
 def test_calls_and_climbs_follow_values_into_tuples_and_objects():
     from xlstm_jax import formatting
-    from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+    from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 
     given = {"fsdp": 8}
     assert calls(lambda: formatting.format_mesh(given), values=(given,))[0].co_name == "format_mesh"

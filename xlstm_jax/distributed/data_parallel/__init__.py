@@ -48,12 +48,12 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_modul
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
-from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_layers, unstack_layers
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
-from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
+from xlstm_jax.distributed.data_parallel.trees import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
+from xlstm_jax.distributed.data_parallel.wire import formats  # noqa: F401  # registers them
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 from xlstm_jax.program_names import BLOCK_INPUT
 

@@ -24,10 +24,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.placement import spread_spec
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
-from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, named_leaf, path_string
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.trees import (
+    flatten_with_path,
+    leaves_with_path,
+    named_leaf,
+    path_string,
+    spread_spec,
+)
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     CONTIGUOUS,
@@ -38,7 +43,6 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     check_layout,
     check_reordered,
     exchanged,
-    is_reordered,
     layout_context,
     reordered,
     zigzag_order,
@@ -109,9 +113,9 @@ class BatchLayout:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
             sequence does not divide into two chunks of equal size per device.
         """
-        leaves = flatten_with_path(batch, one_leaf=is_reordered)[0]
-        is_zigzag = any(isinstance(leaf, ReorderedTokens) and leaf.devices > 1 for _, leaf in leaves)
-        tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
+        leaves = flatten_with_path(batch, one_leaf=ReorderedTokens)[0]
+        in_zigzag = [leaf for _, leaf in leaves if isinstance(leaf, ReorderedTokens) and leaf.devices > 1]
+        tokens = self.tokens or (ZIGZAG if in_zigzag else CONTIGUOUS)
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
             if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
@@ -131,13 +135,13 @@ class BatchLayout:
     def sequence(self) -> SequenceLayout:
         """Returns the token order and axes for layers that exchange tokens (attention), without axes of size 1."""
         columns = [axis for axis in self.axes if axis not in self.row_axes]
-        axes, rows = (tuple(axis for axis in of if self.mesh.shape[axis] > 1) for of in (columns, self.row_axes))
+        axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
         return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
-        leaves, treedef = flatten_with_path(batch, one_leaf=is_reordered)
+        leaves, treedef = flatten_with_path(batch, one_leaf=ReorderedTokens)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
             dims = [
@@ -232,7 +236,8 @@ def batch_layout(
       TypeError: ``batch_spec`` contains something other than a ``PartitionSpec``, or ``mesh`` is not a mesh.
     """
     check_mesh(mesh)
-    check_layout(tokens)
+    if tokens is not None:
+        check_layout(tokens)
     if isinstance(batch_axes, PartitionSpec) or (batch_axes is None) == (batch_spec is None):
         raise ValueError(
             f"{batch_axes=} and {batch_spec=}: pass one of them. batch_axes are the names of the axes over which the "
@@ -241,7 +246,8 @@ def batch_layout(
         )
     if batch_spec is None:
         axes = mesh_axes(mesh, batch_axes or (), "batch_axes")
-        _check_sequence([], f"{batch_axes=}", tokens)
+        if tokens == ZIGZAG:
+            check_one_sequence([], f"{batch_axes=}")
         return BatchLayout(mesh, axes, axes, PartitionSpec(axes), tokens)
     specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
     axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
@@ -258,13 +264,14 @@ def batch_layout(
                 "same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
             )
     columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
-    _check_sequence(list(columns), f"batch_spec={batch_spec}", tokens)
+    if tokens == ZIGZAG:
+        check_one_sequence(list(columns), f"batch_spec={batch_spec}")
     return BatchLayout(mesh, axes, rows[first], batch_spec, tokens)
 
 
-def _check_sequence(columns: list[tuple[str, ...]], argument: str, tokens: str | None) -> None:
-    """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
-    if tokens == ZIGZAG and len(columns) != 1:
+def check_one_sequence(columns: list[tuple[str, ...]], argument: str) -> None:
+    """Raises a ``ValueError``, for zigzag tokens, unless dims other than rows are split over a single set of axes."""
+    if len(columns) != 1:
         dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
             f"layout='zigzag', and {argument} splits {dims_text}; the tokens of one sequence are laid out, over the "
@@ -274,7 +281,7 @@ def _check_sequence(columns: list[tuple[str, ...]], argument: str, tokens: str |
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     """Returns the number of shards of a dim that is split over the axes: the product of their sizes."""
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod([mesh.shape[axis] for axis in axes])
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 from xlstm_jax.explicit_axes import with_auto_axes
 from xlstm_jax.formatting import shortened
 

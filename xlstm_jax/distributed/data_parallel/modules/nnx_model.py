@@ -54,7 +54,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
     shard_here,
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.formatting import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # these may take means over mesh axes

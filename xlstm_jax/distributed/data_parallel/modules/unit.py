@@ -40,13 +40,19 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     path_in_model,
     read_value,
 )
-from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
-from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.shard import (
+    PlannedLeaf,
+    box_params,
+    box_shards,
+    is_planning,
+    plan_params,
+    with_unit,
+)
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
@@ -144,7 +150,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     # Classes first: a class is callable, too.
     classes = where if isinstance(where, tuple) else (where,)
     if classes and all(isinstance(cls, type) and issubclass(cls, system.module_class) for cls in classes):
-        return lambda path, module: isinstance(module, classes)
+        return lambda _, module: isinstance(module, classes)
     if callable(where) and not isinstance(where, (type, system.module_class)):
         return where
     raise TypeError(
