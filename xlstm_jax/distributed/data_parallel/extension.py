@@ -317,18 +317,15 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     return None
 
 
-def arguments_from_extensions(
-    module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a method of a module that no unit has entered yet."""
-    extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
-    return arguments_from(extensions, module, method, args, kwargs) if extensions else (args, kwargs)
-
-
 def arguments_from(
-    extensions: Sequence[Extension], module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    extensions: Sequence[Extension] | None, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them."""
+    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them.
+
+    ``extensions`` are the extensions of the running unit; ``None`` if no unit has been entered yet.
+    """
+    if extensions is None:
+        extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
     for extension in extensions:
         if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             args, kwargs = extension.changed_arguments(module, method, args, kwargs)

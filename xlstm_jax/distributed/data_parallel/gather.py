@@ -129,31 +129,21 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
         for path, box in grads:
             known = averaged_axes(box.value)
             left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
-            values.append(_divide_summed(path, box, left, known))
+            # The gradient is already a sum over the model's own axes, and over tracked axes (of copies, too) missing in
+            # its type: JAX has summed the cotangent over those, since the leaf does not vary there.
+            varying = collectives.varying_axes(box.value)
+            may_be = [axis for axis in (*left, *box.communication.copied_axes) if axis not in known]
+            summed = [a for a in may_be if a in box.model_axes or (a not in varying and collectives.is_tracked(a))]
+            count = collectives.axis_size(summed)
+            if count > 1:
+                check_no_average(path, box.value, summed)
+            values.append(box.value / count if count > 1 else box.value)
             # Over the model's own axes the gradient is already a sum, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
             averaged.append(known.union(box.reduced_axes, axes))
         synced = collectives.pmean(values, axes_left)
     remember(synced, averaged)
     return synced
-
-
-def _divide_summed(path: str, box: Sharded, axes: list[str], known: frozenset[str]) -> jax.Array:
-    """Returns the gradient divided by the number of devices over which the gradient is already a sum.
-
-    The gradient is a sum over the model's own axes, and over tracked axes (of copies, too) missing in its type.
-    """
-    grad, varying = box.value, collectives.varying_axes(box.value)
-    # A tracked axis missing in the type: JAX has summed the cotangent over it, since the leaf does not vary there.
-    summed = [
-        axis
-        for axis in (*axes, *box.communication.copied_axes)
-        if axis not in known and (axis in box.model_axes or (axis not in varying and collectives.is_tracked(axis)))
-    ]
-    count = collectives.axis_size(summed)
-    if count > 1:
-        check_no_average(path, grad, summed)
-    return grad / count if count > 1 else grad
 
 
 # ------------------------------------------------------------------------------------------------------------- averages

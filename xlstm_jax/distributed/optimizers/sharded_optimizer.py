@@ -24,6 +24,7 @@ kind of node or memory, and ``sharded_optimizer`` takes further wrappers.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -291,14 +292,16 @@ WRAPPERS: list[Wrapper] = []
 WRAPPERS_OF_STATES: list[WrapperOfStates] = []  # filled by ``optimizers``
 
 
+@dataclass(eq=False)
 class ParameterLayout:
     """Layout of global parameters: the mesh, boxed parameters by path, and specs of their optimizer state.
 
     Parameters and specs are computed on the first access: transforms that do not read the layout pay nothing.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh, tree: PyTree, shardings: Callable[[PyTree], PyTree]):
-        self.mesh, self._tree, self._shardings = mesh, tree, shardings
+    mesh: Mesh | AbstractMesh
+    _tree: PyTree
+    _shardings: Callable[[PyTree], PyTree]
 
     @cached_property
     def params(self) -> Mapping[str, Sharded]:

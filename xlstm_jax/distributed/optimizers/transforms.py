@@ -40,6 +40,7 @@ def check_transform(tx: Any, caller: str) -> None:
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
 
 
+TRANSFORMS = (optax.GradientTransformation, optax.MultiSteps)
 LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
 # Transforms that pass their parameters on unchanged, so that a lookahead inside gets its pairs.
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
@@ -75,11 +76,11 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
     """
     closure_values = _held(tx)
-    if _is_transform(closure_values.get("tx")):  # a transform wrapped by with_extra_args_support
+    if isinstance(closure_values.get("tx"), TRANSFORMS):  # a transform wrapped by with_extra_args_support
         return name_of(closure_values["tx"], flags)
     inside = [name_of(part, flags) for part in _inside(tx, closure_values)]
-    factory = _factory_name(closure_values)
-    inside += [factory] if factory else []
+    factory = _factory(closure_values)
+    inside += [factory.name] if factory else []
     inside += sorted(name for name, value in closure_values.items() if value is True) if flags else []
     own_name = _own_name(tx)
     return f"{own_name}({', '.join(inside)})" if inside else own_name
@@ -99,11 +100,11 @@ _last_read: tuple[optax.GradientTransformation, list[Part]] | None = None
 
 def _parts(tx: optax.GradientTransformation) -> list[Part]:
     closure_values = _held(tx)
-    if _is_transform(closure_values.get("tx")):
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
         return _parts(closure_values["tx"])
     result = [Part(_own_name(tx), closure_values, tx.update, getattr(tx.update, "__module__", ""))]
-    if name := _factory_name(closure_values):
-        result.append(Part(name, {}, None, getattr(_factory(closure_values), "__module__", "")))
+    if factory := _factory(closure_values):
+        result.append(factory)
     for part in _within(tx, closure_values):
         result += _parts(part)
     return result
@@ -114,10 +115,10 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
     if LOOKAHEAD not in [part.name for part in parts(tx)]:
         return False
     closure_values = _held(tx)
-    if _is_transform(closure_values.get("tx")):
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
         return sees_pairs(closure_values["tx"])
-    name = _own_name(tx)
-    if LOOKAHEAD in (name, _factory_name(closure_values)):
+    name, factory = _own_name(tx), _factory(closure_values)
+    if name == LOOKAHEAD or (factory and factory.name == LOOKAHEAD):
         return True
     return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, closure_values)))
 
@@ -125,7 +126,7 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
     """Returns the name of a transform around ``optax.lookahead`` that does not pass pairs of weights on, or None."""
     closure_values = _held(tx)
-    if _is_transform(closure_values.get("tx")):
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
         return around_lookahead(closure_values["tx"])
     if _own_name(tx) == WITH_SLOW_PARAMS or sees_pairs(tx):
         return None
@@ -184,14 +185,12 @@ def _own_name(tx: optax.GradientTransformation) -> str:
     return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
 
 
-def _factory(closure_values: Mapping[str, Any]) -> Any:
-    """Returns the factory that ``inject_hyperparams`` calls; for a ``functools.partial`` its function."""
+def _factory(closure_values: Mapping[str, Any]) -> Part | None:
+    """Returns the part for a factory that ``inject_hyperparams`` calls; for a ``functools.partial`` of its function."""
     made = closure_values.get("inner_factory")
-    return getattr(made, "func", made)
-
-
-def _factory_name(closure_values: Mapping[str, Any]) -> str | None:
-    return getattr(_factory(closure_values), "__name__", None)
+    made = getattr(made, "func", made)
+    name = getattr(made, "__name__", None)
+    return Part(name, {}, None, getattr(made, "__module__", "")) if name else None
 
 
 def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
@@ -205,7 +204,7 @@ def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any])
 def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
     """Returns the transforms in a value: the value itself, or entries of lists, tuples and dicts."""
     # A transform is a tuple, too.
-    if _is_transform(value):
+    if isinstance(value, TRANSFORMS):
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -221,11 +220,7 @@ def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any])
         closure_values.get("_opt"),
         *(several.values() if isinstance(several, Mapping) else ()),
     ]
-    return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if _is_transform(part)]
-
-
-def _is_transform(value: Any) -> bool:
-    return isinstance(value, optax.GradientTransformation | optax.MultiSteps)
+    return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if isinstance(part, TRANSFORMS)]
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
@@ -278,9 +273,10 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        takes = _parameters(tx.update)
-        passed = extra_args if takes is None else {name: x for name, x in extra_args.items() if _may_take(takes, name)}
-        passed = dict(passed)
+        takes, passed = _parameters(tx.update), dict(extra_args)
+        if takes is not None and VAR_KEYWORD not in [parameter.kind for parameter in takes]:
+            names = {parameter.name for parameter in takes if parameter.kind is not parameter.POSITIONAL_ONLY}
+            passed = {name: x for name, x in extra_args.items() if name in names}
         while True:
             try:
                 return tx.update(updates, state, params, **passed)
@@ -298,16 +294,6 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
                 del passed[refused[1]]
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
-def _may_take(takes: list[inspect.Parameter], name: str) -> bool:
-    """Returns whether a function with the parameters ``takes`` accepts a keyword argument of this name."""
-    for parameter in takes:
-        if parameter.kind is VAR_KEYWORD or (
-            parameter.name == name and parameter.kind is not parameter.POSITIONAL_ONLY
-        ):
-            return True
-    return False
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -360,7 +346,10 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
     for part in transforms:
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
-        if needed := _required(part.update):
+        # Arguments that the update requires, and that neither optax nor a step provides.
+        further = (_parameters(part.update) or [])[NUM_USUAL_ARGS:] if part.update else []
+        named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
+        if needed := [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]:
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
     if LOOKAHEAD in {part.name for part in transforms} and (around := around_lookahead(tx)):
         raise ValueError(
@@ -369,10 +358,3 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
             "xlstm_jax.distributed.optimizers."
         )
     return transforms
-
-
-def _required(update: Callable[..., Any] | None) -> list[str]:
-    """Returns the names of arguments that ``update`` requires and that neither optax nor a step provides."""
-    further = (_parameters(update) or [])[NUM_USUAL_ARGS:] if update else []
-    named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
-    return [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]

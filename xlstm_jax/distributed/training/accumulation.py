@@ -315,7 +315,7 @@ def accumulated(
     differentiate = local_result
     for carry in carries:
         differentiate = carry.differentiating(differentiate)
-    averages_aux = not any([carry.takes_aux for carry in carries])
+    averages_aux = not [carry for carry in carries if carry.takes_aux]
 
     def on_minibatch(index: Scalar, states: tuple[PyTree, ...]) -> MinibatchResult:
         # A single minibatch must draw the same numbers as a batch without minibatches.

@@ -6,6 +6,7 @@ The checks run while JAX traces: shapes and meshes are part of the types, so cal
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -87,7 +88,7 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
         takes = _signature(loss_fn)
         # Collections come last; a loss that draws nothing takes no key.
         counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
-        if takes and not any([_accepts_call(takes, number, _by_name(takes)) for number in counts]):
+        if takes and not [number for number in counts if _accepts_call(takes, number, _by_name(takes))]:
             raise TypeError(
                 f"{taker} calls {called.call_text()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -153,7 +154,7 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def is_key_argument(takes: inspect.Signature, index: int) -> bool:
     """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
-    return not name.strip("_") or any([part in name for part in NAMES_OF_KEYS])
+    return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
 
 
 def check_takes(

@@ -191,7 +191,7 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, except replica axes: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     boxes = [leaf_of(leaf) for leaf in leaves]
-    if not any([box.communication.replicas for box in boxes]):
+    if not [box for box in boxes if box.communication.replicas]:
         return collectives.to_varying(leaves, spread)
     return [
         collectives.to_varying(leaf, [axis for axis in spread if axis not in box.communication.copied_axes])

@@ -204,21 +204,24 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             )
 
 
-def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
-    """Warns of step options that do not fit the optimizer."""
-    transforms = parts(tx)
-    for part in transforms:
-        if weighted and part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
+def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
+    """Warns of ``optax.MultiSteps`` in the optimizer of a step with a weighted loss."""
+    for part in parts(tx):
+        if part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
                 "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="
                 f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
+
+
+def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
+    """Warns of a reported learning rate that is another schedule than the optimizer's."""
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
+    used_schedules = schedules(parts(tx))
+    # With several schedules in a chain the user may report any of them, or their product.
+    product = [lambda count: math.prod(factor(count) for factor in used_schedules)]
     for schedule in filter(callable, rates):
-        used_schedules = schedules(transforms)
-        # With several schedules in a chain the user may report any of them, or their product.
-        product = [lambda count, factors=used_schedules: math.prod(factor(count) for factor in factors)]
         if used_schedules and not any(_difference(schedule, other) is None for other in [*used_schedules, *product]):
             count, reported, used = _difference(schedule, used_schedules[0]) or (0, 0.0, 0.0)
             _warn(

@@ -18,7 +18,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
@@ -238,13 +239,26 @@ class JittedStep(NamedTuple):
 
 
 class JittedCall(NamedTuple):
-    """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised."""
+    """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised.
+
+    ``is_irregular``: not exactly the needed arguments are passed, by position.
+    """
 
     step: JittedStep
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     named: dict[str, Any]
+    is_irregular: bool
     error: Exception | None = None
+
+    @property
+    def new_placements(self) -> tuple[Any, ...]:
+        """Shardings of the batch's leaves if some are on a mesh, and no earlier call has passed the check of them."""
+        leaves = jax.tree.leaves(self.named.get("batch"))
+        # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
+        shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
+        is_known = shardings in self.step.checked_inputs
+        return () if is_known or not [s for s in shardings if isinstance(s, NamedSharding)] else shardings
 
 
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
@@ -332,7 +346,7 @@ class CheckedStep:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
         """Returns the call with its arguments by name, after a check that the names are those of the step."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
-        call = JittedCall(self._step, args, kwargs, named)
+        call = JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
         run_checks("names", call)
         return call
 

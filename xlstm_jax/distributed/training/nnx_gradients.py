@@ -32,8 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modu
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
-from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad

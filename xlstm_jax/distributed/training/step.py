@@ -13,8 +13,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
 from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.norms import global_norm
@@ -275,7 +274,7 @@ class StepOptions:
             rng = None if rng is None else fold_rng_over_axis(rng, axes)
             extra_trees = frozen_trees(extra_trees) if extra_trees else {}
             fn = without_key(self.loss.fn) if rng is None else self.loss.fn
-            if any([mesh.shape[axis] == 1 for axis in axes]):
+            if 1 in [mesh.shape[axis] for axis in axes]:
                 fn = with_single_axes(fn, axes)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:

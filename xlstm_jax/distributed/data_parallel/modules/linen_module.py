@@ -34,7 +34,6 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
     Extension,
     arguments_from,
-    arguments_from_extensions,
     collections_of_extensions,
     computed_from_shards,
     computes,
@@ -538,7 +537,7 @@ class LinenRun:
         if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        args, kwargs = arguments_from_extensions(module, name, args, kwargs)
+        args, kwargs = arguments_from(None, module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         at_path = [entered_cls for entered_path, entered_cls in self._open_modules if entered_path == path]
         if [other for other in at_path if issubclass(cls, other) or issubclass(other, cls)]:

@@ -148,11 +148,6 @@ def is_bound(axis: str) -> bool:
     return True
 
 
-def _size(axis: str) -> int:
-    mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
-    return mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis)
-
-
 def manual_axes() -> tuple[str, ...]:
     """Returns the mesh axes that the enclosing ``shard_map`` has bound."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -194,7 +189,8 @@ def unbound_message(axis: str, caller: str) -> str:
 
 def axis_size(axes: Sequence[str]) -> int:
     """Returns the number of devices over the axes, the product of their sizes, as a Python int."""
-    return math.prod(map(_size, axes))
+    mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
+    return math.prod([mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis) for axis in axes])
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
@@ -382,7 +378,7 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     if dim and value.dtype.itemsize < 4:
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(value, dim, 0), 0, axes), 0, dim)
     for axis in spread_axes(axes):
-        size, n = value.shape[dim], _size(axis)
+        size, n = value.shape[dim], axis_size([axis])
         shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
         shards = jnp.moveaxis(shards, dim, 0)
         matrices = shards.reshape(n, *_matrix_shape(shards.shape[1:]))
@@ -419,7 +415,7 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes over which a reduction would change the value or the type of ``value``."""
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
-    return tuple([a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1)])
+    return tuple([a for a in axes if (a in varying if is_tracked(a) else axis_size([a]) > 1)])
 
 
 def _reduce_together(

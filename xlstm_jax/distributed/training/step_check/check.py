@@ -32,8 +32,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import wrong_averages_pass
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout, num_shards
 from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.constant_arrays import with_constants
