@@ -1,0 +1,255 @@
+"""Sharding of a Linen model's submodules from outside: the model runs under an interceptor of its modules' methods.
+
+The sharded model has a subclass whose public methods run under the interceptor of a ``LinenRun``. Linen calls the
+interceptor for each method of each module inside.
+  init    when a method of a chosen module returns, its parameters are split, and boxed in place
+  apply   when a chosen module is entered, its method runs as a function of the module, lifted by ``with_gathers``: the
+          parameters are gathered before, and dropped after
+Linen runs a module's ``setup`` before the interceptors. A parameter that ``setup`` reads is gathered by the box. The
+method then runs on a copy of the module, which runs ``setup`` again, so XLA removes the first gather.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from flax import linen as nn
+from flax.linen.transforms import get_module_scopes
+
+from xlstm_jax.distributed.data_parallel.extension import arguments_from, initialising
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    LINEN,
+    MapOfLeaves,
+    active_interceptors_of,
+    class_and_fields,
+    forget_stack,
+    inside_unit,
+    methods_to_lift,
+    run_in_unit,
+    with_gathers,
+)
+from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, is_public
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
+from xlstm_jax.formatting import path_pattern
+from xlstm_jax.introspection import inside_map_variables
+
+SHOWN = 12  # modules that an error lists
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Choice of units: modules for which ``predicate`` is true; without a predicate, modules larger than ``size``.
+
+    Units are chosen while the model is initialised, each unit when it is left. The boxes of the unit's parameters then
+    name the gathering module; without a predicate, ``apply`` reads the units in these boxes.
+    """
+
+    predicate: Predicate | None = None
+    size: int = 0
+
+    def __repr__(self) -> str:
+        return f"larger_than({self.size})"
+
+    def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
+        """Returns whether the module at ``path`` is a unit; ``by_size`` is the result if there is no predicate."""
+        return bool(self.predicate(path, module)) if self.predicate else by_size
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Arguments of one ``shard_modules`` call: the selection, ``where`` as given, other options, and kind of run."""
+
+    selection: Selection
+    where: Any
+    policy: ShardPolicy
+    run: type["LinenRun"]
+
+
+def sharded_model(model: Any, sharding: Sharding) -> Any:
+    """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
+    if isinstance(model, functools.partial):
+        return functools.partial(sharded_model(model.func, sharding), *model.args, **model.keywords)
+    if isinstance(model, nn.Module):
+        cls, fields = class_and_fields(model, "shard_modules({}, where, axis_name)")
+        return _subclass(cls, sharding)(**fields)
+    return _subclass(model, sharding)
+
+
+def _subclass(cls: type[nn.Module], sharding: Sharding) -> Any:
+    """Returns a subclass whose public methods shard the chosen modules inside. Class and parameter names stay."""
+    methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
+    methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
+    new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    for name, method in methods.items():  # not in the class body: Linen would wrap the methods again
+        setattr(new, name, method)
+    return new
+
+
+def _intercepted(plain: Method, sharding: Sharding) -> Method:
+    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``LinenRun``."""
+
+    @functools.wraps(plain)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A method that calls another one of the same model starts no new run.
+        runs = [(run.sharding, run.root) for run in active_interceptors_of(LinenRun)]
+        if self.scope is None or (sharding, self.path) in runs:
+            return plain(self, *args, **kwargs)
+        with nn.intercept_methods(sharding.run(sharding, self.path).intercept):
+            return plain(self, *args, **kwargs)
+
+    return method
+
+
+def apart_from_model() -> AbstractContextManager[None]:
+    """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
+    return nn.intercept_methods(_OutsideModelMarker().intercept)
+
+
+class _OutsideModelMarker:
+    """Marker on Linen's stack of interceptors: a ``LinenRun`` below the marker ignores modules that run above."""
+
+    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Interceptor for ``nn.intercept_methods`` that only calls the method: its place on the stack is the marker."""
+        return method(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class LinenRun:
+    """State of a running method of a sharded model: modules entered and chosen. Paths are relative to the model."""
+
+    sharding: Sharding
+    root: tuple[str, ...]
+    _open_modules: list[tuple[str, type[nn.Module]]] = field(default_factory=list)
+    # During initialisation: the modules that have run, and, for each parameter of a unit, the path of the unit.
+    _seen: dict[str, type[nn.Module]] = field(default_factory=dict)
+    _unit_of: dict[str, str] = field(default_factory=dict)
+    _has_units: bool = False  # a unit may have no parameters
+
+    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
+        module, name, policy = context.module, context.method_name, self.sharding.policy
+        if module.scope is None or not is_public(name, LINEN):
+            return method(*args, **kwargs)
+        # Linen inspects the setup of modules made by nn.scan before they are called.
+        if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
+            return method(*args, **kwargs)
+        interceptors = active_interceptors_of(object)
+        # Innermost first: a marker before this run says that the module is not part of the model.
+        if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
+            return method(*args, **kwargs)
+        path, cls = "/".join(module.path[len(self.root) :]), type(module)
+        args, kwargs = arguments_from(None, module, name, args, kwargs)
+        # A module of another class at the same path shares the module's scope (``share_scope``).
+        at_path = [entered_cls for entered_path, entered_cls in self._open_modules if entered_path == path]
+        if [other for other in at_path if issubclass(cls, other) or issubclass(other, cls)]:
+            return method(*args, **kwargs)
+        self._open_modules.append((path, cls))
+        try:
+            if module.is_initializing():
+                with initialising(module, name):
+                    return self._initialise(path, module, functools.partial(method, *args, **kwargs))
+            if not self._gathers(path, module):
+                return method(*args, **kwargs)
+            forget_stack(path)
+            user_method = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+
+            # Operation names contain the method's name; a forecast reads modules from them.
+            def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return user_method(module, *args, **kwargs)
+
+            # Lifted as a function in each call, so that the module keeps the user's class.
+            # ``None``: ``sharded`` is a function of a module, not a class with methods.
+            method_with_gather = with_gathers(sharded, None, policy)
+            return run_in_unit(
+                module, name, method_with_gather, policy, args, kwargs, lambda module, name, result: result
+            )
+        finally:
+            self._open_modules.pop()
+
+    def _gathers(self, path: str, module: nn.Module) -> bool:
+        """Returns whether the module at ``path`` was chosen as a unit and has split parameters of its own to gather."""
+        selection = self.sharding.selection
+        if not selection.takes(path, module, True):  # before the parameters of all modules within are read
+            return False
+        # True if the box names this module: ``unit_depth`` counts the names of the leaf's path below its unit.
+        model_split = [
+            leaf.unit_depth == 1 + name.count("/")
+            for _, name, leaf in parameters(module)
+            if any(map(self.sharding.policy.has_axis, leaf.axes)) and is_gathered_here(f"params/{name}", leaf)
+        ]
+        return bool(model_split) and selection.takes(path, module, any(model_split))
+
+    def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
+        """Runs a method of a module in ``init``; then splits the module's parameters if the module is chosen."""
+        selection, policy = self.sharding.selection, self.sharding.policy
+        with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
+            result = method()
+        self._seen[path] = type(module)
+        by_size, leaves = True, None
+        if not selection.predicate:
+            leaves = self._leaves(module)
+            # Inside nn.scan: the sizes of one layer.
+            own = [leaf for name, leaf in leaves.items() if self._unit_of.get(name, path) == path]
+            # A cell would gather at every step of its loop; the RNN around it gathers once.
+            by_size = sum([math.prod(leaf.true_shape) for leaf in own]) > selection.size
+            by_size = by_size and not isinstance(module, nn.RNNCellBase)
+        if selection.takes(path, module, by_size) and not (
+            inside_map_variables(MapOfLeaves) and self._is_left_out(path)
+        ):
+            # Units inside were left earlier, and keep their parameters.
+            leaves = self._leaves(module) if leaves is None else leaves
+            self._has_units, self._unit_of = True, dict.fromkeys(leaves, path) | self._unit_of
+            forget_stack(path)
+            # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
+            with_gathers(do_nothing, None, policy)(module)
+        if len(self._open_modules) == 1 and not path and not self._has_units:
+            self._refuse(module)
+        return result
+
+    def _leaves(self, module: nn.Module) -> dict[str, Sharded]:
+        """Returns the parameters of a module by path in the model."""
+        return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
+
+    def _is_left_out(self, path: str) -> bool:
+        """Returns True if a module inside the model's ``nn.map_variables`` must not be chosen: with ``larger_than``.
+
+        The map would compute from shards. A module around the map may be chosen, and gathers before the map runs.
+
+        Raises:
+          ValueError: the module was chosen by class or by predicate.
+        """
+        if not self.sharding.selection.predicate:
+            return True
+        outer = path.rpartition("/")[0]
+        raise ValueError(
+            f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm "
+            "contain one), which would compute from shards. Choose the module around the map: "
+            f"where=lambda path, module: path == {outer!r}, or larger_than(size)."
+        )
+
+    def _refuse(self, model: nn.Module) -> NoReturn:
+        """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
+        outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
+        patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
+        described = [f"{path!r} ({name})" for path, name in patterns.items()]
+        more = f" and {len(described) - SHOWN} more" if len(described) > SHOWN else ""
+        raise ValueError(
+            f"shard_modules: where={self.sharding.where!r} chooses none of the modules of {type(model).__name__}: "
+            f"'' (the model itself), {', '.join(described[:SHOWN])}{more}. Pass a class or a predicate of one of these."
+        )
+
+
+def do_nothing(module: nn.Module) -> None:
+    """Does nothing. ``with_gathers(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
+
+
+def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:
+    """Returns (module path, name, leaf) for each parameter of a module and of modules passed to the module."""
+    scopes = get_module_scopes(module)[0]
+    params = [(scope.path, sharded_leaves(scope.variables().get("params", {}))) for scope in scopes]
+    return [(place, name, leaf) for place, leaves in params for name, leaf in leaves]
