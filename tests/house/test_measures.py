@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.deletion.features import DISTRIBUTED, FEATURES
 from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, smallest
 
-# Calls, functions and files of the library that the smallest training enters; CPython before 3.12 counts comprehensions.
+# Calls, functions and files that the smallest training enters; CPython before 3.12 counts comprehensions, too.
 MOST_CALLS, MOST_FUNCTIONS, MOST_FILES = 2_400, 290, 28
 # Files of features that every training needs: warnings of probable mistakes.
 ENTERED = {"training/mistakes.py"}
