@@ -12,7 +12,7 @@ minibatches and P bytes of split parameters (two gathers and one reduce-scatter)
   "reduce_once"           2P                     memory: unsharded weights and float32 gradients on every device
   "reduce_replicas_once"  m * 3P, and the reduction over replicas of the shards once instead of m times
 
-The reference of ``check_step`` on one device uses the same loop, for slices (device, minibatch) of a batch.
+A reference on one device uses the same loop, for slices (device, minibatch) of a batch.
 """
 
 import math
