@@ -34,8 +34,6 @@ from xlstm_jax.equations import all_equations
 from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
 from xlstm_jax.private_names import core
 
-# Equations of which types do not prove enough: predicates, writes to references, and hidden programs.
-BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *OPAQUE}
 Moment = Literal[
     "optimizer",  # before a state is created: its optax transform
     "model",  # before a model is traced for initialisation: NewModel
@@ -149,6 +147,10 @@ class EvaluationTrace(NamedTuple):
     batch: PyTree
     local: PyTree
     extra_trees: Mapping[str, PyTree]
+
+
+# Equations of which types do not prove enough: predicates, writes to references, and hidden programs.
+BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *OPAQUE}
 
 
 @dataclass(frozen=True)
