@@ -32,7 +32,7 @@ def in_case(**values: Any) -> Iterator[None]:
         yield
     except (AssertionError, pytest.fail.Exception) as failure:
         case = ", ".join(f"{name}={value!r:.200}" for name, value in values.items())
-        raise AssertionError(f"{failure} (for {case})") from failure
+        raise AssertionError(f"for {case}: {failure}") from failure
 
 
 @cache
