@@ -1,4 +1,4 @@
-"""Mesh and batch as arguments of a step: checks of the mesh, and ``BatchLayout``, which splits a batch over the mesh.
+"""Checks the mesh of a step, and describes the split of a batch over the mesh: ``BatchLayout``.
 
   batch_axes=("dp", "fsdp")                  tokens[b, t] -> [b / n, t]        every leaf by its examples
   batch_spec=P(("dp", "fsdp"), "cp")         tokens[b, t] -> [b / n, t / c]    and each example over "cp"
