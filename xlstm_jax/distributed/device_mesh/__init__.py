@@ -12,8 +12,8 @@ In a run of several processes each process makes the same mesh, and ``shard_batc
 into a global array.
 """
 
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
