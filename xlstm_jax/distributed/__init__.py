@@ -21,7 +21,10 @@ Less common names are in the subpackages ``checkpoint``, ``data_parallel``, ``de
 ``optimizers``, ``plan``, ``processes``, ``resilience`` and ``training``.
 """
 
+from typing import TYPE_CHECKING
+
 from xlstm_jax.accelerators import compiler_options
+from xlstm_jax.deferred import names_when_used
 from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
@@ -30,7 +33,6 @@ from xlstm_jax.distributed.data_parallel import (
     bytes_per_device,
     freeze_params,
     gather_params,
-    nnx_model,
     partition_specs,
     remat_policy,
     scan_layers,
@@ -70,16 +72,27 @@ from xlstm_jax.distributed.training import (
     accumulate_gradients,
     check_step,
     chunked_cross_entropy,
-    create_nnx_module,
     create_train_state,
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
     make_train_step,
-    nnx_value_and_grad,
     replayed,
     value_and_grad,
 )
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.data_parallel import nnx_model
+    from xlstm_jax.distributed.training import create_nnx_module, nnx_value_and_grad
+else:
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "nnx_model": "xlstm_jax.distributed.data_parallel.modules.nnx_model",
+            "create_nnx_module": "xlstm_jax.distributed.training.nnx_gradients",
+            "nnx_value_and_grad": "xlstm_jax.distributed.training.nnx_gradients",
+        },
+    )
 
 __all__ = [  # noqa: RUF022 (in groups)
     # devices

@@ -38,8 +38,11 @@ Moment = Literal[
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
     "traced",  # after the ``shard_map`` of a step was traced: TracedStep
-    "names",  # when a step, its ``lower`` or a similar method is called: JittedCall, as in the four below
+    # JittedCall, in this and the five below. Of the calls of a step "names", "new call" and "placed" have the first of each
+    # kind alone: with these names of arguments, and a batch with this structure and placement.
+    "names",  # when a step, its ``lower`` or a similar method is called
     "call",  # when a step is called
+    "new call",  # when a step is called
     "placed",  # before the arguments are passed to JAX
     "refused",  # after JAX has raised an error
     "returned",  # after the call has returned
@@ -225,8 +228,18 @@ class JittedCall(NamedTuple):
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 
 
+def checks_at(moment: Moment) -> list[TrainingCheck]:
+    """Returns the checks of a moment in the order of the table."""
+    return [check for check in CHECKS if check.moment == moment]
+
+
 def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment in the order of the table."""
-    for check in CHECKS:
-        if check.moment == moment and (not check.needs or attrgetter(check.needs)(context)):
+    """Runs the checks of a moment."""
+    run_rows(checks_at(moment), context)
+
+
+def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
+    """Runs checks that have something to look at in the context."""
+    for check in checks:
+        if not check.needs or attrgetter(check.needs)(context):
             check.run_check(context)

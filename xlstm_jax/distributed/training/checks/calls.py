@@ -44,17 +44,20 @@ def check_names(call: JittedCall) -> None:
             raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
         if twice := [name for name in by_place if name in kwargs]:
             raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
-    if (extra_trees := call.named.get("extra_trees")) is not None and not isinstance(extra_trees, Mapping):
+
+
+def check_others_of_call(call: JittedCall) -> None:
+    """Raises if ``extra_trees`` is no dict, or if a tree in it has lost its boxes, or is donated by the same call."""
+    extra_trees = call.kwargs.get("extra_trees")  # keyword-only
+    if extra_trees is None:
+        return
+    if not isinstance(extra_trees, Mapping):
         raise TypeError(
             f"extra_trees is {kind_of(extra_trees)}; pass a dict of trees by the names that the function takes them "
             "by, as step(..., extra_trees={'teacher': teacher_state.params})."
         )
-
-
-def check_others_of_call(call: JittedCall) -> None:
-    """Raises if a tree of ``extra_trees`` has lost its boxes, or is donated by the same call."""
-    if call.named.get("extra_trees"):
-        _check_extra_trees(call.named["extra_trees"], [call.named.get(name) for name in call.step.donated])
+    if extra_trees:
+        _check_extra_trees(extra_trees, [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
@@ -76,10 +79,7 @@ def compare_first_batch(call: JittedCall) -> None:
 def check_placed(call: JittedCall) -> None:
     """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
     batch = call.named.get("batch")
-    # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
     shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
-    if shardings in call.step.checked_inputs:
-        return
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
             f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
@@ -87,7 +87,6 @@ def check_placed(call: JittedCall) -> None:
             "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
             "'cp'), say, to both."
         )
-    call.step.checked_inputs.add(shardings)
 
 
 def raise_for_leaf(call: JittedCall) -> None:
@@ -121,7 +120,7 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
     first = getattr(argument, "params", None)
     while isinstance(first, dict) and first:  # flattening the tree would take as long as a call, too
         first = next(iter(first.values()))
-    return getattr(argument, "step", None), leaf_of(first).value if is_box(first) else first
+    return getattr(argument, "step", None), getattr(first, "value", first)  # of a box its value
 
 
 def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
