@@ -1,9 +1,9 @@
-"""Imports that wait until a program needs them: importing ``flax.nnx`` takes as long as importing this library.
+"""Imports that wait until a program needs them: an import of ``flax.nnx`` takes as long as an import of this library.
 
   names_when_used(face, modules)   names of a face (``__init__.py``), each imported when first read
   import_with_nnx(module)          modules that register code for NNX, imported together with ``modules/nnx_model``
 
-A training with Linen then never imports ``flax.nnx``.
+A training with Linen then never imports ``flax.nnx``, nor the library's checkpoints, replays and ``check_step``.
 """
 
 import importlib
@@ -23,7 +23,7 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
 
     Args:
       face: ``__name__`` of the face.
-      modules: the dotted module of each name.
+      modules: the dotted module of each name; of a subpackage of the face, the subpackage.
     Raises:
       AttributeError: (the returned function) the face has no such name.
     """
@@ -31,7 +31,8 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
     def imported(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(modules[name]), name)
+        module = importlib.import_module(modules[name])
+        value = module if modules[name] == f"{face}.{name}" else getattr(module, name)
         setattr(sys.modules[face], name, value)  # later reads find the name without this function
         return value
 

@@ -24,7 +24,9 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 HEAVY = "IPython asyncio chex etils flax.nnx matplotlib orbax safetensors tensorstore treescope".split()
 # What the library may load beside itself, jax, flax, optax, and Python's standard library.
 FURTHER = {"flax", "jax", "pygments", "rich", "xlstm_jax"}
-MOST_MODULES = 280  # 240 in JAX 0.12 and Flax 0.12.12; with ``flax.nnx`` 434
+MOST_MODULES = 200  # 183 in JAX 0.12 and Flax 0.12.12; with ``flax.nnx`` and all of the library 426
+# Parts of the library that many programs do without.
+LATER = "checkpoint model_parallel.nnx_splitting resilience training.replay training.step_check".split()
 
 
 def new_modules():
@@ -42,6 +44,7 @@ def test_import_of_distributed_loads_few_modules_and_no_heavy_package():
     assert not [module for module in new for package in HEAVY if within(module, package)]
     others = {module.partition(".")[0] for module in new} - FURTHER
     assert not others - sys.stdlib_module_names, "add the package to FURTHER if each training needs it"
+    assert not [module for module in new for part in LATER if within(module, f"xlstm_jax.distributed.{part}")]
     assert len(new) <= MOST_MODULES
     assert "xlstm_jax.distributed.training.step" in new  # guard: the names of a training are there
 
@@ -83,22 +86,33 @@ def test_training_with_linen_never_imports_nnx():
 @pytest.mark.parametrize(
     ("face", "name"),
     [
+        (xlstm_jax.distributed, "Checkpointer"),
+        (xlstm_jax.distributed, "LoopGuard"),
+        (xlstm_jax.distributed, "check_step"),
         (xlstm_jax.distributed, "create_nnx_module"),
         (xlstm_jax.distributed, "nnx_model"),
         (xlstm_jax.distributed, "nnx_value_and_grad"),
         (data_parallel, "NnxModel"),
         (device_mesh, "DataParallel"),
         (metrics, "DistributedMetrics"),
+        (training, "StepCheck"),
         (training, "nnx_value_and_grad"),
+        (training, "replayed"),
     ],
     ids=lambda part: part if isinstance(part, str) else part.__name__.rpartition(".")[2],
 )
-def test_face_imports_a_name_of_nnx_when_it_is_read(face, name):
+def test_face_imports_a_name_when_it_is_read(face, name):
     vars(face).pop(name, None)
     assert getattr(face, name).__name__ == name
     assert name in vars(face)  # kept: the second read calls no Python
     with pytest.raises(AttributeError, match=f"module '{face.__name__}' has no attribute '{name}s'"):
         getattr(face, f"{name}s")
+
+
+def test_face_has_its_subpackages_before_they_are_imported():
+    for name in ("checkpoint", "resilience"):
+        vars(xlstm_jax.distributed).pop(name, None)
+        assert getattr(xlstm_jax.distributed, name) is sys.modules[f"xlstm_jax.distributed.{name}"]
 
 
 def test_modules_of_nnx_are_imported_once_nnx_is_used(monkeypatch):

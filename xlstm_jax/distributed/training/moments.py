@@ -38,7 +38,7 @@ Moment = Literal[
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
     "traced",  # after the ``shard_map`` of a step was traced: TracedStep
-    # JittedCall, in this and the five below. Of the calls of a step "names", "new call" and "placed" have the first of each
+    # JittedCall, in this and the five below. Of calls of a step "names", "new call" and "placed" have the first of each
     # kind alone: with these names of arguments, and a batch with this structure and placement.
     "names",  # when a step, its ``lower`` or a similar method is called
     "call",  # when a step is called
