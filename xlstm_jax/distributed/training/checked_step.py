@@ -131,4 +131,4 @@ def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
     # Comparing shardings is faster than reading their specs. A tracer has none.
     shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
     mesh = jax.sharding.get_abstract_mesh() if explicit else None
-    return len(call.args), tuple(call.kwargs), structure, shardings, mesh
+    return len(call.args), tuple(call.kwargs), type(call.kwargs.get("extra_trees")), structure, shardings, mesh

@@ -44,20 +44,17 @@ def check_names(call: JittedCall) -> None:
             raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
         if twice := [name for name in by_place if name in kwargs]:
             raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
-
-
-def check_others_of_call(call: JittedCall) -> None:
-    """Raises if ``extra_trees`` is no dict, or if a tree in it has lost its boxes, or is donated by the same call."""
-    extra_trees = call.kwargs.get("extra_trees")  # keyword-only
-    if extra_trees is None:
-        return
-    if not isinstance(extra_trees, Mapping):
+    if (extra_trees := call.named.get("extra_trees")) is not None and not isinstance(extra_trees, Mapping):
         raise TypeError(
             f"extra_trees is {kind_of(extra_trees)}; pass a dict of trees by the names that the function takes them "
             "by, as step(..., extra_trees={'teacher': teacher_state.params})."
         )
-    if extra_trees:
-        _check_extra_trees(extra_trees, [call.named.get(name) for name in call.step.donated])
+
+
+def check_others_of_call(call: JittedCall) -> None:
+    """Raises if a tree of ``extra_trees`` has lost its boxes, or is donated by the same call."""
+    if call.named.get("extra_trees"):
+        _check_extra_trees(call.named["extra_trees"], [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
