@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.support import in_case
 from xlstm_jax.distributed.checkpoint import steps, writer
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.checksums import SavedSums
@@ -116,8 +117,11 @@ def test_calls_raise_for_a_commit_beyond_async_timeout_until_the_rename_ends(tmp
         begun = time.monotonic()
         checkpointer.save(2, SMALL)
         for ask in (checkpointer.wait, lambda: checkpointer.save(3, SMALL), lambda: checkpointer.restore(ZEROS)):
-            with pytest.raises(
-                CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=3 s.*goes on"
+            with (
+                in_case(ask=ask),
+                pytest.raises(
+                    CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=3 s.*goes on"
+                ),
             ):
                 ask()
         # No call waited for the rename, which ends below; on a slow machine each call may take longer.
@@ -286,7 +290,10 @@ def test_calls_raise_for_a_directory_replaced_after_the_writer_locked_the_origin
     change(tmp_path)
     asked = (lambda: checkpointer.save(3, SMALL), checkpointer.latest_step, lambda: checkpointer.restore(ZEROS))
     for ask in (*asked, checkpointer.wait, checkpointer.close):
-        with pytest.raises(CheckpointError, match=r"run is no longer the folder that this job writes and has locked"):
+        with (
+            in_case(ask=ask),
+            pytest.raises(CheckpointError, match=r"run is no longer the folder that this job writes and has locked"),
+        ):
             ask()
     assert "3" not in steps_in(tmp_path / "other")
 

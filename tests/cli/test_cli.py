@@ -25,6 +25,7 @@ import pytest
 
 import xlstm_jax
 from tests.forecast.test_planner import Job
+from tests.support import in_case
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import VARIED, load_factory, settings_of
@@ -210,7 +211,7 @@ def test_parse_bytes_reads_numbers_with_units(text, want):
 def test_parse_setting_accepts_literals_and_raises_for_other_text():
     assert arguments.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
     for text in ("remat=true", "remat", "x=open('f')"):
-        with pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
+        with in_case(text=text), pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
             arguments.parse_setting(text)
 
 

@@ -1,10 +1,10 @@
-"""Column of a plan about weight decay: the parameters that the optimizer makes smaller where the gradient is 0.
+"""Column of a plan about weight decay: finds the parameters that the optimizer shrinks if their gradient is 0.
 
-With a gradient of 0 and new moments an update is -lr * wd * p for a parameter p that decays, and 0 for another. The
-section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on arrays with
-equal entries (``uniform_arrays``): with gradients of 0 for two sizes of p, and with a gradient of 0.5, which shows that
-the step moves the parameter at all. Steps are repeated, as a schedule may begin at a learning rate of 0. So masks,
-``inject_hyperparams``, ``partition`` and transforms of users are seen by what they do, not by their names.
+With a gradient of 0 and new moments an update is -lr * wd * p for a decaying parameter p, and 0 for a parameter without
+decay. The section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on
+arrays with equal entries (``uniform_arrays``): with gradients of 0 for two values of p, and with a gradient of 0.5,
+which shows whether the step moves the parameter at all. Steps are repeated, because a schedule may begin at a learning
+rate of 0. So masks, ``inject_hyperparams``, ``partition`` and users' transforms are recognised by effect, not by name.
 
 Tracing takes seconds for hundreds of leaves, so a plan traces when its text or ``decay`` is first read.
 """
@@ -35,9 +35,9 @@ class DecayPlan:
     """Weight decay of some parameters.
 
     Attributes:
-      decays: "yes", "no", or "?" where the program does not show it.
+      decays: "yes", "no", or "?" if unknown from the program.
       leaves: paths of the parameters.
-      reason: why "?"; else "".
+      reason: reason for "?"; else "".
 
     >>> print(DecayPlan("yes", ("mlp/kernel",), ""))
     yes: mlp/kernel
@@ -57,7 +57,7 @@ class DecayPlan:
 
 
 def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[DecayPlan, ...]:
-    """Returns which parameters decay under an optax transform.
+    """Returns a ``DecayPlan`` for each group of parameters with the same decay under an optax transform.
 
     Args:
       tx: the transform.
@@ -66,7 +66,7 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     paths = [path for path, _ in leaves_with_path(params)]
     try:
         verdicts = _verdicts(tx, params, len(paths))
-    # A user's transform may raise anything: it may need extra arguments, or values. A plan has other columns.
+    # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
     found: dict[tuple[str, str], list[str]] = {}
@@ -101,11 +101,14 @@ def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> l
 
 
 def _verdict(of_one: Any, of_two: Any, moved: Any) -> tuple[str, str] | None:
-    """Returns the verdict of a step: updates of parameters 1 and 2 without gradient, and with one. None: not yet."""
+    """Returns (decays, reason) from the updates of a step, or None if the step shows nothing.
+
+    ``of_one``, ``of_two``: updates of parameters 1 and 2 with a gradient of 0; ``moved``: with a gradient of 0.5.
+    """
     if not isinstance(of_one, float) or not isinstance(of_two, float) or not np.isfinite([of_one, of_two]).all():
         return "?", "the update without a gradient cannot be evaluated"
     if of_one == of_two == 0:
-        # A learning rate of 0 moves nothing, and shows nothing.
+        # A step with a learning rate of 0 does not show whether the parameter decays.
         return None if isinstance(moved, float) and moved == 0 else ("no", "")
     if of_one < 0 and np.isclose(of_two, 2 * of_one, rtol=1e-4):
         return "yes", ""
