@@ -147,17 +147,19 @@ def test_program_with_a_hanging_commit_exits_with_1_and_reports_the_timeout(tmp_
 def ended(mode, folder):
     process = spawn(mode, folder)
     try:
-        _, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=120)
     finally:
         process.kill()
+    assert "saving at the end: True" in output, f"guard: the save was complete before the program ended: {output}"
     return process.returncode, errors
 
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no threads at its end")
 def test_program_exit_without_close_finishes_the_save(tmp_path):
-    assert ended("ends", tmp_path) == (0, "")
+    code, errors = ended("ends", tmp_path)
+    assert (code, errors[-500:]) == (0, "")
     with Checkpointer(tmp_path) as checkpointer:
-        assert np.array_equal(checkpointer.restore({"w": np.zeros(200_000, int)}, 2)["w"], np.arange(200_000))
+        np.testing.assert_array_equal(checkpointer.restore({"w": np.zeros(200_000, int)}, 2)["w"], np.arange(200_000))
 
 
 def test_program_with_a_failed_last_save_exits_with_1_and_reports_the_error(tmp_path):

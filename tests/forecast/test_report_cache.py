@@ -132,9 +132,9 @@ def test_report_cache_does_not_keep_a_report_above_max_entry_bytes(cache, monkey
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("[" * 100_000, r"but no JSON"),
-        ('{"format": ' + "9" * 5000 + "}", r"but no JSON: Exceeds the limit"),
-        ("", r"but no JSON: Expecting value"),
+        ("[" * 100_000, r"because it is not JSON"),
+        ('{"format": ' + "9" * 5000 + "}", r"because it is not JSON: Exceeds the limit"),
+        ("", r"because it is not JSON: Expecting value"),
         ('{"format": NUMBER}', r"as the library writes it: .* '\w+'"),
         ('{"format": NUMBER, "leaves": [], "unknown_loops": 3}', r"as the library writes it: .*"),
     ],

@@ -687,7 +687,7 @@ DO_NOT_FIT = {
     "sharded": (shard_modules(Positions(), nn.Dense, "fsdp", 8), COLUMNS, r"int32\[8, 5\].* It takes int32\[8, 4\]"),
     "nnx": (shard_modules(nnx_model(NnxPositions), nnx.Embed, "fsdp", 8), COLUMNS, r"5\].* It takes int32\[8, 4\]"),
     "an argument": (Switched(), X, "missing 1 .*'train'. Pass 'train' too: .* by keyword: .*train'?[=:] ?False"),
-    "images": (Positions(), jax.ShapeDtypeStruct((8, 9), jnp.int32), "9.* Pass what the loss function calls"),
+    "images": (Positions(), jax.ShapeDtypeStruct((8, 9), jnp.int32), "9.* Pass the arguments with which"),
 }
 
 

@@ -126,7 +126,7 @@ REFUSED = {
         ROWS | {"layout": "zigzag"},
         r"layout='zigzag', and batch_axes=.* splits no sequence",
     ),
-    "no layout": (Model(), BATCH, {"layout": "striped"}, r"layout='striped': the tokens of a sequence lie"),
+    "no layout": (Model(), BATCH, {"layout": "striped"}, r"layout='striped': pass 'contiguous' or 'zigzag'"),
 }
 
 

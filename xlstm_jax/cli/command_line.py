@@ -2,7 +2,7 @@
 
 stdout      the tables, or with --json only the JSON
 stderr      progress, on a terminal; notes, refusals and errors, a line for each
-exit code   0: success    1: success with refusals (bad news)    2: an error
+exit code   0: success    1: success with refusals (bad news)    2: an error    130: interrupted    143: SIGTERM
 
 Without a command the program prints its help to stdout, with exit code 2: a script that loses an argument must fail.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code. ``--help`` raises ``SystemExit``, as in argparse."""
+    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
         make_parser().print_help()

@@ -35,9 +35,9 @@ class DecayPlan:
     """Weight decay of some parameters.
 
     Attributes:
-      decays: "yes", "no", or "?" if unknown from the program.
+      decays: "yes", "no", or "?" if the optimizer's program does not decide.
       leaves: paths of the parameters.
-      reason: reason for "?"; else "".
+      reason: the reason for "?"; else "".
 
     >>> print(DecayPlan("yes", ("mlp/kernel",), ""))
     yes: mlp/kernel
@@ -57,7 +57,9 @@ class DecayPlan:
 
 
 def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[DecayPlan, ...]:
-    """Returns a ``DecayPlan`` for each group of parameters with the same decay under an optax transform.
+    """Returns the weight decay of parameters under an optax transform: an entry for each verdict and reason.
+
+    An error of the transform is the verdict "?" for every parameter.
 
     Args:
       tx: the transform.
@@ -69,13 +71,14 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
-    found: dict[tuple[str, str], list[str]] = {}
+    by_verdict: dict[tuple[str, str], list[str]] = {}
     for path, verdict in zip(paths, verdicts, strict=True):
-        found.setdefault(verdict, []).append(path)
-    return tuple(DecayPlan(decays, tuple(leaves), reason) for (decays, reason), leaves in found.items())
+        by_verdict.setdefault(verdict, []).append(path)
+    return tuple(DecayPlan(decays, tuple(leaves), reason) for (decays, reason), leaves in by_verdict.items())
 
 
 def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> list[tuple[str, str]]:
+    """Returns (decays, reason) for each of ``count`` leaves, from up to ``MAX_STEPS`` evaluated steps."""
     init = jax.make_jaxpr(tx.init)(params)
     state = jax.eval_shape(tx.init, params)
     update = jax.make_jaxpr(taking_extra_args(tx).update)(params, state, params)
@@ -101,9 +104,10 @@ def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> l
 
 
 def _verdict(of_one: Any, of_two: Any, moved: Any) -> tuple[str, str] | None:
-    """Returns (decays, reason) from the updates of a step, or None if the step shows nothing.
+    """Returns (decays, reason) by the updates of a leaf in one step; None if the step moves nothing.
 
-    ``of_one``, ``of_two``: updates of parameters 1 and 2 with a gradient of 0; ``moved``: with a gradient of 0.5.
+    ``of_one`` and ``of_two`` are the updates of parameters 1 and 2 with gradient 0, ``moved`` the update of parameter 1
+    with gradient 0.5; each is a float, or ``UNKNOWN`` or ``FINITE`` if it cannot be evaluated.
     """
     if not isinstance(of_one, float) or not isinstance(of_two, float) or not np.isfinite([of_one, of_two]).all():
         return "?", "the update without a gradient cannot be evaluated"

@@ -54,7 +54,7 @@ def known_cure(
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
         return (
-            f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
+            f"Pass {names} too: after the inputs, {call.format('x, y')}, or, if not an array, by keyword: {by_keyword}."
         )
     fewer = without_last_token(inputs)
     if fewer is not None and init_failure(model, fewer, kwargs) is None:
@@ -69,7 +69,7 @@ def known_cure(
 def general_cure(call: str, by_keyword: str) -> str:
     """Returns general advice on inputs that fail for an unknown reason; for the arguments see ``known_cure``."""
     return (
-        "Pass what the loss function calls the model on, by shapes alone if you like: "
+        "Pass the arguments with which the loss function calls the model; shapes suffice: "
         f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
     )
 
@@ -105,7 +105,7 @@ def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def described_inputs(inputs: Sequence[PyTree]) -> str:
-    """Returns dtypes and shapes of the inputs' arrays as text, such as ``int32[8, 128]``."""
+    """Returns dtypes and shapes of the inputs' arrays as text, such as ``int32[8, 128]``, or "no arrays"."""
     leaves = [leaf for _, leaf in leaves_with_path(tuple(inputs))]
     shown = [f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else repr(x) for x in leaves]
-    return joined(shown) if shown else "of which there are none"
+    return joined(shown) if shown else "no arrays"

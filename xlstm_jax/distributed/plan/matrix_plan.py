@@ -28,7 +28,7 @@ class MatrixPlan:
       count: number of matrices; 0 for leaves that are not matrices.
       rows, columns: sizes of each matrix, ``rows`` the shorter side; 0 for leaves that are not matrices.
       owners: number of devices that share the updates; the remaining devices repeat the same work.
-      per_owner: number of matrices for which each owner has a place, possibly empty.
+      per_owner: number of places for matrices on each owner; places may be empty.
       reason: why the leaves are not matrices; "" for matrices.
 
     >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))

@@ -1,6 +1,6 @@
 """Latency of collectives on a TPU's torus: an assumption, the same for every chip.
 
-    seconds = start + hops x hop        an all-reduce counts the hops twice: scatter, then gather
+    seconds = start + hops x hop        an all-reduce makes all hops twice: it scatters, then gathers
 
 Around a closed ring of n chips data is sent both ways, so the farthest chip is n / 2 hops away; along an open line
 n - 1 hops. A collective over several torus dims makes the hops of each dim in sequence.
@@ -29,7 +29,7 @@ TPU_LATENCY: dict[str, Latency] = dict.fromkeys(TPUS, ASSUMED)
 
 
 def torus_latency_s(chip: str, kind: str, hops: int) -> float:
-    """Returns the latency of a TPU's collective in seconds: the time for a message of almost no bytes.
+    """Returns the latency in seconds of a collective on a TPU's torus: the time that does not depend on its bytes.
 
     >>> [f"{torus_latency_s('v5e', kind, 8) * 1e6:.0f} us" for kind in ("all-gather", "all-reduce")]
     ['13 us', '21 us']

@@ -116,7 +116,7 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 
 
 def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, bus_bandwidth: float) -> Way:
-    """Returns latency and bandwidth of NCCL's ring for a collective, by NCCL's own model."""
+    """Returns NCCL's ring for a collective: seconds of latency and of the bytes, by NCCL's performance model."""
     over_nvlink, over_network = _HOP[RING, protocol]
     hops, crossing, reduces = group.devices - 1, group.hosts - 1, kind == "all-reduce"
     if reduces:
@@ -142,7 +142,7 @@ def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, b
 
 
 def _tree(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> Way:
-    """Returns latency and bandwidth of NCCL's tree for an all-reduce, by NCCL's own model."""
+    """Returns NCCL's tree for an all-reduce: seconds of latency and of the bytes, by NCCL's performance model."""
     over_nvlink, over_network = _HOP[TREE, protocol]
     # Data is sent up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))

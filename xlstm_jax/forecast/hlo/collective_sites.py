@@ -4,8 +4,7 @@ Compilers write the same collective in several forms. Each form counts as one co
     all-reduce(x)                                           the schedule waits for the result
     all-gather-start(x) ... all-gather-done                 the instructions between overlap the collective
     call-start(x), to_apply=... ... call-done               start and done on a TPU's SparseCore; also async-start
-    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between start and
-      done
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion in between
     fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
     all-reduce(dynamic-update-slice(zeros, x))              a TPU's replacement of an all-gather: twice the bytes
 """

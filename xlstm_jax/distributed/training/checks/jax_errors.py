@@ -92,7 +92,8 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
     return ValueError(
         f"{collective} reduces over {axes}, as jax.vmap or nn.vmap(axis_name=...) names it, and under check_vma=True "
         "JAX has no collective over such an axis inside shard_map. Pass check_vma=False (to make_train_step and "
-        "make_eval_step, or to your shard_map), which computes the values of one device."
+        "make_eval_step, or to your shard_map); values are those of one device if the collective also names the axes "
+        "of the batch."
     )
 
 
