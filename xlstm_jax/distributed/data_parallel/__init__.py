@@ -42,13 +42,15 @@ subclass in a new file), ``boxes`` (boxes of Flax), ``trees`` (walks, shardings)
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
 
+from typing import TYPE_CHECKING
+
+from xlstm_jax.deferred import names_when_used
 from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # registers them
 from xlstm_jax.distributed.data_parallel.extensions.packed import PackSmall
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
 from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
-from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
@@ -59,6 +61,17 @@ from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
 from xlstm_jax.distributed.data_parallel.wire import formats  # noqa: F401  # registers them
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 from xlstm_jax.program_names import BLOCK_INPUT
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
+else:
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "NnxModel": "xlstm_jax.distributed.data_parallel.modules.nnx_model",
+            "nnx_model": "xlstm_jax.distributed.data_parallel.modules.nnx_model",
+        },
+    )
 
 __all__ = [
     "BLOCK_INPUT",

@@ -119,7 +119,7 @@ def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
 
 def any_padded() -> bool:
     """Returns whether a leaf padded by ``shard_batch`` is alive."""
-    return any(ref() is not None for ref, *_ in _padded)
+    return bool(_padded) and any(ref() is not None for ref, *_ in _padded)
 
 
 def abstract_batch(

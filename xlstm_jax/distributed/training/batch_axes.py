@@ -72,7 +72,8 @@ class StepOfState:
         return self.of_state(args[0] if args else kwargs.get("state"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_call(args, kwargs)(*args, **kwargs)
+        step = vars(self).get("__wrapped__") or self._of_call(args, kwargs)
+        return step(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         return self._of_call(args, kwargs).lower(*args, **kwargs)

@@ -28,10 +28,10 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
-from xlstm_jax.distributed.training.nan_inputs import naming_nans
+from xlstm_jax.distributed.training.nan_inputs import looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
+from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh
 from xlstm_jax.private_names import core
 
 Moment = Literal[
@@ -47,8 +47,11 @@ Moment = Literal[
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
     "traced",  # after the ``shard_map`` of a step was traced: TracedStep
-    "names",  # when a step, its ``lower`` or a similar method is called: JittedCall, as in the four below
+    # JittedCall, in this and the five below. Of calls of a step "names", "new call" and "placed" have the first of each
+    # kind alone: with these names of arguments, and a batch with this structure and placement.
+    "names",  # when a step, its ``lower`` or a similar method is called
     "call",  # when a step is called
+    "new call",  # when a step is called
     "placed",  # before the arguments are passed to JAX
     "refused",  # after JAX has raised an error
     "returned",  # after the call has returned
@@ -254,22 +257,34 @@ class JittedCall(NamedTuple):
     error: Exception | None = None
 
     @property
-    def new_placements(self) -> tuple[Any, ...]:
-        """Shardings of the batch's leaves if some are on a mesh, and no earlier call has passed the check of them."""
-        leaves = jax.tree.leaves(self.named.get("batch"))
-        # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
-        shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
-        is_known = shardings in self.step.checked_inputs
-        return () if is_known or not [s for s in shardings if isinstance(s, NamedSharding)] else shardings
+    def placements(self) -> tuple[Any, ...]:
+        """Shardings of the batch's leaves; () if no leaf is on a mesh."""
+        shardings = tuple(map(sharding_of, jax.tree.leaves(self.named.get("batch"))))
+        return shardings if [s for s in shardings if isinstance(s, NamedSharding)] else ()
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding of a leaf; None for a tracer, and for a leaf that is no ``jax.Array``."""
+    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
 
 
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 
 
+def checks_at(moment: Moment) -> list[TrainingCheck]:
+    """Returns the checks of a moment in the order of the table."""
+    return [check for check in CHECKS if check.moment == moment]
+
+
 def run_checks(moment: Moment, context: Any) -> None:
     """Runs the checks of a moment in the order of the table."""
-    for check in CHECKS:
-        if check.moment != moment or (check.needs and not attrgetter(check.needs)(context)):
+    run_rows(checks_at(moment), context)
+
+
+def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
+    """Runs checks, each only where the context has something to look at."""
+    for check in checks:
+        if check.needs and not attrgetter(check.needs)(context):
             continue
         if check.unless and attrgetter(check.unless)(context):
             continue
@@ -314,31 +329,42 @@ class CheckedStep:
             needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
+        self._known: set[object] = set()  # the kinds of the calls so far
+        self._before_each, self._after_each = checks_at("call"), checks_at("returned")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.checked_call(self.jitted, *args, **kwargs)
 
     def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
-        call = self._call(args, kwargs)
-        run_checks("call", call)
-        # Exclude metrics and moments: a maximum starts at minus infinity.
-        params = getattr(call.named.get("state"), "params", None)
-        with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
-            args, kwargs = on_set_mesh((call.args, call.kwargs))
-            returned = self._explained(call._replace(args=args, kwargs=kwargs), function)
-            returned = on_set_mesh(returned)
-        run_checks("returned", call)
+        call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
+        # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
+        kind = _kind_of(call, explicit)
+        if is_new := kind not in self._known:
+            run_checks("names", call)
+        run_rows(self._before_each, call)
+        if is_new:
+            run_checks("new call", call)
+        if looks_for_nans():
+            # Exclude metrics and moments: a maximum starts at minus infinity.
+            params = getattr(call.named.get("state"), "params", None)
+            with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
+                returned = self._run(call, function, explicit=explicit, is_new=is_new)
+        else:
+            returned = self._run(call, function, explicit=explicit, is_new=is_new)
+        if is_new:
+            self._known.add(kind)
+        run_rows(self._after_each, call)
         return returned
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._explained(self._call(args, kwargs), self.jitted.lower)
+        return self._run(self._new_call(args, kwargs), self.jitted.lower)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._explained(self._call(args, kwargs), self.jitted.trace)
+        return self._run(self._new_call(args, kwargs), self.jitted.trace)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self._explained(self._call(args, kwargs), self.jitted.eval_shape)
+        return self._run(self._new_call(args, kwargs), self.jitted.eval_shape)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` looks these up before `jitted` is set
@@ -346,17 +372,40 @@ class CheckedStep:
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the call with its arguments by name, after a check that the names are those of the step."""
+        """Returns the call with its arguments by name."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
-        call = JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
+        return JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
+
+    def _new_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
+        """Returns the call, after a check that its names are those of the step."""
+        call = self._call(args, kwargs)
         run_checks("names", call)
         return call
 
-    def _explained(self, call: JittedCall, function: Callable[..., Any]) -> Any:
-        """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault."""
-        run_checks("placed", call)
+    def _run(
+        self, call: JittedCall, function: Callable[..., Any], *, explicit: bool = False, is_new: bool = True
+    ) -> Any:
+        """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault.
+
+        With ``explicit`` axes of the mesh that is set, arguments and results are placed on this mesh.
+        """
+        if explicit:
+            args, kwargs = on_set_mesh((call.args, call.kwargs))
+            call = call._replace(args=args, kwargs=kwargs)
+        if is_new:
+            run_checks("placed", call)
         try:
-            return function(*call.args, **call.kwargs)
+            returned = function(*call.args, **call.kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
             run_checks("refused", call._replace(error=error))
             raise
+        return on_set_mesh(returned) if explicit else returned
+
+
+def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
+    """Returns the data that checks of new calls depend on: names of arguments, structure and placement of the batch."""
+    leaves, structure = jax.tree.flatten(call.named.get("batch"))
+    # Comparing shardings is faster than reading their specs.
+    shardings = tuple(map(sharding_of, leaves))
+    mesh = jax.sharding.get_abstract_mesh() if explicit else None
+    return len(call.args), tuple(call.kwargs), type(call.kwargs.get("extra_trees")), structure, shardings, mesh

@@ -23,6 +23,11 @@ from xlstm_jax.formatting import joined
 NAMED = 3  # maximum number of leaves named in the error
 
 
+def looks_for_nans() -> bool:
+    """Returns whether JAX looks for NaN or infinities in results, and a search in arguments is of use."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
 @contextmanager
 def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
     """Replaces JAX's ``RecursionError`` in this context by a ``ValueError`` that names the NaN in ``arguments``."""

@@ -21,6 +21,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.deferred import import_for_nnx
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
@@ -420,3 +421,6 @@ def _sharded(
         if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
             boxed[below[name]] = boxed[below[name]].replace(marks=boxed[below[name]].marks | {LOOKED_UP})
     return {f"params/{name}": boxed[below[name]] for name in unit_params}
+
+
+import_for_nnx()  # what extends models of NNX registers itself now
