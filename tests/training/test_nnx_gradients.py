@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.nnx_models import Einsum
 from tests.support import mesh_of
 from xlstm_jax.distributed import (
     create_nnx_module,
@@ -198,29 +199,14 @@ class Config:
     kinds: tuple = (Kind.LOCAL, Kind.GLOBAL)
 
 
-class Product(nnx.Module):
-    """Parameter of any rank, whose shape other modules read."""
-
-    def __init__(self, equation, shape, *, rngs):
-        self.equation = equation
-        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
-
-    def __call__(self, x):
-        return jnp.einsum(self.equation, x, self.w[...])
-
-    @property
-    def shape(self):
-        return self.w[...].shape
-
-
 class Attention(nnx.Module):
     """Grouped queries, norms of queries and keys, a window, a soft cap, sown scores, and a cache that is passed in."""
 
     def __init__(self, config, kind, *, rngs):
         self.config, self.kind = config, kind
-        self.out = Product("BTNH,NHD->BTD", (config.heads, config.dim, WIDTH), rngs=rngs)
-        self.q = Product("BTD,NDH->BTNH", (config.heads, WIDTH, config.dim), rngs=rngs)
-        self.kv = Product("BSD,CKDH->CBSKH", (2, config.kv_heads, WIDTH, config.dim), rngs=rngs)
+        self.out = Einsum("BTNH,NHD->BTD", (config.heads, config.dim, WIDTH), rngs=rngs)
+        self.q = Einsum("BTD,NDH->BTNH", (config.heads, WIDTH, config.dim), rngs=rngs)
+        self.kv = Einsum("BSD,CKDH->CBSKH", (2, config.kv_heads, WIDTH, config.dim), rngs=rngs)
         self._norms = nnx.Dict(q=nnx.RMSNorm(config.dim, rngs=rngs), k=nnx.RMSNorm(config.dim, rngs=rngs))
         self.offset = nnx.data(jnp.ones(()))  # an array without a variable
 
@@ -293,7 +279,7 @@ def decoder_loss(net, tokens, positions, mask):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # as examples/gemma does
-@pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Product, Embedder, nnx.Linear), False)])
+@pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Einsum, Embedder, nnx.Linear), False)])
 def test_decoder_in_the_manner_of_gemma_trains_and_decodes_as_on_one_device(where, check_vma):
     length = TOKENS.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), TOKENS.shape)

@@ -13,7 +13,8 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.moments import JittedCall, JittedStep, run_checks
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
-from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_set_mesh
+from xlstm_jax.introspection import TWO_MESHES
 
 
 class CheckedStep:
@@ -51,6 +52,7 @@ class CheckedStep:
             needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
+        self._runs_outside = False  # of a mesh that is set
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.checked_call(self.jitted, *args, **kwargs)
@@ -63,7 +65,16 @@ class CheckedStep:
         params = getattr(call.named.get("state"), "params", None)
         with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
             args, kwargs = on_set_mesh((call.args, call.kwargs))
-            returned = self._explained(call._replace(args=args, kwargs=kwargs), function)
+            run = outside_set_mesh(function) if self._runs_outside else function
+            try:
+                returned = self._explained(call._replace(args=args, kwargs=kwargs), run)
+            except ValueError as error:
+                # JAX compiles no callback that returns values (jax.pure_callback) in a program with explicit arguments,
+                # and refuses before the program runs and donates.
+                if self._runs_outside or TWO_MESHES not in str(error):
+                    raise
+                self._runs_outside = True
+                returned = outside_set_mesh(function)(*args, **kwargs)
             returned = on_set_mesh(returned)
         run_checks("returned", call)
         return returned

@@ -40,11 +40,13 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
 BOX, POLICY = "split_box", "shard_policy"  # metadata of a split variable: its box without value, the gathering policy
 OF_LINEN = "linen_meta_type"  # metadata of an ``nnx.bridge`` variable: the class of a box that a Linen module has made
+OWN_AXES = "axes_of_split_modules"  # metadata: axes among the names over which the module computes with shards
 # Metadata of a variable: a function that a unit calls with the parameter's shape in the unit, and whether the method is
 # a row lookup.
 NOTE_SHAPE = "note_shape"
@@ -245,8 +247,12 @@ def _leaf(variable: Any) -> Any:
     mesh_names, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
     if not any(mesh_names):
         return value
-    # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters.
-    return Sharded(value, mesh_names) if are_logical else meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
+    # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters,
+    # except along the axes that ``split_modules`` has entered.
+    if not are_logical:
+        return meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
+    own = [axis for entry in mesh_names for axis in entry_axes(entry) if axis in metadata.get(OWN_AXES, ())]
+    return Sharded(value, mesh_names, model_axes=tuple(own))
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:

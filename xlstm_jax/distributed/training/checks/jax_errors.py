@@ -8,10 +8,10 @@ import jax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.formatting import listed, one_line
+from xlstm_jax.introspection import MIXED_AXES
 
 # Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"
-MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
 BRANCHES, TYPES = "branches must have equal output types", "manual axis types do not match"
