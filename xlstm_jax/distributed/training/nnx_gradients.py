@@ -16,7 +16,7 @@ the mesh again.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
 from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
-from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call, value_and_grad
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.moments import Results, run_checks
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
 from xlstm_jax.formatting import format_axes, listed
@@ -159,11 +160,16 @@ def nnx_value_and_grad(
             program.on_device,
             mesh=on_mesh,
             in_specs=(of_params, of_batch),
-            out_specs=(WHOLE, of_params["live"], WHOLE, PartitionSpec(axes), WHOLE),
+            out_specs=_OfDevices(WHOLE, of_params["live"], WHOLE, PartitionSpec(axes), WHOLE),
             check_vma=check_vma,
         )
-        with explained():
-            loss, grads, means, rows, changed = on_auto_axes(run, on_mesh)(params, batch)
+
+        def checked(params: PyTree, batch: PyTree) -> _OfDevices:
+            results, jaxpr = traced_call(run, (params, batch))
+            run_checks("results", Results(results, jaxpr, on_mesh, axes, {}))
+            return results
+
+        loss, grads, means, rows, changed = on_auto_axes(checked, on_mesh)(params, batch)
         loss, grads, means, changed = typed_like((loss, grads, means, changed), (None, live, None, None))
         _write(nodes, changed)
         return (loss, program.aux_of(means, _typed_rows(rows, axes))) if has_aux else loss, grads[0]
@@ -218,6 +224,16 @@ def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(axes)), rows)
 
 
+class _OfDevices(NamedTuple):
+    """Results of the program of all devices; names for errors."""
+
+    loss: Any
+    grads: Any
+    aux: Any
+    rows: Any
+    changed: Any
+
+
 class _Program:
     """Program of a device: the loss of its rows, the gradients, and the variables that the module changes."""
 
@@ -234,7 +250,7 @@ class _Program:
         self.has_aux, self.weighted = has_aux, weighted
         self.aux: tuple[Any, list[bool]] | None = None  # tree of the auxiliary output; for each leaf, if it has rows
 
-    def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
+    def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> _OfDevices:
         """Returns loss, gradients, means and rows of the auxiliary output, and changed variables by path."""
         trainable, frozen = params["live"], params["rest"]
 
@@ -245,7 +261,8 @@ class _Program:
         run = value_and_grad(local_loss, self.axes, has_aux=True, weighted=self.weighted)
         (loss, (aux, changed)), grads = run(trainable, frozen, batch)
         means, rows = self.split_aux(aux, batch)
-        return loss, grads, collectives.pmean(means, [self.axes] * len(means)), rows, self.equal(changed, params, batch)
+        means = collectives.pmean(means, [self.axes] * len(means))
+        return _OfDevices(loss, grads, means, rows, self.equal(changed, params, batch))
 
     def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
         """Calls the loss function on this device: returns loss, auxiliary output, and changed variables by path."""

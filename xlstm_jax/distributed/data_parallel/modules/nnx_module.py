@@ -255,17 +255,26 @@ def _leaf(variable: Any) -> Any:
     return Sharded(value, mesh_names, model_axes=tuple(own))
 
 
+def policy_of_reads(leaf: Any) -> ShardPolicy | None:
+    """Returns the policy of a leaf that no unit gathers, and that gathers itself when it is read; ``None`` if not split.
+
+    Rules for logical names have split such a leaf, or units of the model that has initialised the variables.
+    """
+    axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
+    return ShardPolicy(axes, 0) if axes else None
+
+
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     """Returns the variable with the value of ``leaf``: as a split, a plain or a bridged variable.
 
-    A split variable, if ``policy`` splits the leaf, or, without a policy, the logical names of the variable do. A plain
-    variable, if nothing splits the leaf. Otherwise a variable in the form of ``nnx.bridge``, whose boxes gather
-    themselves.
+    A split variable, if ``policy`` splits the leaf. A plain variable, if nothing splits the leaf. Otherwise a variable
+    in the form of ``nnx.bridge``, which carries the box: of a Linen module, whose boxes gather themselves; or of a
+    parameter that the module itself splits (tensor parallel), which reads the shard, and needs the box for ``unbind``.
     """
-    box, metadata = leaf_of(leaf), variable.get_metadata()
-    if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
-        # Split by the rules for its logical names (such a leaf is a ``Sharded``), without a unit: gathered when read.
-        policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
+    box = leaf_of(leaf)
+    if policy and isinstance(leaf, Sharded) and not all(map(policy.has_axis, box.gathered_axes)):
+        # Rules have split the leaf over further axes, and the module reads the unsharded parameter.
+        policy = replace(policy, axis_name=box.gathered_axes)
     if policy and any(map(policy.has_axis, box.axes)):
         communication = box.communication.filled_from(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
@@ -273,7 +282,6 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
         return variable.copy(read_value(box))
-    # A variable of a Linen module under ``nnx.bridge.ToNNX``, which gathers boxes of this form itself.
     box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
     metadata = {name: value for name, value in box.to_nnx_metadata().items() if name != "value"}
     return variable.copy(box.value, **metadata | {OF_LINEN: type(box)})
