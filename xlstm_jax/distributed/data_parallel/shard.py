@@ -40,8 +40,8 @@ def shard_params(
     """Splits parameters over a mesh axis: every device keeps its shard of each sufficiently large leaf.
 
     Call it inside ``shard_map``, on values that are equal along the axis; or outside, under ``jax.set_mesh``, on global
-    arrays, which are placed on the mesh. To initialise a model use ``training.init_sharded``, which never holds the full
-    tree on a device.
+    arrays, which are placed on the mesh. To initialise a model use ``training.init_sharded``, which never holds the
+    full tree on a device.
 
     >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=64)
     >>> boxed = jax.shard_map(shard, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(None, "fsdp"))(jnp.ones((16, 32)))

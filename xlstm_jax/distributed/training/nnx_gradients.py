@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import placement
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_variable
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
@@ -150,10 +150,11 @@ def nnx_value_and_grad(
                 "nnx.Optimizer, as nnx.Param or nnx.LoRAParam."
             )
         params = {"live": live, "rest": rest}
-        axes = default_batch_axes(params, on_mesh)
+        boxed = jax.tree.map(boxed_leaf, params, is_leaf=is_variable)
+        axes = default_batch_axes(boxed, on_mesh)
         axes = axes if batch_axes is None else mesh_axes(on_mesh, batch_axes, "batch_axes")
         _check_rows(batch, num_shards(on_mesh, axes), axes)
-        of_params = placement.partition_specs(params, on_mesh)
+        of_params = placement.partition_specs(boxed, on_mesh)
         of_batch = jax.tree.map(lambda x: PartitionSpec(axes) if np.ndim(x) else WHOLE, batch)
         program = _Program(loss_fn, graphdef, is_node, axes, has_aux, weighted)
         run = jax.shard_map(

@@ -308,7 +308,9 @@ class NnxModel:
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         # Parameters inside a Linen module (nnx.bridge.ToNNX) are gathered by the wrappers of that module.
         around = {
-            path: [module for module in (*self.units, *self._linen_modules) if not module or path.startswith(f"{module}/")]
+            path: [
+                module for module in (*self.units, *self._linen_modules) if not module or path.startswith(f"{module}/")
+            ]
             for path in params
         }
         innermost = {path: max(modules, key=len) for path, modules in around.items() if modules}

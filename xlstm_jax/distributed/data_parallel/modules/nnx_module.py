@@ -230,10 +230,10 @@ def collection_of(leaf: Any) -> str | None:
 def leaves_of(module: nnx.Module) -> dict[str, Any]:
     """Returns the leaves of a module in the library's form, by path as in ``params/blocks/0/kernel``."""
     leaves = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
-    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in leaves if name is not None}
+    return {f"{name}/{path}": boxed_leaf(leaf) for name, path, leaf in leaves if name is not None}
 
 
-def _leaf(variable: Any) -> Any:
+def boxed_leaf(variable: Any) -> Any:
     """Returns the value of a variable; boxed if the variable is split or its metadata name mesh axes, else bare."""
     if not is_variable(variable):
         return variable
@@ -256,9 +256,10 @@ def _leaf(variable: Any) -> Any:
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:
-    """Returns the policy of a leaf that no unit gathers, and that gathers itself when it is read; ``None`` if not split.
+    """Returns the policy of a split leaf that no unit gathers; ``None`` for other leaves.
 
-    Rules for logical names have split such a leaf, or units of the model that has initialised the variables.
+    Rules for logical names have split the leaf, or units of the model that has initialised the variables. The leaf
+    gathers itself when it is read.
     """
     axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
     return ShardPolicy(axes, 0) if axes else None
