@@ -47,6 +47,8 @@ NEWEST = jax.__version_info__ >= (0, 12)
 # Tests marked with a name compile for such devices; what they need is in an extra.
 PLATFORMS = {"libtpu": "tpu", "cuda_plugin": "cuda"}
 
+SUMMARY_LENGTH = 600  # characters of the message of a failed test in pytest's summary
+
 # The packages whose names doctests may use. The test of deletion takes some away.
 FOLDERS = ("data_parallel", "device_mesh", "metrics", "model_parallel", "optimizers", "plan", "processes", "training")
 FACES = [distributed, *(getattr(distributed, name) for name in FOLDERS if hasattr(distributed, name))]
@@ -157,6 +159,25 @@ def pytest_ignore_collect(collection_path, config):
     if config.getoption("quick") and case_of(str(collection_path.relative_to(config.rootpath))) not in quick.files():
         return True
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Puts the message of a failure on a single line: pytest's summary shows the first line of a message only.
+
+    The first line of NumPy's messages is empty, and a pattern that does not match stands three lines above the text.
+    """
+    del item, call
+    report = yield
+    if crash := getattr(report.longrepr, "reprcrash", None):
+        crash.message = " | ".join(line.strip() for line in crash.message.splitlines() if line.strip())[:SUMMARY_LENGTH]
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary():
+    """Shows the messages of failures in full: without CI pytest cuts the lines of its summary to the width."""
+    os.environ.setdefault("CI", "true")
 
 
 def pytest_sessionstart(session):

@@ -205,7 +205,7 @@ def outcome(folder, sound):
         try:
             got = checkpointer.restore(sound[NEWEST])
         except CheckpointError as error:
-            assert "is damaged: " in str(error) and str(folder) in str(error)
+            assert "is damaged: " in str(error) and str(folder) in str(error), f"names no damage in {folder}: {error}"
             return "refused"
     step = next((step for step, state in sound.items() if same(got, state)), None)
     assert step is not None, "a restore returned wrong values without an error"

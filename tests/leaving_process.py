@@ -69,7 +69,9 @@ def save_that_hangs():
 simulate_cpu_devices(1)
 initialize_distributed(f"127.0.0.1:{PORT}", COUNT, RANK)
 assert_same_everywhere({"mode": MODE})
-assert jax.device_count() == COUNT  # JAX waits for all processes before starting devices
+assert jax.device_count() == COUNT, (
+    f"{jax.device_count()} devices instead of {COUNT}"
+)  # JAX waits for all processes before starting devices
 say_when("JOINED")
 if MODE.startswith("timeout"):
     if RANK == WRONG:

@@ -221,7 +221,7 @@ def trials(name: str, count: int, seed: int) -> dict[str, Any]:
     FAULTS.watch(step)
     given = [jax.tree.map(jnp.copy, state) for _ in range(2)]
     clean = bits_of(step(given[0], x, key))
-    assert bits_of(step(given[1], x, key)) == clean  # without a fault: no alarm, and the same bits
+    assert bits_of(step(given[1], x, key)) == clean, "two steps without a fault differ in a bit"
     wrong = []
     for number in range(count):
         when, site = (ONCE_FIRST, ONCE_SECOND, ALWAYS)[number % 3], sites[int(rng.integers(len(sites)))]

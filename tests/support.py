@@ -1,7 +1,8 @@
 """Shared helpers of the tests: meshes by shape, small models to wrap, and comparisons up to float32 rounding."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
@@ -21,6 +23,16 @@ AXES = ("dp", "fsdp")
 FLOAT32_ROUNDING = 1e-5
 
 KINDS = "all.reduce|all.gather|reduce.scatter|all.to.all|collective.permute|collective.broadcast"
+
+
+@contextmanager
+def in_case(**values: Any) -> Iterator[None]:
+    """Adds the variables of a loop to the message of a check that fails within the block, such as ``pytest.raises``."""
+    try:
+        yield
+    except (AssertionError, pytest.fail.Exception) as failure:
+        case = ", ".join(f"{name}={value!r:.200}" for name, value in values.items())
+        raise AssertionError(f"for {case}: {failure}") from failure
 
 
 @cache
@@ -160,7 +172,8 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         {path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(t)[0]} for t in (got, want)
     )
     assert paths == expected, f"further leaves: {sorted(paths - expected)}, missing: {sorted(expected - paths)}"
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    structures = jax.tree.structure(got), jax.tree.structure(want)
+    assert structures[0] == structures[1], "unlike structures: {} and {}".format(*structures)
     scale = max(np.abs(leaf).max() for leaf in jax.tree.leaves(jax.tree.map(np.asarray, want)) if leaf.size)
     for (path, w), g in zip(jax.tree_util.tree_flatten_with_path(want)[0], jax.tree.leaves(got), strict=True):
         w, g = np.asarray(w, np.float64), np.asarray(g, np.float64)

@@ -105,7 +105,8 @@ def publisher(job: int, rank: int, port: int, versions: int, acknowledged: int) 
         params = {name: put(values) for name, values in tensors_of(number).items()}
         os.write(acknowledged, f"begins {version}\n".encode())
         since = version - 1 if is_delta(job, version) else None
-        assert publish(params, FOLDER, since=since, max_file_bytes=MAX_FILE_BYTES) == version
+        published = publish(params, FOLDER, since=since, max_file_bytes=MAX_FILE_BYTES)
+        assert published == version, f"publish returned {published} instead of {version}"
         os.write(acknowledged, f"published {version}\n".encode())
 
 
@@ -123,8 +124,9 @@ def reader(last: int) -> None:
         except VersionNeededError:
             arrays = {}
             continue
-        assert number_of(arrays) >= number and number_of(arrays) % JOBS == version
-        number = number_of(arrays)
+        read = number_of(arrays)
+        assert read >= number and read % JOBS == version, f"version {version} has the number {read}, after {number}"
+        number = read
         time.sleep(0.02)
 
 
@@ -217,9 +219,11 @@ def killed(number: int) -> dict[str, object]:
     # The index may have its name already, when a process is killed before it returns.
     read = apply_publication({}, FOLDER)
     of_job = number_of(read.arrays) // JOBS
-    assert read.version in (job.published, job.begun) or (read.version == before and not job.published)
-    assert number_of(read.arrays) % JOBS == read.version
-    assert of_job == number if read.version > before else of_job < number
+    versions = f"version {read.version} of job {of_job} was read, after version {before}; job {number} began version "
+    versions += f"{job.begun} and published version {job.published}"
+    assert read.version in (job.published, job.begun) or (read.version == before and not job.published), versions
+    assert number_of(read.arrays) % JOBS == read.version, versions
+    assert of_job == number if read.version > before else of_job < number, versions
     check_safetensors()
     return {
         "version": version,
@@ -240,7 +244,7 @@ def check_safetensors() -> None:
     for file in set(weight_map.values()):
         with safetensors.safe_open(FOLDER / file, "np") as opened:
             arrays |= {name: opened.get_tensor(name) for name in weight_map if weight_map[name] == file}
-    assert arrays.keys() == weight_map.keys()
+    assert arrays.keys() == weight_map.keys(), f"the files have {sorted(arrays)}, and the index {sorted(weight_map)}"
     number_of(arrays)
 
 
@@ -253,7 +257,8 @@ def main() -> dict[str, object]:
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, -20)
     first = Job(0, 1)
-    assert first.ended() == [0] * COUNT
+    codes = first.ended()
+    assert codes == [0] * COUNT, f"the first job ended with the codes {codes}"
     follower = forked(lambda: reader(last))
     while len(kills) < MOST and sum(bool(kill["within a write"]) for kill in kills) < HITS:
         kills.append(killed(len(kills) + 1))

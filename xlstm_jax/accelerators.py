@@ -9,12 +9,15 @@ some gathers. XLA's options change this; the code of the step stays unchanged, a
 
   v5p, v6e   the SparseCores run collectives                        every collective is asynchronous
   v5e        gathers in a loop over layers begin a layer ahead      nearly every gather is; scatters are not
-  all TPUs   all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
+  all three  all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
   NVIDIA     four collectives may run at once (by default one)      steps wait for fewer collectives
              ``chosen_by="forecast"``: eight, and gathers in a loop over layers begin a layer ahead
 
-``TPUS`` has the options of each TPU, each with the slices for which a program was compiled with the option: another
-slice may refuse an option. docs/compiler_options.md describes the effect of each option on compiled programs.
+tpu7x has the options of v5p; for v4 no options are known.
+
+``TPUS`` has the options of each TPU, each with the slices for which a program was compiled with the option (or, for
+tpu7x, is assumed to compile): another slice may refuse an option. docs/compiler_options.md describes the effect of each
+option on compiled programs.
 
 A mesh without devices has no device kind. JAX needs one for cuDNN's attention, ``jax.nn.dot_product_attention(...,
 implementation="cudnn")``, in three places:
@@ -64,7 +67,7 @@ CUBE = 4  # side of the cubes that form larger slices of v4, v5p and tpu7x
 
 
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
-    """Returns the shapes of a TPU's slices up to ``pod``: those smaller than a cube, then those of full cubes.
+    """Returns the shapes of a TPU's slices up to ``pod``, dims in ascending order: below a cube, then of full cubes.
 
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
@@ -140,12 +143,14 @@ def compiler_options(
         the options that were compiled on every slice of the chip. The options for GPUs do not depend on the number of
         GPUs.
       pipelined: whether the compiler begins gathers in loops a layer ahead, if the options do so. False: for
-        ``scan_layers``, which begins gathers a layer ahead, and scatters a layer later, without the compiler.
+        ``scan_layers``, which begins gathers a layer ahead, and scatters a layer later, without the compiler. GPUs
+        with ``chosen_by="forecast"`` then combine scatters only up to 1 MiB, so that the last scatters begin early.
       chosen_by: GPUs: "measurement", the options that others measured on cards as the fastest: four collectives at
         once; or "forecast", the options with the least waiting in compiled programs, which no card has confirmed:
         eight collectives at once and pipelined gathers. TPUs have one set, chosen from compiled programs.
     Returns:
-      A new dict, which the caller may change; {} for a CPU, where nothing is asynchronous.
+      A new dict, which the caller may change; {} for a CPU, where nothing is asynchronous, and for a slice on which
+      no program was compiled with an option.
     Raises:
       ValueError: no options are known for this kind (the error lists the kinds with known options), or ``chosen_by``
         is unknown.
@@ -199,7 +204,7 @@ def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, An
     """Converts ``compiler_options`` by ``resolved``, for the devices of a mesh or (None) the devices at hand.
 
     Raises:
-      ValueError: as of ``resolved``; or ``options`` is "auto" or "forecast", and the mesh has no devices.
+      ValueError: as ``resolved``; or ``options`` is "auto" or "forecast", and the mesh has no devices.
     """
     if not isinstance(options, str) or options not in AUTO:
         return resolved(options, "")

@@ -27,12 +27,12 @@ GATHERS = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-g
 
 
 def named_axes(eqn: Any) -> tuple[str, ...]:
-    """Returns the axes in an equation's parameter ``axes`` or ``axis_name``, a name or several, as a tuple."""
+    """Returns the names of mesh axes in an equation's parameter ``axes`` or ``axis_name``; () without names."""
     return axes_in(eqn.params)
 
 
 def axes_in(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the axes in the parameters of an equation: ``axes`` or ``axis_name``, as a tuple of names."""
+    """Returns the names of mesh axes in the parameters of an equation; indices of array dims are left out."""
     names = params.get("axes", params.get("axis_name", ()))
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 

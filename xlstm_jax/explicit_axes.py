@@ -1,15 +1,16 @@
-"""Arrays with explicit types outside of the library's programs, and axes of type ``Auto`` inside.
+"""Conversions between arrays with explicit types, outside of the library's programs, and axes of type ``Auto`` inside.
 
 On a mesh with explicit axes (the default of ``jax.make_mesh``) the type of an array contains its sharding, and JAX
-refuses to combine types of two meshes. Programs here (``shard_map``, optimizers on global arrays) are written for
-``Auto`` axes, where the type of an array contains no sharding:
+refuses to combine types of two meshes. Programs of this library (``shard_map``, optimizers on global arrays) are
+written for ``Auto`` axes, where the type of an array contains no sharding:
 
   outside    f32[16@fsdp, 4]    -- on_auto_axes -->    f32[16, 4]    inside, under the same mesh with Auto axes
-             f32[16@fsdp, 4]    <--  typed_like  --    f32[16, 4]    results in place of an argument have its type
-             f32[16@fsdp, 4]    <--    placed    --    f32[16, 4]    new arrays are placed on the mesh that is set
+             f32[16@fsdp, 4]    <--  typed_like  --    f32[16, 4]    results that replace an argument get its type
+             f32[16@fsdp, 4]    <--    placed    --    f32[16, 4]    new arrays are placed on the set mesh
 
-These conversions change types alone: nothing is moved or copied. Without explicit types they add no equation.
-``outside_set_mesh`` does the same for functions that call several programs on arrays with values.
+The *set mesh* is the mesh of ``jax.set_mesh``. The conversions change only types: no values are moved or copied.
+Without explicit types no equation is added. ``outside_set_mesh`` converts arguments and results of functions that call
+several programs on arrays with values.
 """
 
 import functools
@@ -40,9 +41,9 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 
 def placed(shardings: PyTree) -> PyTree:
-    """Returns a tree of shardings on the mesh that ``jax.set_mesh`` has set with explicit axes; else unchanged.
+    """Returns a tree of shardings on the set mesh (``jax.set_mesh``), if the set mesh has explicit axes.
 
-    A mesh of other axes leaves a sharding unchanged, too.
+    A sharding is unchanged if its mesh has different axes or sizes than the set mesh.
 
     >>> split = NamedSharding(mesh, PartitionSpec("fsdp"))
     >>> placed(split) == split
@@ -57,7 +58,7 @@ def placed(shardings: PyTree) -> PyTree:
     return jax.tree.map(lambda sharding: _placed(sharding, around), shardings)
 
 
-@functools.lru_cache(maxsize=4096)  # for each leaf of a state, at each step
+@functools.lru_cache(maxsize=4096)  # called for each leaf of a state, at each step
 def _placed(sharding: NamedSharding, around: AbstractMesh) -> NamedSharding:
     if dict(around.shape) != dict(sharding.mesh.shape):
         return sharding
@@ -75,10 +76,10 @@ def on_auto_axes(
     """Returns ``function`` for arguments of any mesh types; ``function`` runs on axes of type ``Auto``.
 
     Args:
-      function: a function that is traced by ``jax.jit``, or called on global arrays.
+      function: a function traced by ``jax.jit``, or called on global arrays.
       mesh: the mesh of the function; None for the mesh of its arguments.
-      like: function of the same arguments that returns the arguments that the results replace; see ``typed_like``.
-        None: results are returned as they are, for ``jax.jit(out_shardings=...)`` to place.
+      like: function of the same arguments that returns the arguments to be replaced by the results; see ``typed_like``.
+        None: results are returned without a type, for ``jax.jit(out_shardings=...)`` to place.
     """
 
     @functools.wraps(function)
@@ -98,12 +99,12 @@ def on_auto_axes(
 
 
 def typed_like(results: PyTree, like: PyTree) -> PyTree:
-    """Returns results of ``on_auto_axes`` with the types of the arguments that they replace.
+    """Returns results of ``on_auto_axes`` with the types of the arguments to be replaced by the results.
 
     Args:
       results: the results, of types without a sharding.
-      like: the arguments that the results replace, leaf by leaf; None for replicated results. A tuple gives one of both
-        for each entry of the tuple of results.
+      like: the arguments to be replaced, leaf by leaf; None for replicated results. A tuple has arguments or None for
+        each entry of the tuple of results.
     """
     if type(like) is tuple:
         return tuple(map(typed_like, results, like))
@@ -113,16 +114,16 @@ def typed_like(results: PyTree, like: PyTree) -> PyTree:
         is_set = has_explicit_axes(around)
         typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
     else:
-        # By order and not by structure: a step may change static fields of a state.
+        # Leaves are paired by order, not by structure, because a step may change static fields of a state.
         arguments = jax.tree.leaves(like)
-        # JAX 0.12 pairs donated arguments with typed results by their bytes alone, and refuses to run where one of a
-        # pair is in host memory. Without types XLA pairs them, and `on_set_mesh` places the results after the call.
+        # JAX 0.12 pairs donated arguments with typed results by bytes alone, and refuses to run if one of a pair is in
+        # host memory. Without types XLA makes the pairs, and `on_set_mesh` places the results after the call.
         typed = leaves if any(map(_is_on_host, arguments)) else list(map(_with_type_of, leaves, arguments))
     return jax.tree.unflatten(structure, typed)
 
 
 def unsplit_over(x: Any, axes: Container[str]) -> Any:
-    """Returns an array without these axes in its type: gathered over the explicit ones among them, else unchanged.
+    """Returns an array without ``axes`` in its type: gathered over the explicit axes in ``axes``, else unchanged.
 
     >>> with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"))):
     ...     x = jax.sharding.reshard(jax.numpy.ones((8, 4)), PartitionSpec("fsdp", "dp"))
@@ -132,16 +133,17 @@ def unsplit_over(x: Any, axes: Container[str]) -> Any:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
     if sharding is None or not has_explicit_axes(sharding.mesh):
         return x
-    # The type names explicit axes alone.
+    # The type names only explicit axes.
     entries = [entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in sharding.spec]
     left = [tuple(axis for axis in entry if axis not in axes) for entry in entries]
     return x if left == entries else jax.sharding.reshard(x, PartitionSpec(*(entry or None for entry in left)))
 
 
 def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
-    """Returns ``sharding``, or the sharding of ``x`` if ``x`` already is on this mesh in another way.
+    """Returns ``sharding``, or the sharding of ``x`` if ``x`` is already on a mesh with the same axes and sizes.
 
-    Under ``jax.set_mesh`` every new array is on the mesh, and ``jax.jit(in_shardings=...)`` moves no such array.
+    Under ``jax.set_mesh`` every new array is on the set mesh, and ``jax.jit(in_shardings=...)`` does not move such an
+    array.
     """
     if isinstance(x, Tracer):
         its = jax.typeof(x).sharding
@@ -160,9 +162,9 @@ def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
 
 
 def on_set_mesh(tree: PyTree) -> PyTree:
-    """Returns the tree with its arrays on the mesh that is set with explicit axes; their memory is shared, not copied.
+    """Returns the tree with its arrays on the set mesh, if this mesh has explicit axes; memory is shared, not copied.
 
-    Of arrays on a mesh of other axes only replicated ones are placed on the mesh that is set.
+    An array on a mesh of different axes is placed on the set mesh only if the array is replicated.
     """
     if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return tree
@@ -170,14 +172,14 @@ def on_set_mesh(tree: PyTree) -> PyTree:
 
 
 def _on_set_mesh(leaf: Any) -> Any:
-    """Returns the array with a sharding that fits the mesh of ``jax.set_mesh``, if the array is on a mesh."""
+    """Returns the array with a sharding on the set mesh; unchanged if the array is not on a mesh."""
     if not _is_on_mesh(leaf):
         return leaf
     sharding = placed(leaf.sharding)
     if not has_explicit_axes(sharding.mesh) and _is_replicated_on(around := _set_mesh(), sharding):
         sharding = NamedSharding(around, PartitionSpec())
-    # Programs return specs with an entry for each dim, and in JAX 0.12 an empty one for replicated arrays. The specs of
-    # arguments are the same, since after another spec the second step would compile again.
+    # Programs return specs with an entry for each dim, and in JAX 0.12 an empty spec for replicated arrays. Arguments
+    # get specs in the same form, because the second step would compile again after a different spec.
     if has_explicit_axes(sharding.mesh):
         entries = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))] if any(sharding.spec) else []
         sharding = sharding.update(spec=PartitionSpec(*entries))
@@ -185,16 +187,16 @@ def _on_set_mesh(leaf: Any) -> Any:
 
 
 def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[Mesh]:
-    """Returns whether the sharding replicates arrays over the devices of the mesh, whose memory is then shared."""
+    """Returns whether the sharding replicates arrays over the devices of the mesh; memory can then be shared."""
     own_mesh = sharding.mesh
     same = mesh is not None and isinstance(own_mesh, Mesh) and list(own_mesh.devices.flat) == list(mesh.devices.flat)
     return same and sharding.is_fully_replicated
 
 
 def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
-    """Returns ``function``, called as if no mesh were set; its results are placed on the mesh that is set.
+    """Returns ``function``, called without a set mesh; its results are placed on the mesh that was set.
 
-    ``inside`` is the name of an argument, a function that is called under the mesh all the same.
+    ``inside`` is the name of an argument: a function, still called under the set mesh.
     """
 
     @functools.wraps(function)
@@ -214,9 +216,9 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
 
 
 def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
-    """Returns a context in which no mesh is set, if leaves of the tree are on a mesh of another size than the one set.
+    """Returns a context without a set mesh, if leaves of the tree are on a mesh whose size differs from the set mesh's.
 
-    JAX traces no program for 64 devices under a mesh of 8.
+    JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
     """
     around = _set_mesh()
     sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}
@@ -224,7 +226,7 @@ def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
 
 
 def _set_mesh() -> Mesh | None:
-    """Returns the mesh that ``jax.set_mesh`` has set; None if there is none, or while a function is traced."""
+    """Returns the set mesh; None without a set mesh, or while a function is traced."""
     if jax.sharding.get_abstract_mesh().empty:
         return None
     try:
@@ -235,7 +237,7 @@ def _set_mesh() -> Mesh | None:
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function``, called under the mesh, with arrays of this mesh; its results have Auto axes."""
+    """Returns ``function``, called under ``mesh`` with its arrays on this mesh; results have Auto axes."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +249,7 @@ def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_auto_mesh(tree: PyTree) -> PyTree:
-    """Returns the tree with its arrays on meshes with Auto axes; their memory is shared, not copied."""
+    """Returns the tree with its arrays on meshes with Auto axes; memory is shared, not copied."""
 
     def on_auto_mesh(leaf: Any) -> Any:
         if not _is_on_mesh(leaf):
@@ -269,18 +271,18 @@ def _moved(leaf: Any, sharding: NamedSharding) -> Any:
         return leaf.update(sharding=sharding)
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    # Of arrays on several processes device_put moves none to a mesh of other types. The places are the same.
+    # device_put cannot move arrays on several processes to a mesh with different types. The devices are the same.
     shards = [shard.data for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards, dtype=leaf.dtype)
 
 
 def _mesh_of(leaf: Any) -> AbstractMesh:
-    """Returns the mesh of the type of an array, an empty mesh for anything else."""
+    """Returns the mesh of an array's type; an empty mesh if ``leaf`` is not an array."""
     return jax.typeof(leaf).sharding.mesh if isinstance(leaf, jax.Array) else AbstractMesh((), ())
 
 
 def _with_auto_type(leaf: Any) -> Any:
-    # Under the mesh with Auto axes: there a spec without names leaves the sharding to XLA, and means no copy.
+    # Called under the mesh with Auto axes, where a spec without names leaves the sharding to XLA, without a copy.
     if not has_explicit_axes(_mesh_of(leaf)):
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * np.ndim(leaf)))
@@ -292,8 +294,8 @@ def _is_on_host(leaf: Any) -> bool:
 
 def _with_type_of(leaf: Any, argument: Any) -> Any:
     sharding = jax.typeof(argument).sharding
-    # On a mesh of explicit and Auto axes the type of a dim may name a part of its axes alone, and XLA would gather the
-    # dim over the others. There results keep their type, and `on_set_mesh` places them after the call.
+    # On a mesh of explicit and Auto axes the type of a dim may name only some of the dim's axes, and XLA would gather
+    # the dim over the remaining axes. Results then keep their type, and `on_set_mesh` places them after the call.
     if set(sharding.mesh.axis_types) != {AxisType.Explicit}:
         return leaf
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))

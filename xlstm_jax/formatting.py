@@ -30,10 +30,10 @@ MAX_CELL = 10_000  # maximum characters of a cell, for measuring
 
 
 def format_bytes(count: float) -> str:
-    """Formats bytes with up to three digits, in the largest unit not above the value.
+    """Formats bytes in the unit that leaves at most three digits; 1,000 to 1,023 bytes have four.
 
-    >>> format_bytes(1234567)
-    '1.18 MiB'
+    >>> format_bytes(1234567), format_bytes(1000 * 1024)
+    ('1.18 MiB', '0.98 MiB')
     """
     power = min(max(int(math.log2(abs(count) or 1)) // 10, 0), len(UNITS) - 1)
     scaled = count / 1024**power
@@ -55,17 +55,17 @@ def is_unicode(text: str) -> bool:
 
 
 def format_fraction(fraction: float) -> str:
-    """Formats a fraction as a percentage with two digits, however small.
+    """Formats a fraction as a percentage: whole percents from 10 % on, below with two significant digits.
 
-    >>> format_fraction(0.0312)
-    '3.1%'
+    >>> format_fraction(0.0312), format_fraction(0.312)
+    ('3.1%', '31%')
     """
     percent = 100 * fraction
     return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
 
 
 def format_milliseconds(seconds: float) -> str:
-    """Formats a time in milliseconds with three digits; a time below half a microsecond is 0.
+    """Formats seconds as milliseconds: below 100 ms with three digits, above in whole ms; below 0.5 us as 0.
 
     >>> format_milliseconds(0.03567), format_milliseconds(2.06e-10), format_milliseconds(1.5)
     ('35.7 ms', '0 ms', '1,500 ms')
@@ -98,7 +98,7 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
 
 
 def joined(names: Sequence[str], word: str = "and") -> str:
-    """Joins names: ["a", "b", "c"] -> "a, b and c"."""
+    """Joins one or more names: ["a", "b", "c"] -> "a, b and c"."""
     return f" {word} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
@@ -133,19 +133,23 @@ def one_line(text: object) -> str:
 
 
 def parse_json_as(text: str, expected: str, convert: Callable[[Any], Result]) -> Result:
-    """Parses JSON and applies ``convert``; a ``ValueError`` explains why the text is not ``expected``.
+    """Parses JSON and returns ``convert`` of the parsed data.
 
-    ``expected`` names the content with its article, as "a forecast". A ``ValueError`` of ``convert`` passes unchanged.
+    ``expected`` names the content with its article, as "a forecast", for errors.
 
-    >>> read_json("[[1]]", "a number", lambda data: data["value"])
+    >>> parse_json_as("[[1]]", "a number", lambda data: data["value"])
     Traceback (most recent call last):
       ...
     ValueError: this is not a number as the library writes it: list indices must be integers or slices, not str.
+
+    Raises:
+      ValueError: the text is not JSON; ``convert`` raised a KeyError, TypeError, AttributeError, IndexError or
+        RecursionError; or ``convert`` raised a ``ValueError``, which passes unchanged.
     """
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"this is not {expected}, but no JSON: {one_line(error)}.") from None
+        raise ValueError(f"this is not {expected}, because it is not JSON: {one_line(error)}.") from None
     try:
         return convert(data)
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -169,7 +173,7 @@ def shortened(text: str, limit: int, middle: str = " ... ") -> str:
 
 
 def path_pattern(path: str) -> str:
-    """Replaces the first number of a path by a star: the common name of the leaf in several equal layers.
+    """Replaces the first number before a slash by a star: the common path of a leaf in several equal layers.
 
     >>> path_pattern("block_7/Dense_1/kernel")
     'block_*/Dense_1/kernel'
@@ -216,9 +220,9 @@ class FoldingTable(Table):
 
 
 class FirstFitting:
-    """Draws the first of several tables that has a row in one line; the first table if no table has.
+    """Draws the first of several tables whose rows fit into a line each; the first table if no table fits.
 
-    The tables show the same rows in fewer and fewer columns, for narrower and narrower terminals.
+    The tables show the same rows, each in fewer columns than the table before.
     """
 
     def __init__(self, *tables: Table) -> None:
@@ -286,7 +290,10 @@ def rich_table(
     right: int = 0,
     **options: Any,
 ) -> Table:
-    """Returns a table with text in the first ``left`` and last ``right`` columns, and right-aligned numbers between."""
+    """Returns a table with text in the first ``left`` and last ``right`` columns, and right-aligned numbers between.
+
+    ``options`` are arguments of ``rich.table.Table``, such as ``caption``.
+    """
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True} | options
     table = FoldingTable(title=Text(title, "table.title"), title_justify="left", **look)
     for i, column in enumerate(columns):
@@ -300,7 +307,7 @@ def rich_table(
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Renders a table of ``rich`` to text for ``print``: no colours, the terminal's width, else 80 columns."""
+    """Renders a table of ``rich`` to text without colours, as wide as the terminal; 80 columns without one."""
     width = shutil.get_terminal_size(fallback=(80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
     with console.capture() as captured:

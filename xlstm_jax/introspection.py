@@ -1,8 +1,8 @@
-"""Introspection of JAX, Flax and optax: state that these libraries hold without a public accessor.
+"""Introspection of JAX, Flax and optax: reads state of these libraries that has no public accessor.
 
-The module reads frames, closures and tracers. The library reads such state only here (``tests/house/test_layers.py``);
-imports of private names are in ``private_names``. If a release hides the state, the functions return their negative
-result. The module also holds texts of errors of JAX.
+The functions read frames, closures and tracers. No other module of the library reads frames, closures or tracers
+(``tests/house/test_layers.py``); imports of private names are in ``private_names``. If a release hides the state, the
+functions return their negative result. The module also holds texts of errors of JAX.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from flax.core.scope import in_filter
 
 # ------------------------------------------------------------------------------------------------------------- frames
 
-# JAX's functions that trace branches, with their files, since a user's function may also be named `cond`.
+# JAX's functions that trace branches, with their files, because a user's function may also be named `cond`.
 BRANCHES = {
     ("cond", "conditionals.py"),
     ("_cond", "conditionals.py"),
@@ -29,12 +29,13 @@ BRANCHES = {
     ("while_loop", "loops.py"),
 }
 _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
-# Packages whose functions stand between the user's line and a warning: this package, and those that trace and wrap.
+# Packages whose functions may be running between the user's line and a warning: this package, and packages that trace
+# or wrap functions.
 _BETWEEN = {__name__.partition(".")[0], "jax", "flax", "optax", "contextlib", "functools"}
 
 
 def _running_functions() -> list[FrameType]:
-    """Returns the frames of the running functions, innermost first."""
+    """Returns the frames of the running functions from the caller's caller outwards, innermost first."""
     frame: FrameType | None = sys._getframe(2)  # frame of the caller's caller
     frames = []
     while frame is not None:
@@ -65,10 +66,11 @@ def inside_branch() -> bool:
 
 
 def inside_map_variables(library_class: type[Any]) -> bool:
-    """Returns whether this code runs inside of an ``nn.map_variables`` of the model that maps parameters.
+    """Returns whether this code runs inside an ``nn.map_variables`` of the model that maps parameters.
 
-    ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Maps by functions of ``library_class`` belong to
-    the library, and take shards. The map of Flax's ``scan_with_axes`` maps only dim names.
+    ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Not counted are maps whose function is an
+    instance of ``library_class``, which belong to the library and take shards, and maps of collections without
+    "params", such as the map of Flax's ``scan_with_axes`` over dim names.
     """
     for frame in _running_functions():
         maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
@@ -83,12 +85,16 @@ def inside_map_variables(library_class: type[Any]) -> bool:
 
 
 def closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the closure variables of a function by name; {} for anything but a Python function."""
+    """Returns the closure variables of a function by name; {} if ``function`` is not a Python function."""
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
 def closure_of_lifted(method: Any) -> dict[str, Any]:
-    """Returns by name the closure variables of the Linen transformation that made a method, within any wrappers."""
+    """Returns by name the closure variables of the outermost Linen transformation of a method, within any wrappers.
+
+    "transform" is the lifted transformation of Flax. A method without a transformation gives the variables of its
+    innermost function, without "transform"; anything but a Python function gives {}.
+    """
     variables: dict[str, Any] = {}
     while inspect.isfunction(method) and "transform" not in variables:
         cells = zip(method.__code__.co_freevars, method.__closure__ or (), strict=True)
@@ -97,10 +103,10 @@ def closure_of_lifted(method: Any) -> dict[str, Any]:
 
 
 def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
-    """Returns whether a method is the method of ``cls``, without an override or transformation.
+    """Returns whether a module's method of this name is that of ``cls``, without an override or transformation.
 
-    A user's subclass may override the method, and a transformation of the model (such as nn.map_variables) may wrap
-    it.
+    A user's subclass may override the method, and a transformation of the model (such as ``nn.map_variables``) may wrap
+    the method.
     """
     attribute = inspect.getattr_static(type(module), method)
     is_of_class = inspect.unwrap(attribute) is inspect.unwrap(getattr(cls, method))
@@ -115,7 +121,10 @@ def scans_over_params(cls: type[nn.Module]) -> bool:
 
 
 def recomputes(cls: type[nn.Module]) -> bool:
-    """Returns whether ``nn.remat`` made this class, or the class that it wraps."""
+    """Returns whether ``nn.remat`` made this class, or the base class from which the class inherits ``__call__``.
+
+    ``shard_module_params`` may be around ``nn.remat``. False if another Linen transformation is, such as ``nn.scan``.
+    """
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
 
 
@@ -144,15 +153,15 @@ def is_for_shapes(tracer: Any) -> bool:
 
 
 def is_batched(value: Any) -> bool:
-    """Returns whether ``value`` is a single example of a batch that ``jax.vmap`` maps over."""
+    """Returns whether ``value`` is a tracer of ``jax.vmap``: it has the shape of a single example of the batch."""
     # JAX exports no name for this tracer.
     return type(value).__name__ == "BatchTracer"
 
 
 def equation_of(tracer: Any) -> tuple[Any, list[Any], int] | None:
-    """Returns the equation under trace that made a tracer, its operands (tracers), and the number of the result.
+    """Returns (equation that made a tracer, its operands as tracers, index of the tracer among the results).
 
-    None for an argument of the traced function, and for a tracer of a transformation such as ``jax.grad``.
+    Returns None for an argument of the traced function, and for a tracer of a transformation such as ``jax.grad``.
     """
     eqn = getattr(tracer, "parent", None)
     operands, results = getattr(eqn, "in_tracers", None), getattr(eqn, "outvars", ())

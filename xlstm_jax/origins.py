@@ -1,13 +1,13 @@
-"""``TracedValue``: a traced value with the equation that made it, to walk back from results to their origins.
+"""``TracedValue``: a traced value with its producing equation, to walk back from results to their origins.
 
   TracedValue(tracer)    a tracer of ``jax.jit`` or ``shard_map``
-  value.made()           the equation, its operands as values, and the number of the result
+  value.made()           the producing equation, its operands as values, and the number of the result
   inside(made)           the same result within the equation's jaxpr: a call, a ``scan``, a ``shard_map``
   is_gradient(value)     whether a backward pass made the value
-  origins(value, ends)   the values from which it was computed
+  origins(value, ends)   the values from which ``value`` was computed
 
-Only equations are read: nothing is computed. Tracers of other transformations, and arguments of the traced function,
-have no equation, and end a walk.
+A walk reads equations and computes nothing. A walk ends at arguments of the traced function, and at tracers of
+transformations except ``jax.jit`` and ``shard_map``: these values have no known equation.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ from xlstm_jax.equations import FUNCTIONS, name_and_params
 from xlstm_jax.introspection import equation_of
 from xlstm_jax.private_names import core
 
-_ENTERED = FUNCTIONS | {"remat2", "checkpoint", "scan", "shard_map"}  # operands and results are those of the jaxpr
-MOST_VALUES = 10_000  # a longer walk is given up
+_ENTERED = FUNCTIONS | {"remat2", "checkpoint", "scan", "shard_map"}  # operands and results match the inner jaxpr's
+MOST_VALUES = 10_000  # a walk stops after this number of values
 
 
 class _Scope:
@@ -49,8 +49,7 @@ class ProducingEquation(NamedTuple):
 class TracedValue(NamedTuple):
     """Traced value: a tracer, or a variable or literal of the jaxpr ``scope`` of an equation.
 
-    The value of an argument of a jaxpr is the value that the equation passes to it; a carry of a ``scan`` thus is its
-    first value.
+    The value of a jaxpr's argument is the operand that the equation passes; for a carry of a ``scan``, the first carry.
     """
 
     tracer_or_atom: Any
@@ -62,14 +61,14 @@ class TracedValue(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """Value of a scalar literal; None for anything else."""
+        """Value of a real scalar literal, else None."""
         literal: Any = getattr(self.tracer_or_atom, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
         return float(literal) if is_scalar and np.isrealobj(literal) else None
 
     def made(self) -> ProducingEquation | None:
-        """Returns the equation that made the value, with its operands; None if no equation is known."""
+        """Returns the producing equation with its operands; None if no equation is known."""
         if self.scope is None:
             if found := equation_of(self.tracer_or_atom):
                 eqn, tracers, number = found
@@ -81,7 +80,7 @@ class TracedValue(NamedTuple):
 
 
 def inside(made: ProducingEquation) -> TracedValue | None:
-    """Returns the value within the jaxpr of a call, a ``scan`` or a ``shard_map``; None for other equations."""
+    """Returns the result within the jaxpr of a call, a ``scan`` or a ``shard_map``, else None."""
     name, params = name_and_params(made.eqn)
     jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _ENTERED or jaxpr is None:
@@ -91,9 +90,10 @@ def inside(made: ProducingEquation) -> TracedValue | None:
 
 
 def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator[TracedValue]:
-    """Yields the value and all values from which it was computed; the operands of a value that ``ends`` are left out.
+    """Yields ``value`` and the values from which ``value`` was computed, directly or indirectly.
 
-    Equations within calls are not entered. After ``MOST_VALUES`` values the walk stops.
+    The walk does not continue to the operands of a value for which ``ends`` returns True, does not enter equations
+    within calls, and stops after ``MOST_VALUES`` values.
     """
     known, waiting = set[int](), [value]
     while waiting and len(known) < MOST_VALUES:

@@ -1,7 +1,7 @@
-"""Names that the library writes into programs, for the forecasts, profiles and guards that search programs for them.
+"""Names that the library writes into programs. Forecasts, profiles and guards search programs for the names.
 
-Outside of the folder ``training``, ``xlstm_jax.forecast`` imports only this file, the equations of a jaxpr
-(``equations``) and the facts about accelerators (``accelerators``) from the code of trainings.
+Of the code for trainings, files of ``xlstm_jax.forecast`` outside of its folder ``training`` import only this file, the
+equations of a jaxpr (``equations``) and the facts about accelerators (``accelerators``).
 """
 
 GATHER_SCOPE = "gather_params"  # every gather of parameters

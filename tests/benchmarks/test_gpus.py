@@ -72,11 +72,14 @@ def test_per_layer_counts_the_most_frequent_collectives_of_each_direction():
 
 def test_drawn_keeps_cases_common_to_all_topologies_in_the_same_order():
     """The picture shows the cases of all topologies in one order, because the plots share the axis of cases."""
-    first = {"jit": {"n": 1}, "flat": {"n": 2}, "ours": {"n": 3}}
-    second = {"ours": {"n": 4}, "jit": {"n": 5}, "flat": {"problem": "too large"}}
+    first = {"ours": {"n": 3}, "flat": {"n": 2}, "jit": {"n": 1}, "late": {"n": 6}}
+    second = {"alone": {"n": 7}, "jit": {"n": 5}, "ours": {"n": 4}, "flat": {"problem": "too large"}}
     shown = forecasts.drawn({"h100:32x8": first, "b200:8x8": second})
-    assert [list(one) for one in shown.values()] == [["jit", "ours"]] * 2
-    assert shown["b200:8x8"]["ours"] == {"n": 4} and forecasts.drawn({}) == {}
+    assert {topology: list(cases.items()) for topology, cases in shown.items()} == {
+        "h100:32x8": [("ours", {"n": 3}), ("jit", {"n": 1})],
+        "b200:8x8": [("ours", {"n": 4}), ("jit", {"n": 5})],
+    }
+    assert forecasts.drawn({}) == {}
 
 
 # ----------------------------------------------------------------------------------------------------------- compiled

@@ -14,6 +14,7 @@ from benchmarks.cases import CASES, SIZES, build
 from tests.compiled_cases import compiled, kept_folder
 from tests.house.test_readme import figures_said
 from tests.house.test_readme import peers as all_peers
+from tests.support import in_case
 
 ROOT = Path(peers.__file__).parents[1]
 COMMITTED = json.loads((peers.OUT / "peers.json").read_text())
@@ -110,7 +111,7 @@ def test_peers_parser_accepts_modified_sizes_and_exits_for_unknown_sizes_or_dims
     assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, "ours, options, more VMEM, kernel")
     assert peers.sides_of("vit_L16", "v6e:2x4") == peers.ON_TPUS
     for wrong, told in {"decoder_2B": "is none of", "decoder_small,depth=3": "no dim", "1.3B,layers": "no dim"}.items():
-        with pytest.raises(SystemExit):
+        with in_case(wrong=wrong, told=told), pytest.raises(SystemExit):
             peers.parser().parse_args(["--sizes", wrong])
         assert told in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from tests import damage
 from tests.checkpoint.test_writer import spawn
 from tests.damage import NEWEST, OLDER
 from tests.data_parallel.test_initialisation import largest_buffer
-from tests.support import AXES, Model, assert_same_bits, bits, data, fsdp, mean_loss, mesh_of
+from tests.support import AXES, Model, assert_same_bits, bits, data, fsdp, in_case, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
 from xlstm_jax.distributed.checkpoint import checksums, record
@@ -469,7 +469,10 @@ def test_latest_step_and_restore_report_a_lost_step(hurt, tmp_path):
     (folder / "25").symlink_to("nowhere")
     with Checkpointer(folder) as checkpointer:
         for ask in (checkpointer.latest_step, lambda: checkpointer.restore({"n": 0})):
-            with pytest.raises(CheckpointError, match=r"step 25 is damaged: it is a link that leads to no folder"):
+            with (
+                in_case(ask=ask),
+                pytest.raises(CheckpointError, match=r"step 25 is damaged: it is a link that leads to no folder"),
+            ):
                 ask()
 
 
@@ -479,8 +482,9 @@ def test_from_json_raises_for_a_record_without_valid_array_entries(entry):
     assert record.from_json(record.to_json({"w": good}, 1), 1) == {"w": good}  # guard
     wrong = [{"w": good | change if change else change} for change in entry] if isinstance(entry, tuple) else [entry]
     for leaves in wrong:
-        with pytest.raises(
-            ValueError, match=r"record has its digest, and (does not describe an array|holds no leaves)"
+        with (
+            in_case(leaves=leaves),
+            pytest.raises(ValueError, match=r"record has its digest, and (does not describe an array|holds no leaves)"),
         ):
             record.from_json(record.to_json(leaves, 1), 1)
 
@@ -490,7 +494,7 @@ def test_checkpointer_raises_for_a_dangling_link_as_directory(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "not mounted")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("run", "run/checkpoints", "loop"):
-        with pytest.raises(ValueError, match=r"link to .*, which leads nowhere. Mount"):
+        with in_case(name=name), pytest.raises(ValueError, match=r"link to .*, which leads nowhere. Mount"):
             Checkpointer(tmp_path / name)
 
 
@@ -579,7 +583,7 @@ def test_read_together_reraises_an_interruption_wrapped_in_other_errors(kind):
 
     for work in (chained, grouped):
         for cause in (True, False):
-            with pytest.raises(kind):
+            with in_case(work=work, cause=cause), pytest.raises(kind):
                 read_on_all_processes(partial(work, cause), "step 1", "read step 1", 10)
 
 

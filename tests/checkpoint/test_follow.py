@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 from tests.damage import same
-from tests.support import assert_same_bits, data, mean_loss
+from tests.support import assert_same_bits, data, in_case, mean_loss
 from xlstm_jax.distributed.checkpoint import (
     VersionNeededError,
     apply_publication,
@@ -110,9 +110,12 @@ def test_arrays_of_no_version_are_refused_and_the_needed_version_is_named(versio
     other = flat(versions[2])
     other["Dense_0/bias"] = other["Dense_0/bias"] + 1
     for arrays in (other, {"w": np.ones(2)}, {name: x.astype(np.float32) for name, x in flat(versions[2]).items()}):
-        with pytest.raises(
-            VersionNeededError, match=r"version 5 in .* applies to version 4, .*: 1, 2, 3 or 4\."
-        ) as error:
+        with (
+            in_case(arrays=arrays),
+            pytest.raises(
+                VersionNeededError, match=r"version 5 in .* applies to version 4, .*: 1, 2, 3 or 4\."
+            ) as error,
+        ):
             apply_publication(arrays, published)
         assert error.value.needed == 4
     # A delta that leaves a version out: arrays of that version are refused, too.
@@ -164,7 +167,10 @@ def test_damage_anywhere_is_refused_or_harmless(versions, published):
         if path.name == "model-00000005.delta.json":  # the version is not there then
             assert apply_publication({}, published).version == 4
         else:
-            with pytest.raises(FileNotFoundError, match=r"No such file|is missing, on which version 5|no version is"):
+            with (
+                in_case(path=path),
+                pytest.raises(FileNotFoundError, match=r"No such file|is missing, on which version 5|no version is"),
+            ):
                 apply_publication({}, published)
         path.with_name("gone").rename(path)
     assert refused > 300
@@ -257,5 +263,5 @@ def test_an_index_may_not_lead_out_of_the_folder(published):
         changed = {"metadata": content["metadata"] | change}
         changed["metadata"]["sha256"] = files._sha256_of_index(changed)
         index.write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"delta.json is damaged, or no index"):
+        with in_case(change=change), pytest.raises(ValueError, match=r"delta.json is damaged, or no index"):
             apply_publication({}, published)

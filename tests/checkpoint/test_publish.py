@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.damage import same
 from tests.processes.test_processes import free_port
-from tests.support import assert_same_bits, mesh_of
+from tests.support import assert_same_bits, in_case, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
 from xlstm_jax.distributed.checkpoint.publication import files, writers
@@ -340,7 +340,10 @@ def test_a_damaged_index_is_refused(tmp_path):
     content = index.read_text()
     for changed in (content.replace('"version": 1', '"version": 7'), content[:-3], "{}", "[]"):
         index.write_text(changed)
-        with pytest.raises(ValueError, match=r"index.json is damaged, or no index that `publish` wrote"):
+        with (
+            in_case(changed=changed),
+            pytest.raises(ValueError, match=r"index.json is damaged, or no index that `publish` wrote"),
+        ):
             publish({"w": np.ones(2)}, tmp_path)
     index.write_text(content)
     assert publish({"w": np.ones(2)}, tmp_path) == 2

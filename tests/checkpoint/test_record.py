@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import mesh_of
+from tests.support import in_case, mesh_of
 from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
     check_sound,
@@ -75,7 +75,10 @@ def test_check_sound_raises_for_a_difference_in_shape_dtype_or_a_single_bit():
     flipped[3] ^= 1 << 30
     for other in (arrays["w"].reshape(2, 3), arrays["w"].view(np.uint32), arrays["w"].view(np.float32), flipped):
         assert checksum_each({"w": other}) == checksum_each({"w": arrays["w"]}) or other is flipped  # guard
-        with pytest.raises(ValueError, match="'w': what was read does not have the checksum or dtype"):
+        with (
+            in_case(other=other),
+            pytest.raises(ValueError, match="'w': what was read does not have the checksum or dtype"),
+        ):
             check_sound(record, arrays | {"w": other})
 
 

@@ -25,6 +25,7 @@ import pytest
 
 import xlstm_jax
 from tests.forecast.test_planner import Job
+from tests.support import in_case
 from xlstm_jax.cli import arguments, commands, doctor, self_test
 from xlstm_jax.cli import command_line as cli
 from xlstm_jax.cli.factory import VARIED, load_factory, settings_of
@@ -210,7 +211,7 @@ def test_parse_bytes_reads_numbers_with_units(text, want):
 def test_parse_setting_accepts_literals_and_raises_for_other_text():
     assert arguments.parse_setting("axes=('a', 'b')") == ("axes", ("a", "b"))
     for text in ("remat=true", "remat", "x=open('f')"):
-        with pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
+        with in_case(text=text), pytest.raises(ArgumentTypeError, match="is not name=value with a Python literal"):
             arguments.parse_setting(text)
 
 
@@ -262,7 +263,7 @@ ERRORS = {
     "plan --set remat=True": ("training", "how many devices", "Pass --mesh"),
     "plan --mesh fsdp=8 --nonsense": ("training", "unrecognized arguments: --nonsense", "--help"),
     "plan --mesh fsdp": ("training", "argument --mesh: 'fsdp' is not axis=size", "as dp=4,fsdp=64"),
-    "plan --mesh fsdp=8 --set layers=3": ("training", "has no argument of this name; it has shard_axes", "Give it one"),
+    "plan --mesh fsdp=8 --set layers=3": ("training", "has no argument of this name; it has shard_axes", "Declare it"),
     "plan --mesh fsdp=8 --set min_weight_sise=3": (
         "training",
         "it has shard_axes, min_weight_size, remat, devices, width",
@@ -275,7 +276,7 @@ ERRORS = {
     ),
     "plan --mesh fsdp=8 --set =3": ("training", "'=3' is not name=value", "layers=24"),
     "plan --mesh fsdp=8 --set width=1 --set width=2": ("training", "width was given before, as 1", "give it once"),
-    "plan --mesh fsdp=8 --set nothing=1": ("passes_on", "has devices, remat, and passes others on", "Give it one"),
+    "plan --mesh fsdp=8 --set nothing=1": ("passes_on", "has devices, remat, and passes others on", "Declare it"),
     "plan --mesh fsdp=8 --explain up/kernl": ("training", "nearest are", "up/kernel"),
     "plan --mesh fsdp=8 --diff tiny_training.py": (
         "training",
@@ -497,7 +498,7 @@ def test_forecast_and_lint_commands_share_the_cached_compilation(command, folder
     monkeypatch.setenv("XLSTM_JAX_CACHE_DIR", str(tmp_path / "kept"))
     line = "forecast --topology v5e:2x2 --json"
     _, compiled, err = command(line)
-    assert f"what was compiled is kept in {tmp_path / 'kept'}; --no-cache keeps nothing." in err
+    assert f"compiled programs are stored in {tmp_path / 'kept'}; --no-cache stores nothing." in err
     # There is no compiler now, for those that have none to ask; the next is a process of its own.
     monkeypatch.setattr(compile_process.sys, "executable", "/bin/false")
     code, _, err = command("lint --topology v5e:2x2")
@@ -554,7 +555,7 @@ def test_fit_command_reports_no_fit_and_skips_options_without_a_factory_argument
     assert forecasts_by_formula, "no step was forecast"
     assert not [asked for asked in forecasts_by_formula if asked != ("v5e:2x2", {"dp": 2, "fsdp": 2})]
     # The factory cannot gather weights again, so these trials are the program with kept weights.
-    note = "xlstm-jax: tiny_training:training has no argument for weights gathered again: these stay as it has them."
+    note = "xlstm-jax: tiny_training:training has no argument for weights gathered again: these keep the factory's"
     lines = [line for line in err.splitlines() if line != "the user's module prints"]
     assert lines[0].startswith(note)
     gathered_again = [trial for trial in found["trials"] if not trial["keep_gathered"] and not trial["remat"]]

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, FLOAT32_ROUNDING, KEPT, fsdp, mesh_of
+from tests.support import AXES, FLOAT32_ROUNDING, KEPT, fsdp, in_case, mesh_of
 from xlstm_jax.distributed import (
     accumulate_gradients,
     create_train_state,
@@ -245,7 +245,7 @@ def test_train_step_raises_for_a_batch_split_along_another_dim_than_rows(spec):
     placed = jax.device_put(X, NamedSharding(mesh_of(2, 4), spec))
     refused = r"batch of shape \(16, 16\) is placed as .* over \('fsdp',\).*shard_batch"
     for args, kwargs in (((placed, jax.random.key(0)), {}), ((), {"batch": placed, "rng": jax.random.key(0)})):
-        with pytest.raises(ValueError, match=refused):
+        with in_case(args=args, kwargs=kwargs), pytest.raises(ValueError, match=refused):
             step(state, *args, **kwargs)
     step(state, X, jax.random.key(0))  # the failed call has not donated the state
 

@@ -1,6 +1,7 @@
 """Tests of ``uneven="pad"``: dims that the devices do not divide are stored with zeros, invisible to users."""
 
-from functools import cache
+import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_each_leaf, assert_same_params, fsdp, plain
 from xlstm_jax.distributed import (
@@ -19,8 +21,10 @@ from xlstm_jax.distributed import (
     make_train_step,
     plan_sharding,
     shard_module_params,
+    shard_params,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.checkpoint.record import _written, bare_leaves, boxed_like
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.state import abstract_train_state
 
@@ -179,6 +183,37 @@ def test_checkpoints_of_padded_leaves_restore_on_any_number_of_devices(tmp_path)
     again, _ = program(8, "adamw", PADDED, True)[1](state, batch(), jax.random.key(0))
     further, _ = trained(8, steps=4)
     assert_each_leaf(np.testing.assert_array_equal, true_tree(again.params), true_tree(further.params))
+
+
+@pytest.mark.parametrize(
+    "shape, parts",
+    [((12, 42), 8), ((6, 7), 2), ((7, 5), 1), ((2, 3, 20), 8), ((42,), 2)],
+    ids=str,
+)
+def test_padded_leaf_is_saved_and_restored_in_as_many_parts_as_its_dims_allow(shape, parts):
+    box = jax.jit(
+        jax.shard_map(
+            partial(shard_params, axis_name="fsdp", min_weight_size=0, uneven="pad"),
+            mesh=mesh_of(8),
+            in_specs=P(),
+            out_specs={"w": P(*[None] * int(np.argmax(shape)), "fsdp")},
+            check_vma=False,
+        )
+    )({"w": jnp.arange(1.0, 1 + np.prod(shape)).reshape(shape)})
+    (value,) = bare_leaves(box).values()
+    size = int(np.prod(shape))
+    np.testing.assert_array_equal(value, np.arange(1.0, 1 + size).reshape(shape))
+    assert np.prod(value.sharding.shard_shape(shape)) == size // parts
+    back = boxed_like(box, {"w": value})
+    np.testing.assert_array_equal(back["w"].value, box["w"].value)
+    assert back["w"].value.sharding == box["w"].value.sharding
+
+    def gathers(write):
+        program = jax.jit(partial(write, box["w"]), out_shardings=box["w"].value.sharding).lower(value).compile()
+        return re.findall(r"all-gather|all-reduce", program.as_text())
+
+    assert not gathers(_written), "a device has the value in full"
+    assert gathers(stored_value) or parts < 8  # guard: in one step XLA puts the value together on each device
 
 
 def test_safetensors_of_padded_leaves_load_in_plain_and_padded_models(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 from flax import serialization, struct
 
+from tests.support import in_case
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -136,7 +137,7 @@ def test_box_round_trips_through_each_pickle_protocol(protocol):
 def test_from_state_dict_errors_equal_the_errors_of_a_flax_box(value, state):
     said = []
     for box in (Sharded(value, ("fsdp",)), AsFlaxHasIt(value, ("fsdp",))):
-        with pytest.raises(ValueError, match=r"field|keys") as error:
+        with in_case(box=box), pytest.raises(ValueError, match=r"field|keys") as error:
             serialization.from_state_dict({"dense": {"kernel": box}}, {"dense": {"kernel": state}})
         said.append(str(error.value).replace(type(box).__name__, "THE BOX"))
     assert said[0] == said[1]

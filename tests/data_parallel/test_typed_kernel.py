@@ -136,14 +136,19 @@ def test_train_step_with_a_typed_kernel_lowers_for_tpu_and_raises_without(kernel
 def test_typed_gmm_and_paged_attention_kernels_lower_for_tpu():
     """A ragged product with its gradient, and paged attention without gradients, lower for TPUs."""
 
-    def grouped(rows, weights, sizes):
-        return typed_kernel(gmm)(rows, weights, sizes).astype(jnp.float32).sum()
+    def text_of_gradient(argnum, kernel):
+        loss = lambda rows, weights, sizes: kernel(rows, weights, sizes).astype(jnp.float32).sum()  # noqa: E731
+        rows, weights = jnp.zeros((2048, 256), jnp.bfloat16), jnp.zeros((4, 256, 256), jnp.bfloat16)
+        specs = (P("fsdp"), P(), P())
+        over = on_mesh(jax.grad(loss, argnums=argnum), mesh_of(1, 8), True, specs, specs[argnum])
+        return over.trace(rows, weights, jnp.full(4, 64)).lower(lowering_platforms=("tpu",)).as_text()
 
-    rows, weights = jnp.zeros((2048, 256), jnp.bfloat16), jnp.zeros((4, 256, 256), jnp.bfloat16)
-    specs = (P("fsdp"), P(), P())
-    over = on_mesh(jax.grad(grouped, argnums=(0, 1)), mesh_of(1, 8), True, specs, (P("fsdp"), P()))
-    text = jax.jit(over).trace(rows, weights, jnp.full(4, 64)).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") >= 2 and "all_reduce" in text  # the weights' gradient, over devices
+    texts = {name: text_of_gradient(argnum, typed_kernel(gmm)) for argnum, name in enumerate(("rows", "weights"))}
+    assert {name: "tpu_custom_call" in text for name, text in texts.items()} == {"rows": True, "weights": True}
+    # Devices have different rows: only the gradient of the replicated weights is summed over devices.
+    assert {name: "all_reduce" in text for name, text in texts.items()} == {"rows": False, "weights": True}
+    with pytest.raises(Exception, match=r"vma|vary"):
+        text_of_gradient(1, gmm)  # guard: the kernel alone gives no types
 
     def decode(q, pages, lengths, indices):
         return typed_kernel(partial(paged_attention, pages_per_compute_block=4))(q, pages, pages, lengths, indices)
@@ -151,7 +156,7 @@ def test_typed_gmm_and_paged_attention_kernels_lower_for_tpu():
     q, pages = jnp.zeros((16, 8, 128), jnp.bfloat16), jnp.zeros((8, 64, 16, 128), jnp.bfloat16)
     over = on_mesh(decode, mesh_of(1, 8), True, (P("fsdp"), P(), P("fsdp"), P("fsdp")), P("fsdp"))
     args = (q, pages, jnp.full(16, 16), jnp.zeros((16, 4), jnp.int32))
-    assert "tpu_custom_call" in jax.jit(over).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in over.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
 
 def scaled(x, weight, flag=2.0):

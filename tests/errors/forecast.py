@@ -146,9 +146,9 @@ def written(text):
 ASSIGNMENT, RANGES = "BufferAssignment:\n", "HloLiveRange"
 PLAN, REPORT = ("a plan", ShardingPlan.from_json, 3), ("a forecast", Forecast.from_json, 2)
 NO_PLANS = [
-    ("deep", "[" * 100_000, "this is not …, but no JSON"),
-    ("empty", "", "this is not …, but no JSON"),
-    ("long-number", '{"format": ' + "9" * 5000 + "}", "this is not …, but no JSON"),
+    ("deep", "[" * 100_000, "this is not …, because it is not JSON"),
+    ("empty", "", "this is not …, because it is not JSON"),
+    ("long-number", '{"format": ' + "9" * 5000 + "}", "this is not …, because it is not JSON"),
     ("no-fields", '{"format": NUMBER}', "this is not … as the library writes it"),
     ("other-types", '{"format": NUMBER, "leaves": [], "unknown_loops": 3}', "this is not … as the library writes it"),
 ]
@@ -331,7 +331,7 @@ ROWS = [
         lambda: list(model_meshes(parse_topology("v5e:2x2"), {"fsdp": 2})),
         ValueError,
         "model_axes=…",
-        "'fsdp' must be no axis of FSDP",
+        "'fsdp' must not begin with 'fsdp'",
     ),
     forecasts(
         "fit-first-fails",

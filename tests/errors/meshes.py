@@ -470,7 +470,7 @@ ROWS = [
         "spec-layout-misspelt",
         lambda: make_train_step(lambda *_: 0.0, CUBE, batch_spec=P(("dp", "fsdp"), "cp"), layout="zigzig"),
         ValueError,
-        "layout=…: the tokens of a sequence",
+        "layout=…: pass 'contiguous'",
         "'zigzig'",
     ),
     # ----- zigzag

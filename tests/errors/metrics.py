@@ -409,7 +409,7 @@ ROWS = [
         lambda: plain.update(plain.state_of({}), 1.0),
         TypeError,
         "… takes a Local state",
-        "update takes a Local state, not Synced. Take it up again with as_local",
+        "update takes a Local state, not Synced. Convert it with as_local",
     ),
     metrics(
         "merge-kinds",

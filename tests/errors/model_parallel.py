@@ -624,7 +624,7 @@ ROWS = [
         "context-layout",
         attended(layout="striped"),
         ValueError,
-        "layout=…: the tokens of a sequence",
+        "layout=…: pass 'contiguous'",
         "layout='striped'",
     ),
     contexts(
@@ -888,7 +888,7 @@ ROWS = [
         ValueError,
         "Experts(axis=…): under check_vma=False",
         "Experts(axis='ep')",
-        "no step says",
+        "the step names no batch axes",
     ),
     contexts(
         "experts-other-batch",

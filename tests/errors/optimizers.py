@@ -217,7 +217,7 @@ def plan():
 def edited(old, new):
     def call():
         text = plan().to_json()
-        assert old in text
+        assert old in text, f"{old!r} is not in the plan {text}"
         ShardingPlan.from_json(text.replace(old, new, 1))
 
     return call
@@ -281,6 +281,12 @@ def in_a_thread():
 def copies_that_differ():
     own = on_mesh(lambda x: {"mean": x.mean(), "sum": jax.lax.psum(x.sum(), AXES)}, MESH, False, P(AXES), P())
     check_replicas(own(jnp.arange(8.0)))
+
+
+def losses_that_differ():
+    local_loss = on_mesh(lambda x: x.mean(), MESH, False, P(AXES), P())
+    with LoopGuard() as guard:
+        guard.step_done(1, {"loss": local_loss(jnp.arange(8.0))})
 
 
 def gone():
@@ -853,6 +859,15 @@ ROWS = [
         "… of … leaves are declared equal",
         "1 of 2 leaves",
         "'mean', float32[]",
+        "8 different values in all",
+    ),
+    loops(
+        "losses-differ",
+        losses_that_differ,
+        ReplicaError,
+        "… of … leaves are declared equal",
+        "1 of 1 leaves",
+        "'the loss of step 1', float32[]",
         "8 different values in all",
     ),
     Section("Checkpoints")(

@@ -118,6 +118,8 @@ def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
     assert found["cp",] == AxisTraffic(("cp",), 4, 0.0, 32.0, 0.0, 2.0, 0.4)
     assert found["cp",].hidden_fraction == pytest.approx(0.8)
     assert found["dp",].other == 32.0 and found["dp",].hidden_fraction is None
+    behind_others = dataclasses.replace(one, exposed_s=0.9)  # waits for earlier collectives, too
+    assert axis_traffic([behind_others])[0].hidden_fraction == 0.0
 
 
 LOOP = """\
@@ -358,7 +360,7 @@ def test_mesh_on_places_model_axes_on_torus_dims_or_within_a_host():
     assert laid("h100:4x8", dp=4, tp=8) == {"dp": 4, "fsdp_device": 1, "tp": 8}
     meshes = model_meshes(parse_topology("h100:4x8"), {"tp": 8, "cp": 4})
     assert meshes and not [mesh for mesh in meshes if math.prod(mesh.values()) != 32]
-    with pytest.raises(ValueError, match="'fsdp' must be no axis of FSDP"):
+    with pytest.raises(ValueError, match="'fsdp' must not begin with 'fsdp'"):
         model_meshes(parse_topology("h100:4x8"), {"fsdp": 2})
 
 

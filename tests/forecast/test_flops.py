@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.models import LanguageModel
-from tests.support import fsdp, mesh_of
+from tests.support import equations, fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.forecast.cost.flops import count_flops
 
@@ -373,13 +373,13 @@ def test_count_flops_is_independent_of_the_number_of_minibatches():
     tokens = array(32, 64, dtype=jnp.int32)
     state = abstract_train_state(model, optax.sgd(0.1), mesh, jax.random.key(0), tokens, batch_axes=("dp", "fsdp"))
     rng = jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
-    totals = [
-        count_flops(
-            make_train_step(tokens_loss, mesh, batch_axes=("dp", "fsdp"), num_minibatches=n)
-            .trace(state, tokens, rng)
-            .jaxpr,
-            8,
-        ).total
-        for n in (1, 4)
-    ]
-    assert totals[0] == totals[1] > 0
+    found = {}
+    for n in (1, 4):
+        step = make_train_step(tokens_loss, mesh, batch_axes=("dp", "fsdp"), num_minibatches=n)
+        jaxpr = step.trace(state, tokens, rng).jaxpr
+        lengths = {eqn.params["length"] for _, eqn in equations(jaxpr) if eqn.primitive.name == "scan"}
+        assert (4 in lengths) == (n == 4), f"guard: {n} minibatches, loops of {lengths}"
+        found[n] = count_flops(jaxpr, 8)
+    assert found[1].by_module() == found[4].by_module()
+    assert found[1].by_direction() == found[4].by_direction()
+    assert found[1].total == found[4].total > 0

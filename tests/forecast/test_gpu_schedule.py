@@ -208,6 +208,20 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}
     assert Kernels(found, half.reached).total == pytest.approx(10 * GEMM / 1e12)
 
 
+@pytest.mark.parametrize("call", ["async-start(%a, %b), calls=%called", "call-start(%a, %b), to_apply=%called"])
+def test_kernel_time_includes_an_asynchronously_started_computation(call):
+    called = """%called (a: bf16[1000,2000], b: bf16[2000,500]) -> bf16[1000,500] {
+  %a.1 = bf16[1000,2000]{1,0} parameter(0)
+  %b.1 = bf16[2000,500]{1,0} parameter(1)
+  ROOT %r.1 = bf16[1000,500]{1,0} fusion(%a.1, %b.1), kind=kCustom, calls=%gemm
+}
+"""
+    result = "((bf16[1000,2000], bf16[2000,500]), bf16[1000,500])"
+    done = f"bf16[1000,500]{{1,0}} {call.split('-')[0]}-done(%start)"
+    found = program(f"{OPERANDS}  %start = {result} {call}\n  ROOT %r = {done}\n", DOT + called)
+    assert Kernels(found, CHIP).total == pytest.approx(GEMM / 1e12)
+
+
 # ------------------------------------------------------------------------------------------------ what waits for what
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import in_case
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.plan import ShardingPlan
 from xlstm_jax.forecast import CompileError, Forecast, ReportCache, forecast
@@ -131,9 +132,9 @@ def test_report_cache_does_not_keep_a_report_above_max_entry_bytes(cache, monkey
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("[" * 100_000, r"but no JSON"),
-        ('{"format": ' + "9" * 5000 + "}", r"but no JSON: Exceeds the limit"),
-        ("", r"but no JSON: Expecting value"),
+        ("[" * 100_000, r"because it is not JSON"),
+        ('{"format": ' + "9" * 5000 + "}", r"because it is not JSON: Exceeds the limit"),
+        ("", r"because it is not JSON: Expecting value"),
         ('{"format": NUMBER}', r"as the library writes it: .* '\w+'"),
         ('{"format": NUMBER, "leaves": [], "unknown_loops": 3}', r"as the library writes it: .*"),
     ],
@@ -165,7 +166,7 @@ def test_report_cache_interrupted_write_leaves_the_old_entry_or_none(cache, monk
 
     monkeypatch.setattr(report_cache.os, "replace", die)
     for key in (KEY, OTHER):
-        with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        with in_case(key=key), pytest.raises(KeyboardInterrupt, match=r"^$"):
             cache.write(key, {"hlo": "half"})
     assert cache.read(KEY) == TEXTS and cache.read(OTHER) is None
     assert os.listdir(cache.folder) == [entry(cache).name]

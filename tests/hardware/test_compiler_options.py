@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support import in_case
 from xlstm_jax.accelerators import TPUS, compiler_options, resolved, slice_shape
 from xlstm_jax.forecast import CHIPS
 from xlstm_jax.forecast.compiling.compile_process import CHILD_ENVIRONMENT
@@ -162,7 +163,7 @@ def test_xla_accepts_gpu_compiler_options_and_raises_for_wrong_names_or_values()
     options = compiler_options("NVIDIA H100 80GB HBM3", chosen_by="forecast")
     assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
     for wrong in ({"xla_gpu_enable_pipelined_everything": True}, dict.fromkeys(options, "sideways")):
-        with pytest.raises(Exception, match=r"No such compile option|is not a valid"):
+        with in_case(wrong=wrong), pytest.raises(Exception, match=r"No such compile option|is not a valid"):
             jax.jit(lambda x: x + 1, compiler_options=wrong)(jnp.ones(()))
 
 

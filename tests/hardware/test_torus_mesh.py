@@ -67,7 +67,7 @@ def tpus():
         [sys.executable, "-c", TOPOLOGIES, json.dumps(list(SHAPES))],
         capture_output=True, text=True, env=environment, cwd=ROOT, timeout=LIMIT_S,
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stderr[-2000:].splitlines()[-1:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -100,10 +100,15 @@ def test_reordered_devices_are_no_torus_neighbours_along_mesh_axes(tpus):
     assert any(len(steps) > 1 for steps in distances(moved))
 
 
-def test_create_fsdp_mesh_accepts_a_box_of_the_torus(tpus):
-    assert tpus["box"]["axes"] == [["fsdp_x", 4], ["fsdp_y", 8]]
-    assert tpus["box"]["places"][0] == [0, 4, 8, 0]
-    assert tpus["line"]["axes"] == [["fsdp", 16]]
+def test_create_fsdp_mesh_lays_axes_over_a_box_or_a_line_of_the_torus(tpus):
+    box, line = tpus["box"], tpus["line"]
+    assert not isinstance(box, str), box
+    assert box["axes"] == [["fsdp_x", 4], ["fsdp_y", 8]]
+    assert box["places"][0] == [0, 4, 8, 0]
+    assert list(distances(box)) == [{(0, 1, 0, 0)}, {(0, 0, 1, 0)}]
+    assert not isinstance(line, str), line
+    assert line["axes"] == [["fsdp", 16]]
+    assert [len(steps) for steps in distances(line)] == [1], f"no neighbours along the line: {line['places']}"
 
 
 def test_create_fsdp_mesh_raises_for_an_incomplete_box_with_the_missing_coords(tpus):

@@ -420,7 +420,7 @@ def test_metric_calls_raise_for_the_wrong_kind_of_state_or_argument():
     synced = metric.state_of({})
     with pytest.raises(TypeError, match=r"compute got a Local.*sync\(state\) first, or compute_local"):
         metric.compute(local)
-    with pytest.raises(TypeError, match=r"update takes a Local state, not Synced\. Take it up again with as_local"):
+    with pytest.raises(TypeError, match=r"update takes a Local state, not Synced\. Convert it with as_local"):
         metric.update(synced, 1.0)
     with pytest.raises(TypeError, match="merge of Local and Synced"):
         metric.merge(local, synced)

@@ -287,7 +287,7 @@ def test_experts_without_check_vma_raise_for_batch_axes_different_from_the_step(
     model, mesh = Experts(MLP(), COUNT, 2), DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
     params = unbox(jax.eval_shape(model.init, jax.random.key(0), X))
     local = jax.shard_map(model.apply, mesh=mesh, in_specs=(P(), P("ep")), out_specs=P("ep"), check_vma=False)
-    with pytest.raises(ValueError, match=r"Experts\(axis='ep'\): under check_vma=False .*no step says"):
+    with pytest.raises(ValueError, match=r"Experts\(axis='ep'\): under check_vma=False .*the step names no batch axes"):
         jax.eval_shape(local, params, X)
 
 

@@ -491,7 +491,8 @@ def test_unwrapped_norm_on_split_tokens_is_exact_with_check_vma_and_raises_witho
     state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), x, batch_axes="fsdp")
     step = make_train_step(own_loss, mesh, "fsdp", check_vma=check_vma)
     if wrapped or check_vma:
-        assert check_step(step, state, x, jax.random.key(0)).verdict == "right"
+        found = check_step(step, state, x, jax.random.key(0))
+        assert found.verdict == "right", "; ".join(map(str, found.findings))
         return
     with pytest.raises(ValueError, match=r"'grads/norm/bias', 'grads/norm/scale' would differ .* along \('tp',\)"):
         step(state, x, jax.random.key(0))

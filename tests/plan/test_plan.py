@@ -20,7 +20,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from tests.models import LanguageModel
-from tests.support import AXES, Model, fsdp, mean_loss, mesh_of
+from tests.support import AXES, Model, fsdp, in_case, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     Offload,
     abstract_train_state,
@@ -570,7 +570,10 @@ def test_plan_check_raises_for_exceeded_limits_with_the_worst_leaves():
     ):
         plan.check(max_replicated_fraction=1, max_bytes_per_device=1000)
     for fraction in (float("nan"), -0.1, 2):  # nothing is more than NaN
-        with pytest.raises(ValueError, match=r"max_replicated_fraction=\S+ is no fraction from 0 to 1; pass 0.02"):
+        with (
+            in_case(fraction=fraction),
+            pytest.raises(ValueError, match=r"max_replicated_fraction=\S+ is no fraction from 0 to 1; pass 0.02"),
+        ):
             plan.check(max_replicated_fraction=fraction)
     with pytest.raises(ValueError, match="max_bytes_per_device=nan is no positive number of bytes; pass 14"):
         plan.check(max_bytes_per_device=float("nan"))
@@ -684,7 +687,7 @@ DO_NOT_FIT = {
     "sharded": (shard_modules(Positions(), nn.Dense, "fsdp", 8), COLUMNS, r"int32\[8, 5\].* It takes int32\[8, 4\]"),
     "nnx": (shard_modules(nnx_model(NnxPositions), nnx.Embed, "fsdp", 8), COLUMNS, r"5\].* It takes int32\[8, 4\]"),
     "an argument": (Switched(), X, "missing 1 .*'train'. Pass 'train' too: .* by keyword: .*train'?[=:] ?False"),
-    "images": (Positions(), jax.ShapeDtypeStruct((8, 9), jnp.int32), "9.* Pass what the loss function calls"),
+    "images": (Positions(), jax.ShapeDtypeStruct((8, 9), jnp.int32), "9.* Pass the arguments with which"),
 }
 
 

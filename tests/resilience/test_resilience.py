@@ -27,6 +27,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.resilience import watchdog
 from xlstm_jax.distributed.resilience.loop_guard import _failure_of
+from xlstm_jax.distributed.resilience.replica_check import check_local_replicas
 from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -447,6 +448,37 @@ def test_check_replicas_raises_for_a_differing_copy_with_leaf_and_device(values,
     ):
         check_replicas(tree)
     check_replicas({"fine": good})  # guard: correct copies pass
+
+
+@pytest.mark.parametrize("counters", [{}, {"skipped_in_a_row": 0, "skipped_steps": 0}], ids=["loss", "skips"])
+def test_loop_guard_raises_if_local_devices_hold_different_losses(counters):
+    bad = with_one_bad_copy(np.float32(0.5), P(), 6, lambda loss: jnp.nextafter(loss, 1))
+    text = (
+        r"'the loss of step 2', float32\[\], is one thing on device 0 of .* and another on device 6 of process 0\. Look"
+    )
+    with LoopGuard() as guard:
+        guard.step_done(1, {"loss": with_one_bad_copy(np.float32(0.5), P(), None, None)} | counters)  # guard: equal
+        guard.step_done(2, {"loss": bad} | counters)
+        with pytest.raises(ReplicaError, match=text) as raised:
+            guard.step_done(3, {"loss": 1.0} | counters)
+    assert [device.id for device in raised.value.devices] == [6] and raised.value.processes == [0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32], ids=lambda dtype: dtype.__name__)
+def test_check_local_replicas_ignores_bits_of_nans_split_arrays_and_donated_arrays(dtype):
+    mesh = mesh_of(2, 4)
+    values = np.arange(8).astype(dtype)
+    check_local_replicas("split", jax.device_put(values, NamedSharding(mesh, P(AXES))))
+    copies = with_one_bad_copy(values, P(), 6, lambda data: data + 1)
+    with pytest.raises(ReplicaError, match="device 6 of process 0"):
+        check_local_replicas("loss", copies)
+    copies.delete()
+    check_local_replicas("loss", copies)
+    if jnp.issubdtype(dtype, jnp.floating):
+        nan = with_one_bad_copy(values * np.nan, P(), 6, lambda data: -data)
+        bits = {np.asarray(shard.data).tobytes() for shard in nan.addressable_shards}
+        assert len(bits) == 2  # guard: the NaNs differ in a bit
+        check_local_replicas("loss", nan)
 
 
 def test_check_replicas_accepts_unreplicated_leaves_and_equal_copies():

@@ -275,23 +275,20 @@ class Doubled(LMHead):
 
 
 @pytest.mark.parametrize(
-    "wrap", [fsdp, lambda cls, **options: shard_modules(cls, LMHead, "y", 32)], ids=["own", "outside"]
+    "wrap",
+    [fsdp, lambda cls, **options: shard_modules(cls, LMHead, "y", 32)],
+    ids=["class", "model"],
 )
 def test_lm_head_subclass_with_custom_losses_uses_the_gathered_kernel(mesh, wrap):
     hidden, _, labels = example()
-    losses = {}
-    for name, cls in {"plain": LMHead, "own": Doubled}.items():
-        head = wrap(cls, axis_name="y")(VOCAB, by_pieces=True)
-        params = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
-        run = on_mesh(
-            partial(head.apply, method="losses"),
-            mesh,
-            True,
-            (nn.get_partition_spec(params), P(BATCH), P(BATCH)),
-            P(BATCH),
-        )
-        losses[name] = run(params, hidden, labels).loss
-    assert_allclose(losses["own"], 2 * losses["plain"], rtol=1e-5, atol=1e-6)
+    head = wrap(Doubled, axis_name="y")(VOCAB, by_pieces=True)
+    params = init_sharded(head, mesh, jax.random.key(0), hidden, batch_axes=BATCH)
+    specs = nn.get_partition_spec(params)
+    assert specs["params"]["kernel"] == P(None, "y")  # guard: the kernel is split
+    run = on_mesh(partial(head.apply, method="losses"), mesh, True, (specs, P(BATCH), P(BATCH)), P(BATCH))
+    of_one_device = LMHead(VOCAB)
+    want = of_one_device.apply(of_one_device.init(jax.random.key(0), hidden), hidden, labels, method="losses").loss
+    assert_allclose(run(params, hidden, labels).loss, 2 * want, rtol=1e-5, atol=1e-6)
 
 
 class Scaled(LMHead):

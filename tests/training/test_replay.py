@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import replay_trials
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
-from tests.support import AXES, Model, bits_equal, fsdp, mean_loss, mesh_of
+from tests.support import AXES, Model, bits_equal, fsdp, in_case, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
@@ -305,14 +305,14 @@ def test_replayed_raises_for_invalid_step_every_or_abstract_mesh():
         replayed(plain, every=0)
     for axes in (AXES, None):
         abstract = make_train_step(mean_loss, mesh_of(1, DEVICES).abstract_mesh, axes)
-        with pytest.raises(ValueError, match="the mesh of the step is abstract"):
+        with in_case(axes=axes), pytest.raises(ValueError, match="the mesh of the step is abstract"):
             replayed(abstract)
     of_state = make_train_step(mean_loss, mesh_of(1, DEVICES))
     with pytest.raises(ValueError, match="every=-1: a replay in every how many calls"):
         replayed(of_state, every=-1)
     evaluation = make_eval_step(lambda params, apply_fn, batch: {}, mesh_of(1, DEVICES), metric=WeightedMean())
     for other in (evaluation, replayed(of_state)):
-        with pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
+        with in_case(other=other), pytest.raises(TypeError, match="replayed takes a step of make_train_step"):
             replayed(other)
 
 

@@ -20,6 +20,7 @@ from tests.support import (
     data,
     equations,
     fsdp,
+    in_case,
     mean_loss,
     mesh_of,
     on_mesh,
@@ -197,8 +198,11 @@ def test_value_and_grad_raises_for_a_batch_axis_missing_from_axis_names(axes, ba
         lambda p, b: value_and_grad(lambda p, b: mean_loss(p, WRAPPED.apply, b), axes)(p, b),
         lambda p, b: accumulate_gradients(lambda p, b, _: mean_loss(p, WRAPPED.apply, b), p, b, None, axes),
     ):
-        with pytest.raises(
-            ValueError, match=rf"the loss varies over '{missing}'.* leave out.* summed over its {size} dev"
+        with (
+            in_case(call=call),
+            pytest.raises(
+                ValueError, match=rf"the loss varies over '{missing}'.* leave out.* summed over its {size} dev"
+            ),
         ):
             on_mesh(call, mesh, True, (specs, P(batch)), (P(), specs))(params, BATCH)
 

@@ -26,12 +26,22 @@ def of_dense(change):
     return lambda params, apply_fn, batch, rng: jnp.mean(change(apply_fn({"params": params}, batch)) ** 2)
 
 
-def test_train_step_raises_for_a_psum_over_a_vmapped_axis_with_a_cure():
-    with pytest.raises(ValueError, match=r"jax.lax.psum over .* reduces over 'v', as jax.vmap or nn.vmap"):
-        trace(Vmapped(("v", *AXES)), with_statistics)
-    with pytest.raises(ValueError, match=r"an axis that the mesh does not have, as jax.vmap.*Pass check_vma=False"):
-        trace(Vmapped(("v",)), with_statistics)
-    trace(Vmapped(("v", *AXES)), with_statistics, check_vma=False)
+@pytest.mark.parametrize(
+    "axes, says",
+    [
+        (("v", *AXES), r"jax.lax.psum over .* reduces over 'v', as jax.vmap or nn.vmap.*[Pp]ass check_vma=False"),
+        (("v",), r"an axis that the mesh does not have, as jax.vmap.*Pass check_vma=False"),
+    ],
+    ids=["with axes of the batch", "alone"],
+)
+def test_train_step_raises_for_a_psum_over_a_vmapped_axis_with_a_cure(axes, says):
+    with pytest.raises(ValueError, match=says + ".*also names the axes of the batch"):
+        trace(Vmapped(axes), with_statistics)
+    if axes == ("v",):  # then statistics are of local rows
+        with pytest.raises(ValueError, match=r"'batch_stats/.*would differ .*axis_name=\('dp', 'fsdp'\)"):
+            trace(Vmapped(axes), with_statistics, check_vma=False)
+        axes = ("v", *AXES)
+    trace(Vmapped(axes), with_statistics, check_vma=False)
 
 
 def test_train_step_raises_for_batch_norm_over_a_mesh_axis_without_batch_rows():

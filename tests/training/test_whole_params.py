@@ -154,19 +154,22 @@ PARTLY = {
 }
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["create_train_state", "by hand"])
+@pytest.mark.parametrize("by_hand", [False, True], ids=["abstract_train_state", "by hand"])
 @pytest.mark.parametrize("model, classes", PARTLY.values(), ids=PARTLY)
 def test_train_state_or_step_warns_once_of_partly_replicated_parameters(model, classes, by_hand):
     step = make_train_step(tokens_loss, mesh_of(2, 4), AXES)
     make = state_by_hand if by_hand else state_of
-    [text] = told_by(lambda: step.trace(make(model), TOKENS, KEY))
+    texts = told_by(lambda: step.trace(make(model), TOKENS, KEY))
+    assert len(texts) == 1, f"{len(texts)} warnings: {texts}"
+    text = texts[0]
     plan = plan_sharding(model, mesh_of(2, 4).shape, TOKENS)
     of_all = sum(row.parameters.total for row in plan.replicated) / plan.parameters.total
-    assert text.startswith(f"{of_all:.0%} of the parameters' bytes are not split, ")
+    assert text.startswith(f"{of_all:.0%} of the parameters' bytes are not split, "), text
     why = "" if by_hand else r" \(no wrapped module owns it\)"
     assert re.search(rf"8 devices of the mesh dp=2,fsdp=4 .* The largest: 'embed/embedding', 128 KiB{why}; ", text)
     assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass allow_replicated=True" in text
-    assert not told_by(lambda: step.trace(make(model), TOKENS, KEY))  # warned before
+    again = make_train_step(tokens_loss, mesh_of(2, 4), AXES)
+    assert not told_by(lambda: again.trace(make(model), TOKENS, KEY)), "the same parameters are warned of twice"
 
 
 def test_replication_warning_suggests_a_lower_min_weight_size_for_small_leaves():

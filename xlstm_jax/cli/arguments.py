@@ -1,4 +1,8 @@
-"""Commands of ``xlstm-jax`` and their options."""
+"""Commands of ``xlstm-jax`` and their options.
+
+Each ``parse_...`` function converts the text of an argument, and raises an ``argparse.ArgumentTypeError`` for any other
+text.
+"""
 
 import argparse
 import ast
@@ -45,7 +49,7 @@ class Setting(argparse.Action):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses ``dp=4,fsdp=64`` to {"dp": 4, "fsdp": 64}; a single size may be -1."""
+    """Parses ``dp=4,fsdp=64`` to {"dp": 4, "fsdp": 64}; sizes are 1 to ``MAX_SIZE``, and a single size may be -1."""
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d{0,9}", size.strip()) for axis, size in pairs)
     mesh = {axis.strip(): int(size) for axis, size in pairs} if good else {}
@@ -58,7 +62,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parses ``14GiB`` to 14 * 2**30, ``14GB`` to 14 * 10**9, and ``1024`` to 1024."""
+    """Parses ``14GiB`` to 14 * 2**30 bytes, ``14GB`` to 14 * 10**9, and ``1024`` to 1024; at most ``MAX_BYTES``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
     # "14iB" has no valid unit.
     good = match is not None and (match[2] or not match[3])
@@ -85,20 +89,20 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Parses ``remat=True`` to ("remat", True); the value is a Python literal."""
     name, _, value = text.partition("=")
     try:
-        read = ast.literal_eval(value.strip())
+        literal = ast.literal_eval(value.strip())
         good = name.strip().isidentifier()
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: a literal nested too deep
-        read, good = None, False
+        literal, good = None, False
     if not good:
         raise argparse.ArgumentTypeError(
             f"{_shown(text)} is not name=value with a Python literal; as remat=True, layers=24, or \"kind='mlp'\" in "
             "quotes"
         )
-    return name.strip(), read
+    return name.strip(), literal
 
 
 def parse_count(text: str) -> int:
-    """Parses a positive integer."""
+    """Parses an integer from 1 to ``MAX_SIZE``."""
     if not re.fullmatch(r"[1-9]\d{0,9}", text) or int(text) > MAX_SIZE:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no positive number up to {MAX_SIZE:,}")
     return int(text)

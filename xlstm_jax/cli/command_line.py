@@ -1,8 +1,8 @@
 """Runner of the commands in ``commands.py``: parses arguments, runs a command and prints the report.
 
 stdout      the tables, or with --json only the JSON
-stderr      progress, on a terminal; notes, refusals and errors, one line each
-exit code   0: success    1: success with refusals (bad news)    2: an error
+stderr      progress, on a terminal; notes, refusals and errors, a line for each
+exit code   0: success    1: success with refusals (bad news)    2: an error    130: interrupted    143: SIGTERM
 
 Without a command the program prints its help to stdout, with exit code 2: a script that loses an argument must fail.
 """
@@ -25,12 +25,12 @@ BAD_NEWS, ERROR, INTERRUPTED = 1, 2, 130
 WIDTH = 120  # columns, if stdout is no terminal
 MAX_ERROR = 1000  # characters
 
-if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must not wait for it
+if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must not wait for the import
     from xlstm_jax.cli.commands import Report, ShowProgress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code. ``--help`` raises ``SystemExit``, as in argparse."""
+    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
         make_parser().print_help()
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Terminated(SystemExit):
-    """SIGTERM as an exception: a subclass of ``SystemExit``, to distinguish it from exits of the user's code."""
+    """SIGTERM as an exception: a subclass of ``SystemExit``, distinct from exits of the user's code."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
     from xlstm_jax.cli.commands import COMMANDS
     from xlstm_jax.forecast.training.workload import described
 
-    # Commands compute nothing, and starting an accelerator would take it from a training on the same machine.
+    # Commands compute nothing, and would take the accelerator from a training on the same machine.
     if not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
     try:
@@ -109,7 +109,7 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
 
 
 def error_line(error: Exception) -> str:
-    """Formats an error in one line; errors from outside of the library also have a type and the user's line."""
+    """Formats an error in one line; for errors from outside of the library with type and the user's line."""
     from xlstm_jax.forecast.training.workload import is_raised_by_library, one_line_text
     from xlstm_jax.formatting import shortened
 
@@ -124,7 +124,7 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def progress() -> "Iterator[ShowProgress]":
-    """Shows the current activity with a timer on a terminal. A text that ``stays`` is printed in any case."""
+    """Shows the current activity with a timer on a terminal. With ``stays`` the text is printed in any case."""
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:

@@ -47,7 +47,7 @@ class ShowProgress(Protocol):
 
 MAX_REASON = 200  # characters of a reason in an error
 MAX_LINE = 100  # characters of a trial's outcome
-UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows what it would do."
+UNWRAPPED = "no module is wrapped by shard_module_params, so nothing is split; `xlstm-jax plan` shows a wrapper's plan."
 
 
 class Report(NamedTuple):
@@ -71,7 +71,7 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
     Raises:
       ValueError: the product of the sizes differs from the topology's number of devices; neither --mesh nor --topology
-        is given; or the mesh has no axis to split parameters over.
+        is given; a size is -1 without --topology; or the mesh has no axis to split parameters over.
     """
     mesh: dict[str, int] | None = args.mesh
     if args.topology is not None:
@@ -135,8 +135,8 @@ def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProg
     """Reports, before anything is compiled, the options that do not reach the factory."""
     if ignored := [option for option in factory.fixed_options if option in varied]:
         say(
-            f"{factory.name} has no argument for {', '.join(ignored)}: these stay as it has them. With **sharding, "
-            "which it passes to shard_modules, it takes all but remat, which is for its model.",
+            f"{factory.name} has no argument for {', '.join(ignored)}: these keep the factory's values. A factory with "
+            "**sharding, which it passes to shard_modules, takes all of them but remat, an option of its model.",
             stays=True,
         )
 
@@ -194,11 +194,11 @@ def _kept(cache: ReportCache | None) -> list[str]:
     if cache is None or not cache.hits + cache.misses:
         return []
     if cache.problem:
-        return [f"what was compiled could not be kept: {cache.problem}. Set {FOLDER_VARIABLE} to another folder."]
+        return [f"the compiled program could not be stored: {cache.problem}. Set {FOLDER_VARIABLE} to another folder."]
     of = f"{cache.hits} of {cache.hits + cache.misses} programs" if cache.hits + cache.misses > 1 else "the program"
     if cache.hits:
         return [f"{of} had been compiled before and came from {cache.folder}; --no-cache compiles anew."]
-    return [f"what was compiled is kept in {cache.folder}; --no-cache keeps nothing."]
+    return [f"compiled programs are stored in {cache.folder}; --no-cache stores nothing."]
 
 
 # ------------------------------------------------------------------------------------------------------- the commands
@@ -246,7 +246,7 @@ def _read_plan(path: str) -> ShardingPlan:
 
 
 def run_forecast(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax forecast``."""
+    """Runs ``xlstm-jax forecast``; a step that does not fit is a refusal, with ``--out`` draws a picture."""
     compiled, plan, notes = _forecast(args, say)
     if args.out:
         say("drawing")
@@ -255,13 +255,17 @@ def run_forecast(args: Namespace, say: ShowProgress) -> Report:
     refusals: tuple[str, ...] = ()
     if compiled.fits is False:
         needs, has = (format_bytes(size or 0) for size in (compiled.total_bytes, compiled.available_bytes))
-        cure = "`xlstm-jax fit` looks for what does."
+        cure = "`xlstm-jax fit` searches for options that fit."
         refusals = (f"{needs} per device do not fit into the {has} of {compiled.topology}. {cure}",)
     return Report(lambda: [compiled.table()], compiled.to_json, refusals, tuple(notes))
 
 
 def run_lint(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax lint``."""
+    """Runs ``xlstm-jax lint``; findings are a refusal.
+
+    Raises:
+      ValueError: ``--rules`` names an unknown rule.
+    """
     # Checked before the compilation, which takes minutes.
     rules = args.rules or list(RULES)
     if unknown := [name for name in rules if name not in RULES]:
@@ -283,7 +287,7 @@ def run_lint(args: Namespace, say: ShowProgress) -> Report:
 
 
 def run_fit(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax fit``."""
+    """Runs ``xlstm-jax fit``; it is a refusal if nothing fits."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     _note_ignored_options(factory, list(VARIED), say)
@@ -318,8 +322,8 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
     # left out, because the command contains --mesh.
     varied = {name: value for name, value in settings_of(fitted.best.options).items() if name not in AXES}
     command = command_of(fitted.best.options, args.factory, args.topology, factory.arguments(varied, chosen))
-    again = f"and to see all of it:\n\n{indent(command, '    ')}\n"
-    return Report(lambda: [fitted.table(), again], fitted.to_json, (), tuple(_kept(cache)))
+    repeat = f"and to see all of it:\n\n{indent(command, '    ')}\n"
+    return Report(lambda: [fitted.table(), repeat], fitted.to_json, (), tuple(_kept(cache)))
 
 
 def run_doctor(args: Namespace, say: ShowProgress) -> Report:

@@ -71,8 +71,8 @@ def next_token_loss(params: Any, apply_fn: Any, tokens: jax.Array, rng: jax.Arra
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-# The command passes these five arguments, as far as a factory declares them; each has a default. `xlstm-jax fit`
-# searches over the options that the factory declares.
+# Every command passes the axes and the number of devices, and `xlstm-jax fit` also the other three options, over which
+# the search runs; each as far as a factory declares the argument. Each argument has a default.
 def training(
     *,
     shard_axes: tuple[str, ...] = ("fsdp",),  # mesh axes that parameters are split over; (): replicated

@@ -100,7 +100,7 @@ class Factory:
             names = (*names, *SHARDING)
             passed_on = f", and passes others on, as to shard_modules, which has {', '.join(SHARDING)}"
         near = get_close_matches(name, names, n=1)
-        cure = f"Did you mean {near[0]}?" if near else "Give it one, with a default."
+        cure = f"Did you mean {near[0]}?" if near else "Declare it, with a default."
         return FactoryError(
             f"--set {name}=...: {self.name} has no argument of this name; it has "
             f"{', '.join(self.argument_names) or 'none'}{passed_on}. {cure}"
@@ -197,8 +197,8 @@ def _imported(name: str) -> ModuleType:
         # Either the factory's module or a parent package is missing, or a module imported by the factory's module.
         if error.name and f"{name}.".startswith(f"{error.name}."):
             raise FactoryError(
-                f"--factory: there is no module {error.name!r}, neither in {os.getcwd()} nor among what is installed. "
-                "Run the command in the folder that holds it."
+                f"--factory: there is no module {error.name!r}, neither in {os.getcwd()} nor among the installed "
+                "packages. Run the command in the folder that contains the module."
             ) from error
         raise FactoryError(f"--factory: importing {name} raised {described(error)}; is it installed here?") from error
     except Exception as error:  # a user's module may raise anything

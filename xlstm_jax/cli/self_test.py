@@ -89,7 +89,7 @@ def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any],
 
 
 def example_batch() -> dict[str, np.ndarray]:
-    """Returns a batch with rows of growing scale, so that each device has rows of another scale."""
+    """Returns x and y, float32 [16, 16]; the rows of x grow in scale, so that each device has rows of another scale."""
     random = np.random.default_rng(0)
     # With equal scales each local gradient would be near the mean, and a missing mean would look like rounding.
     x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
@@ -106,7 +106,10 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def difference(got: PyTree, want: PyTree) -> float:
-    """Returns the largest difference relative to the leaf's largest entry; to the tree's for a leaf of zeros."""
+    """Returns the largest difference of two trees, each leaf relative to the largest entry of the leaf in ``want``.
+
+    A leaf below 1e-6 of the largest entry of the tree counts relative to this entry.
+    """
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])
     # A leaf's gradient may be mathematically zero. Its entries are then rounding errors and define no scale.
@@ -162,7 +165,7 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Returns gradients of a hand-written step with ``sync_gradients`` and, for ``check_vma=False``, without.
+    """Returns gradients of a hand-written step: with ``sync_gradients``, and without (None for ``check_vma=True``).
 
     Without ``sync_gradients`` the gradient of a replicated leaf is local to each device.
     """

@@ -1,14 +1,14 @@
-"""Memory, traffic and time of any ``jax.jit`` program on devices that are not present.
+"""Memory, traffic and time of any ``jax.jit`` program on absent devices.
 
   forecast(jitted, *args, topology="v6e:16x16")     compiles for this slice on this machine and reads the compiled text
 
 hardware     tables: chips, slices, links, NCCL
-compiling    compilation of a program in a child process, and a cache of compiled texts
-hlo          compiled text to instructions: data flow, collectives, the module that each collective serves
-cost         instructions to bytes, FLOP and seconds
-forecasting  the pipeline above, in a ``Forecast``; ``report`` prints and draws it
-training     the only folder that imports ``xlstm_jax.distributed``: a training that is not run (``Workload``), the
-search for options that fit (``fit``), and a step compared with its plan (``lint``, ``dispatch``)
+compiling    compiles a program in a child process; caches compiled texts
+hlo          parses compiled text to instructions: data flow, collectives, the module of each collective
+cost         computes bytes, FLOP and seconds of instructions
+forecasting  runs the pipeline above, and returns a ``Forecast``; ``report`` prints and draws a forecast
+training     the only folder that imports ``xlstm_jax.distributed``: describes a training without running the training
+             (``Workload``), searches options that fit (``fit``), compares a step with its plan (``lint``, ``dispatch``)
 """
 
 from xlstm_jax.forecast.compiling.compile_process import CompileError

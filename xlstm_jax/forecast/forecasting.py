@@ -288,7 +288,11 @@ class Forecast:
         return report.tables(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draws memory over the schedule and the bounds of the time into a PNG; matplotlib must be installed."""
+        """Draws memory over the schedule and the bounds of the time to an image file; the suffix gives the format.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
         report.plot(self, path)
 
     def to_json(self) -> str:
@@ -364,10 +368,12 @@ def forecast(
         cache key); False: always compile; a ``ReportCache``: use another folder.
     Raises:
       ValueError: the topology is unknown, or its number of devices differs from the mesh's; the arguments are on no
-        mesh or on several; a step for a topology calls back into Python (``jax.debug.print``).
+        mesh or on several; a step for a topology calls back into Python (``jax.debug.print``); or ``compiler_options``
+        is an unknown string, or a known one for a device without known options.
       TypeError: ``step`` is not a ``jax.jit`` function.
       ImportError: packages of the compiler for the topology are not installed.
       CompileError: the compiler refuses the step, for another reason than memory.
+      TimeoutError: the compilation for a topology takes longer than half an hour.
     """
     devices = parse_topology(topology) if isinstance(topology, str) else None
     call = StepCall(step, args, kwargs or {}, devices, compiler_options, chosen_cache(cache))
@@ -397,8 +403,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
     if compiled.buffers and compiled.live_ranges:
-        names, on_way = operation_names(program), host_buffers(program)
-        memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=on_way)
+        names, transferred = operation_names(program), host_buffers(program)
+        memory = read_memory(compiled.buffers, compiled.live_ranges, names, host_buffers=transferred)
     else:
         # Only compilers in the child process write texts about buffers, and not all write live ranges.
         memory = memory_of_totals(compiled.memory or {})

@@ -234,7 +234,7 @@ def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
 
 
 def _time_table(forecast: Any) -> RenderableType:
-    """Returns the table of times of a step: at peak rates, expected, and exposed."""
+    """Returns the table of times: bounds at published rates, estimates, waits, and the step (least, expected, most)."""
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
@@ -273,7 +273,11 @@ def _time_table(forecast: Any) -> RenderableType:
 
 
 def plot(forecast: Any, path: str | Path) -> None:
-    """Draws memory over the schedule, and the bounds of the time."""
+    """Draws memory over the schedule, and the bounds of the time, to the image file ``path``.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints that restore onto a different mesh, with checksums; export and import of safetensors files."""
+"""Checkpoints with checksums, for the same or a different mesh; export, import and publication of safetensors files."""
 
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer
 from xlstm_jax.distributed.checkpoint.errors import CheckpointError

@@ -15,17 +15,18 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.formatting import how_to_install
 
-# A device reads full chunks. With small chunks it reads little more than its shard, even of a leaf saved unsharded.
+# A device reads full chunks. With small chunks a device reads little more than its shard, even of a leaf that was saved
+# unsharded.
 CHUNK_BYTES = 2**24
-# Host memory of a save in addition to the shards: leaves being encoded, and files being written. The defaults of orbax
-# are up to 96 GB of leaves, and files of up to 2 GB.
+# Limits of host memory of a save in addition to the shards: leaves being encoded, and files being written. The defaults
+# of orbax are 96 GB of leaves, and files of 2 GB.
 ENCODED_BYTES = 2**26
 FILE_BYTES = 2**26
 OTHER_READS_TIMEOUT_S = 10.0  # time that a failed read waits for concurrent reads
 
 
 def orbax() -> Any:
-    """Imports ``orbax.checkpoint``, an optional dependency that takes a second to import."""
+    """Returns the module ``orbax.checkpoint``, an optional dependency whose import takes a second."""
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -37,7 +38,7 @@ class OrbaxBackend:
     """A ``Backend`` that saves with orbax's ``CheckpointManager``, which writes in the background.
 
     Reads use orbax's handlers directly, independently in each process: the manager would wait for every process at a
-    barrier, which a process that could not read its shards never reaches.
+    barrier, and a process that could not read its shards would never reach the barrier.
     """
 
     record_file = "leaves/metadata"  # named by orbax's JSON handler
@@ -54,7 +55,7 @@ class OrbaxBackend:
         options = orbax().CheckpointManagerOptions(
             max_to_keep=self._max_to_keep,
             cleanup_tmp_directories=True,
-            # Step metadata is not used here, and may be missing in a damaged step, so the manager need not read it.
+            # The manager skips step metadata, which are unused here and may be missing in a damaged step.
             lightweight_initialize=True,
             async_options=orbax().options.AsyncOptions(timeout_secs=self._timeout_s),
         )
@@ -130,7 +131,7 @@ class _DeferredJson(NamedTuple):
 def _deferred_json() -> _DeferredJson:
     """Returns an orbax handler, and its arguments, for JSON that a function creates in the background.
 
-    The record contains checksums, for which ``save`` would otherwise have to wait.
+    The JSON is the record, which contains checksums: ``save`` does not have to wait for their computation.
     """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler
@@ -163,11 +164,11 @@ class _ConcurrentReads:
 
 @cache
 def _retrying_readers() -> Any:
-    """Returns orbax's array readers, changed so that a failing reader waits for concurrent reads.
+    """Returns orbax's array readers, changed so that a failed reader waits for concurrent reads.
 
-    Orbax closes the event loop while other reads are running, and each running read then writes to stderr: a damaged
-    file shared by many leaves produced a hundred lines. Waiting for the tasks that exist at the failure is not enough,
-    because the second reader may start further tasks.
+    Without the change, orbax closes the event loop while concurrent reads are running, and each running read then
+    writes to stderr: a damaged file shared by many leaves produced a hundred lines. To wait only for the tasks that
+    exist at the failure is not enough, because the second reader may start further tasks.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _ConcurrentReads]()
 
@@ -192,7 +193,7 @@ def _retrying_readers() -> Any:
 
 
 class _InFlight:
-    """Byte limiter: a leaf waits until the leaves in flight leave room for it, or until no leaf is in flight."""
+    """Byte limiter: a leaf waits until leaves in flight leave room for its bytes, or until no leaf is in flight."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes, self._changed = limit, 0, asyncio.Condition()
@@ -211,7 +212,7 @@ class _InFlight:
 
 @cache
 def _throttled_writers() -> Any:
-    """Returns orbax's array writers, limited to ``ENCODED_BYTES`` of leaves that are encoded at a time."""
+    """Returns orbax's array writers, changed to encode at most ``ENCODED_BYTES`` of leaves at a time."""
     handlers = orbax().type_handlers
     writer: type[Any] = handlers.ArrayHandler
 

@@ -22,6 +22,7 @@ steps with equal trees.
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -30,7 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
@@ -85,15 +87,41 @@ def _above(path: str) -> list[str]:
 
 
 def unpadded(leaf: Sharded) -> Any:
-    """Returns the value of a leaf in the shape of the plain model; a padded or packed value is returned replicated."""
-    # Replicated, because the axes may not divide the true shape, for which JAX has no sharding.
+    """Returns the value of a leaf in the shape of the plain model; a padded or packed value in an ``evenly_split``."""
     if leaf.stores_value:
         return leaf.value
-    sharding = leaf.value.sharding
-    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    sharding = evenly_split(leaf.true_shape, leaf.value.sharding)
     if isinstance(leaf.value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.true_shape, leaf.value.dtype, sharding=replicated)
-    return jax.jit(true_value, out_shardings=replicated)(leaf)
+        return jax.ShapeDtypeStruct(leaf.true_shape, leaf.value.dtype, sharding=sharding)
+    return jax.jit(true_value, out_shardings=sharding)(leaf)
+
+
+def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
+    """Returns a sharding without padding for the value of a padded array that has the sharding ``stored``.
+
+    JAX has no sharding for a dim that the axes of a mesh do not divide. Here the devices are grouped anew, so that as
+    many as possible hold different parts: [768, 768] on 512 devices is split into 256 x 2 parts, [6, 7] on 8 devices
+    into 2 parts. Returns None if ``stored`` is no ``NamedSharding``.
+
+    >>> evenly_split((12, 6), NamedSharding(mesh, PartitionSpec())).shard_shape((12, 6))
+    (3, 3)
+    """
+    if not isinstance(stored, NamedSharding):
+        return None
+    if not isinstance(stored.mesh, Mesh):
+        return NamedSharding(stored.mesh, PartitionSpec())
+    # First the dim that is split in the store: then the other parts are exchanged within groups of neighbours only.
+    is_split = dict(enumerate(stored.spec))
+    order = sorted(range(len(shape)), key=lambda dim: (not is_split.get(dim), -math.gcd(shape[dim], stored.mesh.size)))
+    counts = [1] * len(shape)
+    left = stored.mesh.size
+    for dim in order:
+        counts[dim] = math.gcd(shape[dim], left)
+        left //= counts[dim]
+    names = [f"dim_{dim}" for dim in range(len(shape))]
+    devices = stored.mesh.devices.reshape(*(counts[dim] for dim in order), left)
+    in_order = *(names[dim] for dim in order), "replica"
+    return NamedSharding(Mesh(devices, in_order, axis_types=(AxisType.Auto,) * devices.ndim), PartitionSpec(*names))
 
 
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
@@ -105,9 +133,18 @@ def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset())
     def stored(path: str, like: Sharded) -> Any:
         if like.stores_value or path in in_store:
             return leaves[path]
-        return jax.jit(on_auto_axes(partial(stored_value, like)), out_shardings=like.value.sharding)(leaves[path])
+        return jax.jit(on_auto_axes(partial(_written, like)), out_shardings=like.value.sharding)(leaves[path])
 
     return map_values_with_path(stored, target)
+
+
+def _written(like: Sharded, value: Any) -> Any:
+    """Returns the value in the storage form of ``like``, computed in the parts of ``evenly_split``."""
+    stored, split = stored_value(like, value), evenly_split(like.true_shape, like.value.sharding)
+    if split is None or stored.ndim != value.ndim:
+        return stored
+    # Zeros are appended first, then parts are exchanged: in one step XLA would replicate the value.
+    return lax.with_sharding_constraint(stored, split)
 
 
 def _checked(path: str, leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of a mesh argument: its type, its axes, and conversion to axes of type ``Auto``."""
+"""Checks type and axes of a mesh argument, and converts its axes to type ``Auto``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -69,7 +69,7 @@ def _how_to_make(mesh: object) -> str:
 
 
 def with_usual_names(sizes: Any) -> dict[str, int] | None:
-    """Returns a dict with axis names for bare sizes, as (2, 4) -> {"dp": 2, "fsdp": 4}; None for anything but sizes."""
+    """Returns axis names with sizes for bare sizes, (2, 4) -> {"dp": 2, "fsdp": 4}; None if ``sizes`` are not sizes."""
     values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     # Compare types: isinstance(True, int) is True.
     if not values or not all(type(size) is int for size in values):
@@ -78,7 +78,7 @@ def with_usual_names(sizes: Any) -> dict[str, int] | None:
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
-    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; errors call them ``argument``.
+    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` names the argument in errors.
 
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)

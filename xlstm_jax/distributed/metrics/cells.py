@@ -108,7 +108,13 @@ class Total(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
-        """Sums ``values * weight`` over every dim except the last ``keep``; ``weight`` has the leading dims."""
+        """Sums ``values * weight`` over every dim except the last ``keep``, in float32 (float64 with x64).
+
+        ``weight`` has the leading dims of ``values``, or is a scalar; a value of weight 0 is ignored, NaN included.
+
+        Raises:
+          ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
+        """
         # A metric may be observed inside a loss function; no gradient may flow through its merges.
         values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
         if weight is not None:
@@ -186,9 +192,10 @@ class Count(Cell):
         """Sums integers or bools, times ``weight``, over every dim except the last ``keep``.
 
         Args:
-          weight: integers in 0..65535; 0 excludes a row.
+          weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row.
         Raises:
           TypeError: values or weights are floats, which a count of integers would truncate.
+          ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
         """
         for argument, x in (("values", values), ("weight", weight)):
             if x is not None and jnp.issubdtype(dtype := jnp.result_type(x), jnp.inexact):
@@ -276,7 +283,10 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """Reduces to the largest (``Minimum``: smallest) value over all but the last ``keep`` dims, of weight not 0."""
+        """Returns the largest (``Minimum``: smallest) value of nonzero weight, over every dim except the last ``keep``.
+
+        ``weight`` has the leading dims of ``values``, or is a scalar; another shape raises a ``ValueError``.
+        """
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)
         if weight is not None:

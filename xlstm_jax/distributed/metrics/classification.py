@@ -223,7 +223,11 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
 
 
 def weight_per_label(weight: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts ``weight``, a scalar or an array with leading dims of ``shape``, to ``shape``; None means 1."""
+    """Broadcasts ``weight`` to ``shape``; None means 1.
+
+    Raises:
+      ValueError: ``weight`` is neither a scalar nor an array with the leading dims of ``shape``.
+    """
     labels = jax.ShapeDtypeStruct(shape, jnp.bool_)
     return jnp.broadcast_to(like_rows(1 if weight is None else weight, labels), shape)
 
@@ -372,15 +376,15 @@ class ConfusionMatrix(PureMetric):
         return {name: Total.identity((self.task.num_classes,)) for name in ("tp", "fp", "fn", "tn")}
 
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        made = self.task.decide(jnp.asarray(scores), jnp.asarray(labels))
-        weight = weight_per_label(weight, made.weighted)
-        became = {
-            "tp": made.predicted & made.actual,
-            "fp": made.predicted & ~made.actual,
-            "fn": ~made.predicted & made.actual,
-            "tn": ~(made.predicted | made.actual),
+        decisions = self.task.decide(jnp.asarray(scores), jnp.asarray(labels))
+        weight = weight_per_label(weight, decisions.weighted)
+        outcomes = {
+            "tp": decisions.predicted & decisions.actual,
+            "fp": decisions.predicted & ~decisions.actual,
+            "fn": ~decisions.predicted & decisions.actual,
+            "tn": ~(decisions.predicted | decisions.actual),
         }
-        return {name: total_of(which, made.unknown, weight) for name, which in became.items()}
+        return {name: total_of(which, decisions.unknown, weight) for name, which in outcomes.items()}
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
         return {name: statistic.compute(cells, self.task) for name, statistic in self.statistics.items()}

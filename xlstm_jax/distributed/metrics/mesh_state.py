@@ -93,7 +93,10 @@ class MeshState:
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
-        """Updates each device's local value with the device's shard of (args, kwargs), arrays split along dim 0."""
+        """Updates each device's local value with the device's shard of ``arguments``, a pair (args, kwargs).
+
+        Arrays are split along dim 0; every device observes each scalar.
+        """
         self._set_local(_update(self.metric, self.mesh, self.local, arguments).vectors)
 
     def _set_local(self, vectors: Vectors) -> None:

@@ -134,9 +134,10 @@ class PureMetric(ABC):
           *args, **kwargs: the arguments of ``observe``: the shard of the batch on this device. Every device observes a
             Python number.
         Raises:
-          ValueError: the state holds the values of several devices (outside of ``shard_map``); or the types of the
-            batch show that it varies along an axis that ``empty`` did not declare, or does not vary along a declared
-            axis.
+          TypeError: the state is synchronized, not local; or a type of cell differs from ``identity``.
+          ValueError: the state holds the values of several devices (outside of ``shard_map``), or belongs to a
+            different metric; or the types of the batch show that the batch varies along an axis that ``empty`` did not
+            declare, or does not vary along a declared axis.
         """
         _check_local(state, "update")
         self._check_own(state)
@@ -175,6 +176,7 @@ class PureMetric(ABC):
         usable. Put several metrics into a ``Compose`` to synchronize them at once.
 
         Raises:
+          TypeError: the state is synchronized already.
           ValueError: the axes of the state are not bound, or the state holds the values of several devices.
         """
         _check_local(state, "sync")
@@ -196,7 +198,12 @@ class PureMetric(ABC):
         return self.result(state.cells)
 
     def compute_local(self, state: Local) -> PyTree:
-        """Computes the value of each device, without ``sync``: [n, ...], or [1, ...] inside ``shard_map``."""
+        """Computes the value of each device, without ``sync``: [n, ...], or [1, ...] inside ``shard_map``.
+
+        Raises:
+          TypeError: the state is synchronized, not local.
+          ValueError: the state belongs to a different metric.
+        """
         _check_local(state, "compute_local")
         self._check_own(state)
         return jax.vmap(self.result)(state.cells)
@@ -216,7 +223,10 @@ class PureMetric(ABC):
         """Converts a synchronized state to a local state: ``state`` on the first device, neutral on other devices.
 
         Use ``as_local`` to resume from a checkpoint on any number of devices: save ``sync(local)``, restore the
-        synchronized state and convert it.
+        synchronized state and convert the state.
+
+        Raises:
+          ValueError: the state belongs to a different metric, or an axis is not an axis of ``mesh``.
         """
         self._check_own(state)
         axes, mesh = mesh_axes(mesh, axes, "axes"), auto_mesh(mesh)
@@ -226,9 +236,11 @@ class PureMetric(ABC):
         return Local(rows, state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        """Raises a ValueError if the types of a batch vary along other axes than ``axes``: devices would be miscounted.
+        """Raises a ``ValueError`` unless a batch varies, by its types, along ``axes`` and along no other axis.
 
-        A metric that divides by the number of devices with equal values overrides this method.
+        Along an undeclared axis a single device would count. Along a declared axis without variation, equal values
+        would count several times. A batch whose types vary along no axis passes. A metric that divides by the number of
+        devices with equal values overrides this method.
         """
         arrays = [x for x in jax.tree.leaves(observed) if isinstance(x, jax.Array)]
         varying = frozenset[str]().union(*(collectives.varying_axes(x) for x in arrays))
@@ -252,14 +264,14 @@ class PureMetric(ABC):
         layout = Layout(jax.eval_shape(self.identity))
         if state.layout != layout:
             raise ValueError(
-                f"the state is that of another metric, or of other shapes: it has the {state.layout}, and this metric "
-                f"the {layout}. Pass a state from this metric's empty or state_of."
+                f"the state is that of another metric, or of other shapes: the state has the {state.layout}, and this "
+                f"metric the {layout}. Pass a state from this metric's empty or state_of."
             )
 
 
 def _check_local(state: object, caller: str) -> None:
     if not isinstance(state, Local):
-        hint = " Take it up again with as_local." if isinstance(state, Synced) else " Begin with empty(axes)."
+        hint = " Convert it with as_local." if isinstance(state, Synced) else " Begin with empty(axes)."
         raise TypeError(f"{caller} takes a Local state, not {type(state).__name__}.{hint}")
 
 
@@ -322,7 +334,8 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
 
     ``log_step`` synchronizes the state, computes the values and returns an empty state. The state, from
     ``metric.empty(axes, mesh)``, is donated. The values are replicated. Read the values one log interval later, so
-    that the device does not wait for the host: see ``docs/howto/log.md``.
+    that the device does not wait for the host: see ``docs/howto/log.md``. An axis that is not in ``mesh`` raises a
+    ``ValueError``.
 
     >>> from xlstm_jax.distributed.metrics import Sum
     >>> log_step = make_log_step(Sum(), mesh, ("dp", "fsdp"))

@@ -7,7 +7,7 @@
 Dictionaries may be nested. Python numbers and NumPy arrays are returned unchanged unless ``reduce_fn`` names an
 operation for them; strings, PRNG keys and other objects are always returned unchanged. A call issues one collective
 per operation and dtype, for any number of metrics. A mean is a sum that is divided after the collective; floats
-narrower than 32 bits are summed in float32.
+narrower than 32 bits are summed in float32. An axis that is not bound raises a ``ValueError``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,8 +79,9 @@ def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metr
       reduce_fn: name -> "mean", "sum", "max", "min", or None to return the metric unchanged. Metrics missing from
         ``reduce_fn`` are averaged. A nested dictionary of metrics takes a single operation or a dictionary.
     Raises:
-      ValueError: an operation is unknown; a name is missing from the metrics; or the operation is "sum" for a Python
-        number, which has no entries to sum. Raised before anything is reduced.
+      ValueError: an operation is unknown; a name is missing from the metrics; a dictionary of operations is for a
+        metric that is no dictionary; or the operation is "sum" for a Python number, which has no entries to sum.
+        Raised before anything is reduced.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(metrics):
         if isinstance(leaf, NUMBERS) and _operation_at(path, reduce_fn or {}) == "sum":
@@ -172,6 +173,8 @@ def reduce_mean_collective(
     Returns:
       The means, replicated along ``axis_name`` (also in their types); integers and bools become float32, other dtypes
       are kept.
+    Raises:
+      ValueError: an axis is not bound, or ``weight`` is not a scalar.
     """
     return _over_devices(metrics, "mean", collectives.bound_axes(axis_name, caller="reduce_mean_collective"), weight)
 
@@ -316,8 +319,8 @@ def collect_from_devices(metrics: Metrics) -> Metrics:
         if value.is_fully_replicated:
             return list(value.addressable_data(0))
         raise ValueError(
-            f"metrics{jax.tree_util.keystr(path)} lies on devices of several processes and differs between them. Call "
-            "all_gather inside of shard_map, and return its result with PartitionSpec()."
+            f"metrics{jax.tree_util.keystr(path)} is on devices of several processes and differs between devices. Call "
+            "all_gather inside of shard_map, and return the result with PartitionSpec()."
         )
 
     return jax.tree_util.tree_map_with_path(as_list, metrics)

@@ -140,7 +140,7 @@ class MetricAccumulator(MeshState):
             equal values.
         Raises:
           ValueError: ``reduce_op`` is unknown, or is "mean".
-          TypeError: a sum of bools, or a dtype that is not numeric.
+          TypeError: a sum of bools, or a dtype other than bool, integer and float, such as complex64.
         """
         self.reduce_op = MetricReduceOp(reduce_op)
         initial = jnp.asarray(initial_value)
@@ -171,7 +171,7 @@ class MetricAccumulator(MeshState):
             self.add_rows(_observe_rows(self.metric, self._seen(value)))
         elif shape in (self.shape, ()):
             if not is_readable(value):
-                raise ValueError(f"a value of shape {shape} lies on several processes; pass one per device, [n, ...].")
+                raise ValueError(f"a value of shape {shape} is split over processes; pass one per device, [n, ...].")
             # Readable here, but replicated over processes: every process passes the same array, which counts once.
             on_all_processes = isinstance(value, jax.Array) and not value.is_fully_addressable
             seen = on_one_device(self._seen(value))
@@ -220,7 +220,7 @@ def _check_fits(sums: np.ndarray, dtype: DTypeLike) -> None:
     if (beyond := sums[(sums < bounds.min) | (sums > bounds.max)]).size:
         raise OverflowError(
             f"the sum is {beyond[0]}, beyond the {dtype} of the initial value ({bounds.min} to {bounds.max}). "
-            "Begin with a float32, or read the Sum of an integer, which is exact to 64 bits."
+            "Begin with a float32, or use StatefulMetric(Sum(jnp.int32)), exact to 64 bits."
         )
 
 
@@ -296,7 +296,12 @@ class Metric(ABC, Generic[Value]):
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads the result of ``state_dict``, also if saved on a different number of devices."""
+        """Loads the result of ``state_dict``, also if saved on a different number of devices.
+
+        Raises:
+          ValueError: names, entries, shapes or dtypes do not fit this metric. If only a later accumulator does not fit,
+            the accumulators before it are already loaded.
+        """
         states = dict(self._states())
         check_entries(state_dict, states)
         for name, state in states.items():
@@ -332,9 +337,9 @@ class StatefulMetric(Metric[PyTree]):
         """Adds a batch; never communicates, and never waits for pending computations.
 
         If an array of the batch is split over devices, every device adds its shard of each array along the first dim,
-        and every device observes each scalar.
-        Otherwise the batch (numbers, NumPy arrays, single-device or replicated arrays, of any length) counts once for
-        this process; a batch with an array that is replicated over several processes counts once in total.
+        and every device observes each scalar. Otherwise the batch (numbers, NumPy arrays, single-device or replicated
+        arrays, of any length) counts once for this process; a batch with an array that is replicated over several
+        processes counts once in total.
 
         Raises:
           ValueError: an array is split over devices, and the number of devices does not divide a first dim.

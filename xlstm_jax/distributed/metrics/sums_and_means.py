@@ -1,7 +1,8 @@
 """Sums, extrema, means, norms, rates, and ``Compose`` for several metrics in one state.
 
-Every metric takes values of any shape, [b, ...], and ``weight``: a scalar, or an array with the leading dims of the
-values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included.
+Sums, extrema and means take values of any shape, [b, ...], and ``weight``: a scalar, or an array with the leading dims
+of the values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included. A weight of another shape raises
+a ``ValueError``.
 
 In the examples ``metric.result(metric.observe(values))`` is the value of one batch on one device. In a training step
 use ``empty``, ``update``, ``sync`` and ``compute``.
@@ -31,7 +32,7 @@ class Sum(PureMetric):
     """Sum of values: a compensated float sum or, with an integer ``dtype``, an exact 64-bit integer sum; initially 0.
 
     The value of an integer sum is an int64 with x64, otherwise a float32 that is rounded above 2^24;
-    ``synced.cells.exact()`` returns the exact integer on the host.
+    ``synced.cells.exact()`` returns the exact integer on the host. An integer sum raises a ``TypeError`` for floats.
 
     >>> float(Sum().result(Sum().observe(jnp.array([1.0, 2.5, jnp.nan]), weight=jnp.array([1, 1, 0]))))
     3.5
@@ -155,8 +156,8 @@ class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over every device; initially 0.
 
     Every device adds local items and seconds, so the ratio of the sums is the rate of one device; with
-    ``devices=mesh.size`` the value is the rate of the full mesh. Time is measured on the host: pass the duration of the
-    previous step as an argument of the step.
+    ``devices=mesh.size`` the value is the rate of the full mesh. Items are integers (floats raise a ``TypeError``).
+    Time is measured on the host: pass the duration of the previous step as an argument of the step.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))

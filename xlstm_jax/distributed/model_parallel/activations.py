@@ -17,7 +17,8 @@ replicated activations and activations split along the tokens.
 Each function is right in both ``check_vma`` modes. With ``check_vma=True`` JAX transposes its collectives to the
 right-hand column. With ``check_vma=False`` JAX transposes a sum to another sum, so the rules are written out here.
 
-Outside ``shard_map`` values are global and the functions return their input, as over an axis of a single device.
+Outside ``shard_map`` values are global and the functions return their input, as over an axis of a single device. An
+axis that is not bound is an error only if other axes are bound.
 """
 
 import jax
@@ -84,7 +85,8 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
       axis_name: the mesh axis over which the layer is split.
       caller: name of the layer or function, for errors.
     Raises:
-      ValueError: the axis is not bound, or splits the batch; or ``x`` varies over the axis by its type.
+      ValueError: other axes are bound, but not this axis; the batch is split over the axis; or ``x`` varies over the
+        axis by its type.
     """
     if (n := axis_devices(axis_name, caller)) == 1:
         return x
@@ -96,7 +98,7 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
 
 
 def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises if ``x`` varies over the axis by its type."""
+    """Raises a ``ValueError`` if ``x`` varies over the axis of ``n`` devices by its type."""
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be "
@@ -116,7 +118,7 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
       x: a term of the sum on each device, such as a product with the device's rows of a kernel.
       axis_name, caller: as for ``enter_split``.
     Raises:
-      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
+      ValueError: for the axis, as ``enter_split``; or ``x`` is replicated over the axis by its type.
     """
     if (n := axis_devices(axis_name, caller)) == 1:
         return x
@@ -127,7 +129,7 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
 
 
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises if ``x`` is replicated over the axis by its type, because a sum would then count ``x`` n times."""
+    """Raises a ``ValueError`` if ``x`` is replicated over the axis by its type: a sum would count ``x`` n times."""
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
@@ -153,7 +155,8 @@ def gather_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "gather_t
       dim: the dim of tokens, such as 1 of [b, t / n, d].
       axis_name, caller: as for ``enter_split``.
     Raises:
-      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
+      ValueError: for the axis, as ``enter_split``; ``dim`` is the last dim (features) or no dim; or ``x`` is replicated
+        over the axis by its type.
     """
     if axis_devices(axis_name, caller) == 1:
         return x
@@ -172,7 +175,8 @@ def scatter_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "scatter
       x: a term of the sum on each device, for all tokens.
       dim, axis_name, caller: as for ``gather_tokens``.
     Raises:
-      ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` is replicated over the axis by its type.
+      ValueError: for the axis and ``dim``, as ``gather_tokens``; the devices do not divide the tokens; or ``x`` is
+        replicated over the axis by its type.
     """
     if (n := axis_devices(axis_name, caller)) == 1:
         return x
@@ -192,7 +196,8 @@ def split_tokens(x: Array, dim: int, axis_name: str) -> Array:
       x: activations of all tokens, equal on all devices along the axis.
       dim, axis_name: as for ``gather_tokens``.
     Raises:
-      ValueError: the axis is not bound, or does not divide ``dim``; or ``x`` varies over the axis by its type.
+      ValueError: for the axis, as ``enter_split``; ``dim`` is no dim of ``x``; the devices do not divide the tokens; or
+        ``x`` varies over the axis by its type.
     """
     if (n := axis_devices(axis_name, "split_tokens")) == 1:
         return x
@@ -211,7 +216,8 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
     Args:
       x, dim, axis_name, caller: as for ``gather_tokens``.
     Raises:
-      ValueError: the axis is not bound; or ``x`` is replicated over the axis by its type.
+      ValueError: for the axis, as ``enter_split``; ``dim`` is no dim of ``x``; or ``x`` is replicated over the axis by
+        its type.
     """
     if axis_devices(axis_name, caller) == 1:
         return x
@@ -220,7 +226,7 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_local_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if ``x`` is replicated over the axis."""
+    """Raises a ``ValueError`` if ``dim`` is no dim before the last ``features``, or ``x`` is replicated by its type."""
     _check_dim(x, dim, caller, features)
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
@@ -239,7 +245,7 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises if ``dim`` is among the last ``features`` dims of ``x``, or if the devices do not divide ``dim``."""
+    """Raises a ``ValueError`` if ``dim`` is no dim before the last ``features``, or devices do not divide its size."""
     _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:

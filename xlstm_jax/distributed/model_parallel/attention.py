@@ -54,6 +54,9 @@ class SplitAttention(Split):
         """Applies attention: [b, t, d] -> [b, t, d]; with ``sequence_dim`` both have this device's tokens.
 
         ``args`` are passed to ``attention_fn``.
+
+        Raises:
+          ValueError: ``num_kv_heads`` does not divide ``num_heads``; or as ``ColumnDense`` and ``RowDense``.
         """
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if heads % kv_heads:

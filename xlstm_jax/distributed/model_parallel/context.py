@@ -5,7 +5,8 @@ get the keys K[b, t, g, d] (g heads) and values:
 
   gather    K[b, t, g, d] -- all-gather -->  K[b, n t, g, d]     all keys on each device; any kernel that takes a mask
   ulysses   K[b, t, g, d] -- all-to-all -->  K[b, n t, g / n, d] all tokens of some heads; any kernel, n divides heads
-  ring      K[b, t, g, d] -- n - 1 permutes, each beside the products with the keys before it; softmax merged in float32
+  ring      K[b, t, g, d] -- n - 1 permutes, each overlapped with the products of the keys that arrived before;
+                             the softmax is merged in float32
 
 JAX differentiates gather and ulysses: the transpose of an all-gather is a reduce-scatter, of an all-to-all an
 all-to-all. The ring has a backward rule of its own. The rule keeps query, key, value, result, and a single number for
@@ -98,7 +99,7 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
     Returns:
       int32 [length].
     Raises:
-      ValueError: for the axis and the layout, as ``context_attention``.
+      ValueError: for the axis and the layout, as ``context_attention``; or ``length`` is odd in the zigzag layout.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller="context_positions")
     layout = layout_over(axes, layout, "context_positions")
@@ -169,7 +170,8 @@ def context_attention(
         the protocol of ``jax.nn.dot_product_attention`` (the default): ``mask`` is bool [b or 1, 1, queries, keys], or
         None. Ulysses passes ``is_causal`` and ``local_window_size``, and a mask for segments only; gather passes
         everything in the mask.
-      block_size: number of queries and keys in a block of the ring; rounded to the nearest size that divides t.
+      block_size: number of queries and keys in a block of the ring; rounded to the nearest size that divides t (in the
+        zigzag layout t / 2).
     Returns:
       [b, t, h, d of the value], in the dtype of the query.
     Raises:
@@ -260,7 +262,7 @@ def _visible(
 
 
 def _any_visible(options: _Options, of_queries: Array, of_keys: Array) -> Array:
-    """Returns whether any query of a block may attend to a key of another block, by position."""
+    """Returns, as a bool [], whether any query of a block may attend to any key of a block, by their positions."""
     # Uses the ends of the blocks alone: a masked block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
     left, right = options.window or (math.inf, math.inf)
@@ -306,11 +308,11 @@ def _ring_bwd(options: _Options, residuals: PyTree, d_out: Array) -> tuple[Array
     query, key, value, segments, out, normalizer = residuals
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = normalizer.dtype
-    through = _query_blocks(d_out, key.shape[2], options)
+    d_out_blocks = _query_blocks(d_out, key.shape[2], options)
     # The sum over all keys of p (dO V^T), which the softmax gradient subtracts, equals O dO: known before the first
     # key.
-    correction = (_query_blocks(out, key.shape[2], options).astype(wide) * through.astype(wide)).sum(-1)
-    of_result = through, normalizer, correction
+    correction = (_query_blocks(out, key.shape[2], options).astype(wide) * d_out_blocks.astype(wide)).sum(-1)
+    of_result = d_out_blocks, normalizer, correction
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))
     for step in range(steps := _steps(options, query.shape[1])):
         coming = collectives.shift(arrived, options.axes) if step < steps - 1 else arrived

@@ -213,7 +213,11 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 
 def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
-    """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``."""
+    """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``.
+
+    Raises:
+      ValueError: ``axis`` names other dims than the last, or the last dims in another order.
+    """
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in axes)
     if dims != tuple(range(x.ndim - len(dims), x.ndim)):
@@ -228,9 +232,10 @@ FUSED = {2: " (keys and values)", 3: " (queries, keys and values)"}  # layers fu
 
 
 def check_features_divide(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> None:
-    """Raises if the devices do not divide the first of several feature dims, and that dim may count fused layers.
+    """Raises a ``ValueError`` if the devices do not divide the first feature dim, and this dim may count fused layers.
 
-    Features (3, heads, dim) stand for queries, keys and values. For any further dim ``split_param`` raises.
+    Features (3, heads, dim) stand for queries, keys and values. For a first dim that counts features or heads,
+    ``split_param`` raises.
     """
     first, *others = features
     looks_fused = bool(others) and (first in FUSED or (len(others) > 1 and others[0] % count == 0))
@@ -259,9 +264,12 @@ def _divisors(size: int, most: int) -> str:
 
 
 def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
-    """Detects a split kernel with unsplit input ("all"), or a split input with an unsplit kernel ("share"); else "".
+    """Compares the input features of ``x`` with those of this device's kernel; returns "all", "share" or "".
 
-    Compares the last ``count`` dims of the input with the first dims of the kernel on this device.
+    "all": ``x`` has ``devices`` times the kernel's input features, so the kernel is split and ``x`` is not.
+    "share": the kernel has ``devices`` times the features of ``x``, so ``x`` is split and the kernel is not.
+    "": neither, or the layer has no kernel yet, or there is one device.
+    Input features are the last ``count`` dims of ``x``, and the first ``count`` dims of the kernel.
     """
     if devices == 1 or not layer.has_variable("params", "kernel"):
         return ""
@@ -369,7 +377,8 @@ class ColumnDense(_SplitDense):
       axis_name: the mesh axis.
       sequence_dim: the dim of tokens along which the input is split over the axis, such as 1 of [b, t, d]; None: the
         input is replicated.
-      ring: with ``sequence_dim``, gather tokens in ring steps interleaved with the product.
+      ring: with ``sequence_dim``, gather tokens in ring steps interleaved with the product; without ``sequence_dim`` a
+        ``ValueError``.
       copied: if the first feature dim is smaller than the number of devices, several devices compute the same features
         (key heads of grouped-query attention). The parameters then stay replicated along the axis.
     """
@@ -377,7 +386,10 @@ class ColumnDense(_SplitDense):
     copied: bool = False
 
     def __call__(self, x: Array) -> Array:
-        """Returns this device's features of all tokens, even for a split input: [b, t, d] -> [b, t, f / n]."""
+        """Returns this device's features of all tokens: [b, t, d] -> [b, t, f / n].
+
+        With ``sequence_dim`` the input has this device's tokens: [b, t / n, d] -> [b, t, f / n].
+        """
         return columns_of([self], x)[0]
 
     @nn.compact
@@ -385,6 +397,10 @@ class ColumnDense(_SplitDense):
         """Creates or reads the parameters; returns (x, kernel, bias), cast to the dtype in which the layer computes.
 
         ``x`` is not gathered. Kernel and bias are this device's columns; the bias is None without ``use_bias``.
+
+        Raises:
+          ValueError: ``axis`` is not the last dims; ``x`` has only this device's share of the features; or as
+            ``split_param``.
         """
         count = last_dims(self.axis, x, self._called)
         shape = (*x.shape[x.ndim - count :], *self._outputs)
@@ -443,8 +459,11 @@ def columns_of(layers: Sequence[ColumnDense], x: Array) -> list[Array]:
     >>> Gated().init_with_output(jax.random.key(0), jnp.ones((2, 3, 4)))[0].shape
     (2, 3, 8)
 
+    Returns:
+      For each layer this device's features of all tokens, [b, t, f / n].
     Raises:
-      ValueError: the layers differ in ``axis``, ``axis_name``, ``sequence_dim``, ``ring``, ``precision`` or ``dtype``.
+      ValueError: the layers differ in ``axis``, ``axis_name``, ``sequence_dim``, ``ring``, ``precision`` or ``dtype``;
+        or as a call of a single layer.
     """
     first = layers[0]
     for layer, name in itertools.product(layers[1:], _EQUAL_FIELDS):
@@ -484,7 +503,8 @@ class RowDense(_SplitDense):
 
     Attributes:
       sequence_dim: the dim of tokens along which the result is split over the axis; None: the result is replicated.
-      ring: with ``sequence_dim``, scatter tokens in ring steps interleaved with the product.
+      ring: with ``sequence_dim``, scatter tokens in ring steps interleaved with the product; without ``sequence_dim`` a
+        ``ValueError``.
     """
 
     @nn.compact

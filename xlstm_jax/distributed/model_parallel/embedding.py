@@ -21,7 +21,7 @@ from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_prod
 
 
 def check_integers(tokens: Array, caller: str) -> None:
-    """Raises if tokens are not integers."""
+    """Raises a ``TypeError`` if tokens are not integers."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{caller}: tokens are {tokens.dtype.name}, and must be integers.")
 
@@ -75,7 +75,11 @@ class SplitEmbed(nn.Module):
     sequence_dim: int | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks up integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for an invalid token."""
+        """Looks up integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for an invalid token.
+
+        Raises:
+          TypeError: the tokens are not integers.
+        """
         caller = f"'{'/'.join(self.path)}'"
         check_integers(tokens, caller)
         (table,) = promote_dtype(self.table(), dtype=self.dtype, inexact=False)

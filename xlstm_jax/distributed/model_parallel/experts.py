@@ -73,6 +73,8 @@ def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, bl
       block_size: at least 1.
     Returns:
       [r, e]; rows after all groups are 0.
+    Raises:
+      ValueError: ``block_size`` is below 1.
     """
     if block_size < 1:
         raise ValueError(f"apply_by_group: block_size={block_size} must be a positive number of rows.")
@@ -265,10 +267,11 @@ def mix_experts_with_capacity(
     row_groups: int = 1,
     row_weights: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Computes ``mix_experts`` with a limit of C = ceil(capacity_factor k n / E) rows per expert and group of n rows.
+    """Computes ``mix_experts`` with a limit of C = ceil(capacity_factor k m / E) rows per expert and group of m rows.
 
-    Rows are cut into ``row_groups``. In each group an expert accepts the first C rows that chose the expert: all first
-    choices before all second choices, each in row order. Further choices are dropped, and add nothing to their tokens.
+    The n rows are cut into ``row_groups`` groups of m rows. In each group an expert accepts the first C rows that chose
+    the expert: all first choices before all second choices, each in row order. Further choices are dropped, and add
+    nothing to their tokens.
     Each device along an axis of the batch has at least a group, so N devices with a group each compute the same as a
     single device with ``row_groups=N``.
 
@@ -285,7 +288,7 @@ def mix_experts_with_capacity(
       capacity_factor, row_groups: see above.
       row_weights: [n]; rows of weight 0 (padding) take no places, and have the result 0.
     Returns:
-      [n, e], and the fraction of this device's choices that were dropped, without padding.
+      [n, e], and the fraction of this device's choices that were dropped, without padding, float32 [].
     Raises:
       ValueError: as ``mix_experts``; or the groups do not divide the rows, or the capacity is below 1.
     """
@@ -327,7 +330,8 @@ def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]
     A choice with the value E, the number of experts, is of a row that does not count, and takes no slot.
 
     Returns:
-      The row in each slot, [E, C], and for each choice the place among the choices of the same expert, [n, k].
+      The index of the row in each slot, [E, C], and for each choice the place among the choices of the same expert,
+      [n, k]; a place from C on is dropped. An empty slot has the index of some other row.
     """
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
@@ -407,6 +411,11 @@ class Experts(nn.Module):
         """Routes each token to ``top_k`` experts, and sums the weighted results: [..., d] -> [..., e].
 
         Tokens with ``row_weights`` [...] of 0 neither count in the router's losses nor take places of a capacity.
+
+        Raises:
+          ValueError: the devices do not divide the experts or the shared tokens; ``batch_axes`` contradicts the types
+            or the step, or is missing; the parameters are of another number of experts; or as
+            ``mix_experts_with_capacity``.
         """
         rows = x.reshape(-1, x.shape[-1])
         axes = () if self.axis is None else collectives.bound_or_none(as_axis_names(self.axis), caller="Experts")
@@ -497,9 +506,9 @@ class Experts(nn.Module):
         if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
         if self.batch_axes is None and axis not in of_step:
-            known = f"the step's batch is split over {of_step}" if of_step else "no step says what splits the batch"
+            known = f"the step's batch is split over {of_step}" if of_step else "the step names no batch axes"
             raise ValueError(
-                f"Experts(axis={self.axis!r}): under check_vma=False types do not tell whether tokens differ along "
+                f"Experts(axis={self.axis!r}): under check_vma=False types do not show whether tokens differ along "
                 f"{axis!r}, and {known}. Pass batch_axes= with all axes along which tokens differ; if {axis!r} is one "
                 "of them, average gradients over it."
             )

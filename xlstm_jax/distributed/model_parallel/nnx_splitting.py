@@ -2,8 +2,8 @@
 
 A chosen ``nnx.Linear``, ``nnx.LinearGeneral`` or ``nnx.Embed`` gets a subclass of the same name with the product of
 ``ColumnDense``, ``RowDense`` or ``SplitEmbed``; the metadata of its kernel name the split dim, as ``out_sharding`` of a
-user's own layer does. The class contains the kind of the split and nothing of the single layer, so that equal layers
-have equal classes, and can be stacked.
+user's own layer does. The class stores the kind of the split, the axis, and the path without the layer's number, so
+that equal layers have equal classes, and can be stacked.
 
 Layers that are not split, and have parameters, get a subclass, too, which refuses to run where the gradients of the
 parameters would be wrong: between a layer that is split by columns and a layer that is split by rows.
@@ -130,9 +130,10 @@ def _own_params(module: nnx.Module) -> list[str]:
 
 
 def _is_checked(module: nnx.Module) -> bool:
-    """Returns whether an unsplit module must not run between split layers unnoticed.
+    """Returns whether a module that is not split gets a check of its input (``_checked``): it has trainable parameters.
 
-    A lookup never does: its input are tokens. (A unit recognises the unchanged method of an ``nnx.Embed``.)
+    An ``nnx.Embed`` gets no check: its input are tokens, never split features, and a unit recognises an ``nnx.Embed``
+    by its unchanged method.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 
@@ -166,7 +167,7 @@ def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict
                 f"{listed(sorted(layers), 12) or 'it has none'}. Patterns are of the last names of these paths."
             )
     inside = [path for path, kind in chosen.items() if kind == "inside"]
-    # The module around has entered the parameters.
+    # An "inside" module handles the parameters of all modules within.
     return {path: kind for path, kind in chosen.items() if not _is_below(path, inside)}
 
 

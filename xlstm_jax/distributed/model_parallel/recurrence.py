@@ -1,9 +1,9 @@
 """The state of a recurrence before the first token of each device of a split sequence, inside ``shard_map``.
 
-A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of a device maps the state before the tokens to the
-state after the tokens, h -> A h + U. A is the product of the a[s], and U the final state for a zero initial state. Two
-such steps in sequence are again a step: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the states at the borders of
-n devices need only log2(n) exchanges among all devices, not n sequential steps:
+A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of a device, with elementwise products, maps the state
+before the tokens to the state after the tokens, h -> A h + U. A is the product of the a[s], and U the final state for a
+zero initial state. Two such steps in sequence are again a step: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the
+states at the borders of n devices need only ceil(log2(n)) + 1 exchanges among all devices, not n sequential steps:
 
   every device   (A, U) of its t tokens, from a zero state
   scan           (A, U) of the devices before it, by doubling: of 1, then 2, then 4, ... devices
@@ -35,6 +35,7 @@ def recurrence_over_axis(
 
     Call the function inside ``shard_map``, in either ``check_vma`` mode, with the sequence in natural order (not
     zigzag). If no mesh axis is bound, as in ``init``, the device has the full sequence, and ``initial`` is returned.
+    Products are elementwise; for a decay that is a matrix use ``scan_over_axis``.
 
     >>> def states(a, u):  # h[s] = a[s] h[s - 1] + u[s] over a sequence that is split
     ...     step = lambda before, after: (before[0] * after[0], after[0] * before[1] + after[1])
@@ -95,7 +96,8 @@ def scan_over_axis(
       axis, reverse: as for ``recurrence_over_axis``.
       first: the step before the first device, with the structure, shapes and dtypes of ``step``; replicated.
     Returns:
-      A tree like ``first``: ``first`` combined with the steps of all devices before this device, by log2(n) exchanges.
+      A tree like ``first``: ``first`` combined with the steps of all devices before this device, by ceil(log2(n)) + 1
+      exchanges.
     Raises:
       ValueError: for the axis and the layout, as ``recurrence_over_axis``.
     """

@@ -22,6 +22,8 @@ Array = jax.Array
 class Routing(NamedTuple):
     """Chosen experts of each token: ``experts`` int32 [n, k] and ``weights`` [n, k], from the ``logits`` [n, E].
 
+    ``route_tokens`` returns weights and logits in float32, or in a wider dtype of its input.
+
     >>> Routing(experts=jnp.array([[1]]), weights=jnp.ones((1, 1)), logits=jnp.zeros((1, 2))).experts.shape
     (1, 1)
     """
@@ -91,6 +93,8 @@ def load_balancing_loss(
 @promoting
 def router_z_loss(routing: Routing, row_weights: Array | None = None) -> Array:
     """Returns a scalar loss that keeps logits small: the mean over this device's tokens of logsumexp(logits)^2.
+
+    ``row_weights`` [n] weights the mean; 0 for padding.
 
     >>> routing = route_tokens(jnp.full((4, 8), 3.0) - jnp.log(8), top_k=1)
     >>> round(float(router_z_loss(routing)), 4)

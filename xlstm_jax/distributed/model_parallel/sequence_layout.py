@@ -44,7 +44,11 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """Returns the token indices of natural order in zigzag order, [length]; device i has chunks i and 2n - 1 - i."""
+    """Returns the token indices of natural order in zigzag order, [length]; device i has chunks i and 2n - 1 - i.
+
+    Raises:
+      ValueError: the tokens do not divide into two chunks of equal size for each of several devices.
+    """
     if devices == 1:
         return np.arange(length)
     check_even(length, devices)
@@ -54,7 +58,7 @@ def zigzag_order(length: int, devices: int) -> np.ndarray:
 def check_layout(layout: str | None) -> None:
     """Raises a ``ValueError`` if ``layout`` is not in ``LAYOUTS``; None is allowed."""
     if layout is not None and layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: the tokens of a sequence lie 'contiguous' or 'zigzag'; see in_layout.")
+        raise ValueError(f"layout={layout!r}: pass 'contiguous' or 'zigzag', an order of tokens; see in_layout.")
 
 
 def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
@@ -251,10 +255,12 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
       dim: the dim of the sequence.
     Yields:
-      The batch in this layout, after two exchanges of half a device's tokens for each dtype.
+      The batch in this layout; for zigzag on several devices after two exchanges, of half a device's tokens each, for
+      each dtype.
     Raises:
-      ValueError: an unknown layout; a ``ReorderedTokens`` leaf with another layout; tokens that do not divide into two
-        chunks on each device; or leaves with different numbers of tokens.
+      ValueError: an unknown layout; other axes are bound, but not ``axis``; a ``ReorderedTokens`` leaf with another
+        layout or for another number of devices; tokens that do not divide into two chunks on each device; or leaves
+        with different numbers of tokens.
     """
     check_layout(layout)
     axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")

@@ -136,9 +136,8 @@ class _Splitting:
     dense: set[str] = field(default_factory=set)
     other_modules: set[str] = field(default_factory=set)
     matched: set[re.Pattern[str]] = field(default_factory=set)
-    kinds_in_call_order: dict[str, str] = field(
-        default_factory=dict
-    )  # kinds of the split layers by path, in call order
+    # Kinds of the split layers by path, in call order.
+    kinds_in_call_order: dict[str, str] = field(default_factory=dict)
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
         """Returns the kind that the first matching pattern gives to a module; None without a match.
@@ -154,7 +153,7 @@ class _Splitting:
         return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
-        """Raises if a pattern of the user has matched no module of the model."""
+        """Raises a ``ValueError`` if a pattern of the user has matched no module of the model."""
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
                 seen = self.dense | self.other_modules if kind in BETWEEN else self.dense

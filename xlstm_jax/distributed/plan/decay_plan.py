@@ -1,10 +1,10 @@
-"""Column of a plan about weight decay: the parameters that the optimizer makes smaller where the gradient is 0.
+"""Column of a plan about weight decay: finds the parameters that the optimizer shrinks if their gradient is 0.
 
-With a gradient of 0 and new moments an update is -lr * wd * p for a parameter p that decays, and 0 for another. The
-section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on arrays with
-equal entries (``uniform_arrays``): with gradients of 0 for two sizes of p, and with a gradient of 0.5, which shows that
-the step moves the parameter at all. Steps are repeated, as a schedule may begin at a learning rate of 0. So masks,
-``inject_hyperparams``, ``partition`` and transforms of users are seen by what they do, not by their names.
+With a gradient of 0 and new moments an update is -lr * wd * p for a decaying parameter p, and 0 for a parameter without
+decay. The section traces ``tx.init`` and ``tx.update`` at the shapes of the parameters, and evaluates the program on
+arrays with equal entries (``uniform_arrays``): with gradients of 0 for two values of p, and with a gradient of 0.5,
+which shows whether the step moves the parameter at all. Steps are repeated, because a schedule may begin at a learning
+rate of 0. So masks, ``inject_hyperparams``, ``partition`` and users' transforms are recognised by effect, not by name.
 
 Tracing takes seconds for hundreds of leaves, so a plan traces when its text or ``decay`` is first read.
 """
@@ -35,9 +35,9 @@ class DecayPlan:
     """Weight decay of some parameters.
 
     Attributes:
-      decays: "yes", "no", or "?" where the program does not show it.
+      decays: "yes", "no", or "?" if the optimizer's program does not decide.
       leaves: paths of the parameters.
-      reason: why "?"; else "".
+      reason: the reason for "?"; else "".
 
     >>> print(DecayPlan("yes", ("mlp/kernel",), ""))
     yes: mlp/kernel
@@ -57,7 +57,9 @@ class DecayPlan:
 
 
 def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[DecayPlan, ...]:
-    """Returns which parameters decay under an optax transform.
+    """Returns the weight decay of parameters under an optax transform: an entry for each verdict and reason.
+
+    An error of the transform is the verdict "?" for every parameter.
 
     Args:
       tx: the transform.
@@ -66,16 +68,17 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     paths = [path for path, _ in leaves_with_path(params)]
     try:
         verdicts = _verdicts(tx, params, len(paths))
-    # A user's transform may raise anything: it may need extra arguments, or values. A plan has other columns.
+    # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
-    found: dict[tuple[str, str], list[str]] = {}
+    by_verdict: dict[tuple[str, str], list[str]] = {}
     for path, verdict in zip(paths, verdicts, strict=True):
-        found.setdefault(verdict, []).append(path)
-    return tuple(DecayPlan(decays, tuple(leaves), reason) for (decays, reason), leaves in found.items())
+        by_verdict.setdefault(verdict, []).append(path)
+    return tuple(DecayPlan(decays, tuple(leaves), reason) for (decays, reason), leaves in by_verdict.items())
 
 
 def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> list[tuple[str, str]]:
+    """Returns (decays, reason) for each of ``count`` leaves, from up to ``MAX_STEPS`` evaluated steps."""
     init = jax.make_jaxpr(tx.init)(params)
     state = jax.eval_shape(tx.init, params)
     update = jax.make_jaxpr(taking_extra_args(tx).update)(params, state, params)
@@ -101,11 +104,15 @@ def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> l
 
 
 def _verdict(of_one: Any, of_two: Any, moved: Any) -> tuple[str, str] | None:
-    """Returns the verdict of a step: updates of parameters 1 and 2 without gradient, and with one. None: not yet."""
+    """Returns (decays, reason) by the updates of a leaf in one step; None if the step moves nothing.
+
+    ``of_one`` and ``of_two`` are the updates of parameters 1 and 2 with gradient 0, ``moved`` the update of parameter 1
+    with gradient 0.5; each is a float, or ``UNKNOWN`` or ``FINITE`` if it cannot be evaluated.
+    """
     if not isinstance(of_one, float) or not isinstance(of_two, float) or not np.isfinite([of_one, of_two]).all():
         return "?", "the update without a gradient cannot be evaluated"
     if of_one == of_two == 0:
-        # A learning rate of 0 moves nothing, and shows nothing.
+        # A step with a learning rate of 0 does not show whether the parameter decays.
         return None if isinstance(moved, float) and moved == 0 else ("no", "")
     if of_one < 0 and np.isclose(of_two, 2 * of_one, rtol=1e-4):
         return "yes", ""

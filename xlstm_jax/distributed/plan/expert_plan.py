@@ -31,7 +31,7 @@ class ExpertPlan:
       expert_size: number of elements of the parameters of a single expert of a single layer.
 
     >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=4, layers=1, expert_bytes=2**20, expert_size=2**18)
-    >>> mixture.experts_of(3), mixture.owner(7)  # the position of a device along "ep"
+    >>> mixture.experts_of(3), mixture.owner(7)  # experts of the device at position 3; position of expert 7
     (range(6, 8), 3)
     """
 

@@ -1,7 +1,7 @@
 """Errors of ``model.init`` on the inputs of a plan: explanations, and inputs on which ``model.init`` succeeds.
 
-The usual cause is a batch of tokens [b, t + 1], from which the loss cuts inputs and next tokens: a model with learned
-positions for t tokens cannot be called on the batch itself.
+The usual cause is a batch of tokens [b, t + 1], from which the loss function cuts inputs and next tokens [b, t]: a
+model with learned positions for t tokens cannot be called on the uncut batch.
 """
 
 import os
@@ -46,16 +46,15 @@ def known_cure(
     call: str,
     by_keyword: str,
 ) -> str:
-    """Returns advice to pass one token less, or the arguments that ``error`` reports as missing; else "".
+    """Returns advice to pass the arguments that ``error`` reports as missing, or one token less; else "".
 
-    Advises one token less if ``model.init`` accepts the shorter input. "" means that the mistake may be in the model.
-    ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how the call passes a keyword
-    argument.
+    Advises one token less if ``model.init`` accepts the shorter input. After "" the mistake may be in the model.
+    ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how to pass a keyword argument.
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
         return (
-            f"Pass {names} too: behind the inputs, {call.format('x, y')}, or, where no array, by keyword: {by_keyword}."
+            f"Pass {names} too: after the inputs, {call.format('x, y')}, or, if not an array, by keyword: {by_keyword}."
         )
     fewer = without_last_token(inputs)
     if fewer is not None and init_failure(model, fewer, kwargs) is None:
@@ -68,15 +67,15 @@ def known_cure(
 
 
 def general_cure(call: str, by_keyword: str) -> str:
-    """Returns general advice on inputs that fail for an unknown reason; arguments as of ``known_cure``."""
+    """Returns general advice on inputs that fail for an unknown reason; for the arguments see ``known_cure``."""
     return (
-        "Pass what the loss function calls the model on, by shapes alone if you like: "
+        "Pass the arguments with which the loss function calls the model; shapes suffice: "
         f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
     )
 
 
 def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
-    """Returns the exception that tracing ``model.init`` on these inputs raises; None if tracing succeeds."""
+    """Traces ``model.init`` on the inputs; returns the exception raised, or None."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         with absent_device():
@@ -89,13 +88,13 @@ def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, An
 def is_library_error(error: Exception) -> bool:
     """Returns whether code of this library raised the error, not code of the user, JAX or Flax."""
     frames = traceback.extract_tb(error.__traceback__)
-    # A call without a required argument fails in the line of the call, which may be a wrapper's line.
+    # A call without a required argument fails in the line of the call, which may be in a wrapper of this library.
     called_wrongly = isinstance(error, TypeError) and MISSING.search(one_line(error))
     return bool(frames) and frames[-1].filename.startswith(LIBRARY) and not called_wrongly
 
 
 def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-    """Returns a single array of tokens [b, t + 1] as [b, t]; None for different inputs."""
+    """Returns inputs of a single token array [b, t + 1], integers, as [b, t]; None for any different inputs."""
     leaves = leaves_with_path(tuple(inputs))
     if len(inputs) != 1 or len(leaves) != 1:
         return None
@@ -106,7 +105,7 @@ def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def described_inputs(inputs: Sequence[PyTree]) -> str:
-    """Returns dtypes and shapes of all arrays in the inputs as text, such as ``int32[8, 128]``."""
+    """Returns dtypes and shapes of the inputs' arrays as text, such as ``int32[8, 128]``, or "no arrays"."""
     leaves = [leaf for _, leaf in leaves_with_path(tuple(inputs))]
     shown = [f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else repr(x) for x in leaves]
-    return joined(shown) if shown else "of which there are none"
+    return joined(shown) if shown else "no arrays"

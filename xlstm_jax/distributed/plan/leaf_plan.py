@@ -25,7 +25,7 @@ LINES = (  # the fields on each line of the JSON: the leaf, its sharding, the re
 
 
 class ByteCount(NamedTuple):
-    """Bytes: ``total`` of the global array, and ``per_device`` of the part on each device.
+    """Bytes: ``total`` of the model's global array, and ``per_device`` of the part stored on each device, with padding.
 
     >>> ByteCount(1024, 256) + ByteCount(64, 64)
     ByteCount(total=1088, per_device=320)

@@ -1,7 +1,7 @@
 """Section of a sharding plan about optimizers that update unsharded matrices, such as ``muon``.
 
-The section lists the matrices, the devices that compute the updates (owners), and for each leaf that the optimizer does
-not treat as a matrix the reason.
+The section lists the matrices, the devices that compute the updates (owners), and the reason for each leaf that the
+optimizer does not treat as a matrix.
 """
 
 from collections import defaultdict
@@ -20,15 +20,15 @@ from xlstm_jax.formatting import listed, path_pattern, rich_table
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """Entry for the matrices of equal shape, or for the leaves that are not matrices for the same reason.
+    """Entry for matrices of equal shape, or for leaves that for the same reason are not matrices.
 
     Attributes:
       rule: name of the optimizer, such as "muon".
       leaves: paths of the leaves that contain the matrices, or are not matrices.
       count: number of matrices; 0 for leaves that are not matrices.
-      rows, columns: of each matrix, ``rows`` being the shorter side; 0 for leaves that are not matrices.
+      rows, columns: sizes of each matrix, ``rows`` the shorter side; 0 for leaves that are not matrices.
       owners: number of devices that share the updates; the remaining devices repeat the same work.
-      per_owner: number of matrices for which each owner has a place, possibly empty.
+      per_owner: number of places for matrices on each owner; places may be empty.
       reason: why the leaves are not matrices; "" for matrices.
 
     >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
@@ -51,7 +51,7 @@ class MatrixPlan:
 
     @property
     def workless_fraction(self) -> float:
-        """Fraction of the owners without a matrix of this shape, but maybe with a matrix of another shape: 0 to 1."""
+        """Fraction of the owners without a matrix of this shape, but maybe with one of a different shape: 0 to 1."""
         # Owners fill their places in order, so the owners without a matrix are the last.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
@@ -103,13 +103,13 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """Returns a table with a line for each shape of matrices, and for each reason why leaves are not matrices."""
+    """Returns a table with a line for each shape of matrices, and for each reason against matrices."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
 
 
 class MatrixSection(Section[MatrixPlan]):
-    """Plan section of optimizers that update unsharded matrices; records the report that each makes in ``tx.init``."""
+    """Plan section of optimizers that update unsharded matrices; records the report of each optimizer's ``tx.init``."""
 
     name = "matrices"
 

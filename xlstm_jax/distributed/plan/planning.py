@@ -85,9 +85,10 @@ def plan_sharding(
     Returns:
       A plan with a row for each leaf: the sharding, its reason, and the bytes per device.
     Raises:
-      ValueError: a wrapper, a box or ``axis_name`` names an unknown axis; the axes do not divide the dim of a box made
-        by the model; ``axis_name`` or ``min_weight_size`` is given for a model with wrappers; or ``model.init`` fails
-        on the inputs (``InitError``).
+      ValueError: a size in ``axis_sizes`` is not a positive integer; a wrapper, a box or ``axis_name`` names an unknown
+        axis; the axes do not divide the dim of a box made by the model; ``axis_name`` or ``min_weight_size`` is given
+        for a model with wrappers; or ``model.init`` fails on the inputs (``InitError``).
+      TypeError: ``axis_sizes`` is not a mapping.
     """
     sizes = _checked_sizes(axis_sizes)
     mesh = planning_mesh(sizes)

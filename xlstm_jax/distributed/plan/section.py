@@ -1,18 +1,18 @@
 """The protocol by which a feature adds a section to a sharding plan, in a separate file.
 
-A plan has a row for each leaf. A section holds what the rows do not: the device that stores each expert, the device
-that updates each matrix. Hooks of ``Section``, in the order of their calls:
+A plan has a row for each leaf. A section holds facts about a feature that no row holds: the device that stores each
+expert, the device that updates each matrix. Hooks of ``Section``, in the order of their calls:
 
-  trace     noting       a context around ``model.init`` and ``tx.init``, in which the section records what the
-                         feature does
+  trace     recording    a context around ``model.init`` and ``tx.init``, in which the section records the actions of
+                         its feature
             optimizer    receives the optax transform, and the parameters as the transform receives them
-  rows      entries      the entries of the section, made from the records and the rows
-            axes_within  the axes over which parameters are split, for ``ShardingPlan.roles``
-  text      table        the entries for people
-            cells        the texts of a column of the plan's table, by path, for a section that has a ``column``
-            from_json    an entry from JSON, which stores the fields of the entry, a dataclass
+  rows      entries      builds the entries of the section from the records and the rows
+            axes_within  returns the axes over which parameters are split, for ``ShardingPlan.roles``
+  text      table        returns the entries as a table for people
+            cells        returns the texts of a column of the plan's table, by path, for a section with a ``column``
+            from_json    builds an entry, a dataclass, from its fields in JSON
 
-``plan/__init__`` registers each section with one line. Without sections a plan has rows alone.
+``plan/__init__`` registers each section with one line. Without sections a plan has only rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class WhenRead(Sequence[Entry]):
         return repr(self._entries)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (self._entries,)  # the function may hold what cannot be pickled
+        return tuple, (self._entries,)  # the function may hold objects that cannot be pickled
 
 
 class Section(Generic[Entry]):
@@ -76,7 +76,7 @@ class Section(Generic[Entry]):
     column: ClassVar[str] = ""  # the name of the column that ``cells`` fills; "" for a section without a column
 
     def recording(self) -> AbstractContextManager[None]:
-        """Returns a context in which the section records what its feature does, such as calls of ``Experts``.
+        """Returns a context in which the section records actions of its feature, such as calls of ``Experts``.
 
         A plan enters the context around the initialisation of the model and of the optimizer.
         """
@@ -86,9 +86,9 @@ class Section(Generic[Entry]):
         """Receives the transform of a plan with an optimizer, and the trained parameters without boxes, abstract."""
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
-        """Builds the entries from what was recorded; ``rows`` are the plan's rows of parameters and collections.
+        """Returns the entries, built from the records and ``rows``, the plan's rows of parameters and collections.
 
-        A tuple, or ``WhenRead``.
+        The result is a tuple, or ``WhenRead``.
         """
         raise NotImplementedError
 
@@ -98,17 +98,17 @@ class Section(Generic[Entry]):
 
     @staticmethod
     def cells(entries: Sequence[Entry], /) -> Mapping[str, str]:
-        """Returns by path the texts of the section's column; leaves without a text have an empty cell."""
+        """Returns the texts of the section's column, by path; leaves without a text have an empty cell."""
         return {}
 
     @staticmethod
     def table(entries: Sequence[Entry], /) -> RenderableType | None:
-        """Returns the entries (at least one) as a table for ``rich``; None if the column says everything."""
+        """Returns the entries (at least one) as a table for ``rich``; None if the column contains all facts."""
         raise NotImplementedError
 
     @staticmethod
     def from_json(fields: Mapping[str, Any], /) -> Entry:
-        """Returns the entry with these fields, read from JSON."""
+        """Returns the entry with ``fields``, read from JSON."""
         raise NotImplementedError
 
 

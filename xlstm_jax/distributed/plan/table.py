@@ -17,9 +17,9 @@ from xlstm_jax.formatting import TIMES, Bar, FirstFitting, format_bytes, format_
 
 HOST = "on its host"  # only with offload
 COLUMNS = ("leaf", "shape", "split", "in all", "per device", "its gradient", "optimizer state", HOST, "gathered")
-# Columns that a narrow terminal leaves out, the first one first, to keep each leaf in one line. The summary under the
-# table has the sums of the first three.
-NO_COLUMNS: Mapping[str, Mapping[str, str]] = {}
+NO_COLUMNS: Mapping[str, Mapping[str, str]] = {}  # a table without the columns of sections
+# Columns that a narrow terminal leaves out, in this order, to keep each leaf in one line. The summary under the table
+# has the sums of the first three.
 LEFT_OUT = ("its gradient", "optimizer state", HOST, "in all")
 
 
@@ -95,14 +95,17 @@ def _section_columns(plan: Any) -> dict[str, Mapping[str, str]]:
 
 
 def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = NO_COLUMNS) -> list[Line]:
-    """Returns the lines of a table: rows share a line if their paths differ only in the first number."""
+    """Returns the lines of a table: rows with equal fields share a line if their paths differ only in the first number.
+
+    ``columns`` has the cells of further columns, which must be equal, too: [name][path of a leaf].
+    """
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
         module = None if row.gathered_with is None else path_pattern(f"{row.gathered_with}/")
         # Two rows are alike if all fields except the paths are equal, and the cells of the sections.
         same = dataclasses.replace(row, path="", gathered_with=module)
-        beside = tuple(cells.get(row.path, "") for cells in columns.values())
-        alike.setdefault((path_pattern(row.path), same, beside), []).append(row)
+        section_cells = tuple(cells.get(row.path, "") for cells in columns.values())
+        alike.setdefault((path_pattern(row.path), same, section_cells), []).append(row)
     named = [(key[0] if len(group) > 1 else group[0].path, group, key[2]) for key, group in alike.items()]
     depth = _module_depth([path for path, group, _ in named if group[0].collection == PARAMETERS])
     return [Line(*_module_and_leaf(path, group[0], depth), group[0], len(group), cells) for path, group, cells in named]

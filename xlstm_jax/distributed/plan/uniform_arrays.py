@@ -1,11 +1,11 @@
-"""Evaluates a traced program on arrays whose entries are all equal: one number for an array of any shape.
+"""Evaluates a traced program on uniform arrays, whose entries are equal: a single number stands for an array.
 
   f32[4096, 4096] of 0.5, summed over dim 0   ->   f32[4096] of 2048
 
-So what an optimizer does to parameters of 70 billion entries is evaluated at their true shapes in milliseconds. What a
-program computes from anything else (random numbers, an ``iota``) is ``UNKNOWN``, as is the result of a primitive that
-is not in the tables here. Constants of unequal entries, such as the coefficients of a polynomial, are ``FINITE``: times
-0 they are 0.
+So the update of an optimizer for parameters of 70 billion entries is evaluated at true shapes in milliseconds. Values
+computed from arrays that are not uniform (random numbers, an ``iota``) are ``UNKNOWN``, also the results of primitives
+that are not in the tables below. Constants with unequal, finite entries, such as the coefficients of a polynomial, are
+``FINITE``: their product with 0 is 0.
 """
 
 import math
@@ -69,7 +69,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "or": operator.or_,
     "xor": operator.xor,
 }
-# Each result is a rearrangement of the first operand, whose further operands (indices) do not matter.
+# Primitives whose result contains only entries of the first operand; further operands (indices) do not matter.
 REARRANGING = frozenset(
     {
         *(
@@ -90,7 +90,7 @@ REARRANGING = frozenset(
 
 
 def uniform_value(array: Any) -> Uniform:
-    """Returns the value of an array whose entries are all equal, such as a constant of a program."""
+    """Returns the value of a uniform array, such as a constant of a program; else ``FINITE`` or ``UNKNOWN``."""
     try:
         values = np.asarray(array)
     except TypeError:  # keys of random numbers
@@ -103,7 +103,7 @@ def uniform_value(array: Any) -> Uniform:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Uniform]) -> list[Uniform]:
-    """Returns a value for each result of a jaxpr, from a value for each of its arguments."""
+    """Returns the value of each result of a jaxpr; ``values`` are the values of its arguments, in order."""
     found = dict(zip(jaxpr.invars, values, strict=True))
     found |= {var: uniform_value(const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
 
@@ -174,7 +174,7 @@ def _number(value: Any, dtype: Any) -> Uniform:
 
 
 def _called(jaxpr: Any, values: Sequence[Uniform]) -> list[Uniform]:
-    # Closed jaxprs contain their constants; others have none.
+    # Closed jaxprs contain their constants; open jaxprs have no constants.
     return evaluate(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), values)
 
 
@@ -213,7 +213,7 @@ def _equal(several: list[list[Uniform]]) -> list[Uniform]:
 
 
 def _same(values: list[Uniform]) -> Uniform:
-    """Returns the value that all have, else ``UNKNOWN``."""
+    """Returns the common value; ``FINITE`` if every value is ``FINITE``, and ``UNKNOWN`` for different values."""
     if any(isinstance(value, _Unknown) for value in values):
         return FINITE if all(value is FINITE for value in values) else UNKNOWN
     return values[0] if all(value == values[0] for value in values) else UNKNOWN

@@ -1,4 +1,4 @@
-"""Plan section of the units that a rule has chosen: the modules that gather their parameters together, and why."""
+"""Plan section of units chosen by a rule: modules that gather their parameters together, and the rule's reasons."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,10 +18,10 @@ class UnitPlan:
     """A module that gathers its parameters together, chosen by the rule of ``shard_modules`` without ``where``.
 
     Attributes:
-      path: of the module; "" for the model itself.
+      path: path of the module; "" for the model.
       reason: why the rule chose the module.
       leaves: number of parameters that the module gathers.
-      gathered_bytes: bytes of these parameters on a device while the module runs; for stacked layers, of a layer.
+      gathered_bytes: bytes of gathered parameters on a device while the module runs; for stacked layers, of a layer.
 
     >>> print(UnitPlan("h_0", "one of 12 blocks of a loop", 8, 2**24))
     h_0: one of 12 blocks of a loop; gathers 8 leaves, 16 MiB
@@ -39,7 +39,7 @@ class UnitPlan:
 
 
 def units_table(plans: Sequence[UnitPlan]) -> RenderableType:
-    """Returns a table with a line for each unit; units that differ only in a number of their paths share a line."""
+    """Returns a table with a line for each unit; units whose paths differ only in a number share a line."""
     alike: dict[tuple[str, str, int], list[UnitPlan]] = {}
     for plan in plans:
         alike.setdefault((path_pattern(f"{plan.path}/")[:-1], plan.reason, plan.gathered_bytes), []).append(plan)
@@ -53,7 +53,7 @@ def units_table(plans: Sequence[UnitPlan]) -> RenderableType:
 
 
 class UnitSection(Section[UnitPlan]):
-    """Plan section of the units that a rule has chosen; empty for a model whose units were chosen by hand."""
+    """Plan section of units chosen by a rule; empty for a model whose units the user chose."""
 
     name = "units"
 
@@ -70,7 +70,7 @@ class UnitSection(Section[UnitPlan]):
         for row in rows:
             if row.gathered_with in gathered:
                 gathered[row.gathered_with].append(row.gathered_bytes)
-        # A unit whose parameters are all too small gathers nothing.
+        # A unit with only small, replicated parameters gathers nothing.
         return tuple(
             UnitPlan(path, self.reasons[path], len(sizes), sum(sizes)) for path, sizes in gathered.items() if sizes
         )

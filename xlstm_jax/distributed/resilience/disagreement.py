@@ -1,9 +1,9 @@
-"""The report of devices that disagree: what ``check_replicas`` and a replayed step raise.
+"""Error of ``check_replicas`` and of a replayed step: reports devices that disagree.
 
-  what was found: leaf by leaf. What to do.
+  message    summary: first leaf; second leaf; ... Cure.
 
-``LoopGuard`` sends the report of an error that leaves its block to all processes, and names a device that has failed by
-the same function.
+``LoopGuard`` sends the report of an error that leaves its block to every process, and also names a failed device by
+``named_devices``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,14 @@ class DisagreementError(RuntimeError):
     """Error: devices hold or compute different bits where they must be equal.
 
     Args:
-      found: what was found.
-      leaves: the paths of the leaves that differ, with a text for each.
-      cure: what to do, as sentences.
-    Attributes:
+      found: summary of the disagreement, the first part of the message.
       devices: the devices in question.
-      processes: the indices of their processes.
-      leaves: the paths of the leaves that differ.
+      leaves: a text for each leaf with different bits, by path.
+      cure: advice to the user, in sentences.
+    Attributes:
+      devices: the devices in question, sorted by id.
+      processes: the sorted indices of the devices' processes.
+      leaves: the paths of the leaves with different bits.
 
     >>> error = DisagreementError("two values", jax.devices()[:1], {"kernel": "'kernel', [4]"}, "Restore a checkpoint.")
     >>> error.processes, str(error)
@@ -43,5 +44,5 @@ def named_devices(devices: Sequence[Device]) -> str:
 
 
 def _first_few(texts: Sequence[str]) -> str:
-    """Returns the first texts, and dots for further ones."""
+    """Returns the first ``NAMED_AT_MOST`` texts, and dots in place of further texts."""
     return "; ".join(texts[:NAMED_AT_MOST]) + ("; ..." if len(texts) > NAMED_AT_MOST else "")

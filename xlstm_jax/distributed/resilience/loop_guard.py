@@ -9,6 +9,9 @@ After an exception a process notifies the other processes and ends with ``os._ex
 ``atexit`` function of JAX would wait in a barrier for the other processes, which wait in a collective for this process,
 until a heartbeat times out.
 
+The guard compares the bits of the loss on the local devices: after the average every device has the same loss.
+``check_replicas``, which needs an exchange, also compares devices of different processes.
+
 The watchdog checks every local shard of the loss. If a process has died, the collective fails on the devices that
 communicate with the dead process, while other devices wait for their neighbours. Reading the loss would only check the
 first device.
@@ -30,6 +33,7 @@ from jax.experimental import multihost_utils
 
 from xlstm_jax.distributed.processes.exit import EXIT_FAILED, EXIT_INTERRUPTED, leave, leave_with_others
 from xlstm_jax.distributed.resilience.disagreement import named_devices
+from xlstm_jax.distributed.resilience.replica_check import check_local_replicas
 from xlstm_jax.distributed.resilience.watchdog import MAX_TIMEOUT_S, Watchdog
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
@@ -138,6 +142,7 @@ class LoopGuard:
             None skips the check of the loss.
         Raises:
           NonFiniteError: too many consecutive steps were skipped; or, without ``skip_nonfinite``, a loss is not finite.
+          ReplicaError: the loss is replicated by its sharding, and devices of this process hold different losses.
           ValueError: ``metrics`` has no ``loss``; the loss of the preceding step was donated; or the guard is outside
             of its ``with`` block.
           KeyboardInterrupt: Ctrl-C was pressed, and the loop does not call ``should_stop``.
@@ -206,6 +211,7 @@ class LoopGuard:
                 "running mean. Pass a copy of the loss (jnp.copy) to step_done, or donate only the mean."
             )
         self._entered("step_done").rename(f"the wait for the loss of step {step}")
+        check_local_replicas(f"the loss of step {step}", held[LOSS])
         if SKIPPED_IN_A_ROW in held:
             _check_skipped(step, held, self._max_skipped_in_a_row)
         elif not np.all(np.isfinite(loss := np.asarray(held[LOSS]))):
@@ -297,7 +303,7 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
 
 
 def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the loss and the skip counters, and starts the host transfer of the decisive value."""
+    """Selects the loss and the skip counters, and starts the host transfers of the values that will be read."""
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
@@ -306,6 +312,9 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
     decisive_values = {name: metrics[name] for name in (LOSS, SKIPPED_STEPS, SKIPPED_IN_A_ROW) if name in metrics}
     if isinstance(decisive := _decisive(decisive_values), jax.Array):
         decisive.copy_to_host_async()
+    if isinstance(loss := metrics[LOSS], jax.Array):
+        for shard in loss.addressable_shards:  # the losses of the local devices are compared
+            shard.data.copy_to_host_async()
     return decisive_values
 
 

@@ -75,13 +75,37 @@ def check_replicas(tree: PyTree) -> None:
     sums = _on_all_processes(_local_table([leaf.value for leaf in copied]))
     wrong = [(leaf, alike) for index, leaf in enumerate(copied) if (alike := _groups(leaf, sums, index))]
     if wrong:
-        raise ReplicaError(
-            f"{len(wrong)} of {len(copied)} leaves are declared equal on several devices and are not",
-            [device for _, (_, *others) in wrong for devices in others for device in devices],
-            {leaf.path: _disagreement(leaf, alike) for leaf, alike in wrong},
-            "Look for a seed or batch that differs by process, for gradients or statistics that were not averaged "
-            "under check_vma=False, and for a faulty device; restore an earlier checkpoint.",
-        )
+        raise _error(wrong, len(copied))
+
+
+def check_local_replicas(path: str, value: Any) -> None:
+    """Raises a ``ReplicaError`` if the devices of this process hold different bits of a replicated array.
+
+    Reads the local shards and runs no program, so a single process may call this function. Bits of a NaN may differ.
+    Does nothing for a value that is not a ``jax.Array``, is split over devices, or is donated.
+
+    >>> check_local_replicas("loss", jax.device_put(1.0, NamedSharding(mesh, PartitionSpec())))
+    """
+    if not isinstance(value, jax.Array) or value.is_deleted() or not value.sharding.is_fully_replicated:
+        return
+    groups = defaultdict(list)
+    for shard in value.addressable_shards:
+        held = np.asarray(shard.data)
+        nan = held != held
+        groups[np.where(nan, 0, held).tobytes() + nan.tobytes()].append(shard.device)
+    if len(groups) > 1:
+        raise _error([(_Copied(path, value, []), sorted(groups.values(), key=len, reverse=True))], 1)
+
+
+def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> ReplicaError:
+    """Returns the error for the leaves ``wrong`` of ``count`` leaves, each with its groups of equal devices."""
+    return ReplicaError(
+        f"{len(wrong)} of {count} leaves are declared equal on several devices and are not",
+        [device for _, (_, *others) in wrong for devices in others for device in devices],
+        {leaf.path: _disagreement(leaf, alike) for leaf, alike in wrong},
+        "Look for a seed or batch that differs by process, for a loss, gradients or statistics that were not averaged "
+        "under check_vma=False, and for a faulty device; restore an earlier checkpoint.",
+    )
 
 
 def _copied(path: str, value: Any) -> list[_Copied]:

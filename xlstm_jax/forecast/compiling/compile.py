@@ -1,8 +1,7 @@
 """Compilation of a training step: for absent accelerators, or for the devices at hand.
 
-  StepCall --trace, export--> StableHLO --child process, or cache--> Compiled   begin_for_topology,
-    compile_for_topology
-  StepCall --trace, lower, compile--> Compiled                                  compile_here
+  begin_for_topology, compile_for_topology   StepCall --trace, export--> StableHLO --child process, or cache--> Compiled
+  compile_here                               StepCall --trace, lower, compile--> Compiled
 
 A step for a topology is traced on a mesh without devices (``jax.sharding.AbstractMesh``), or on any mesh with as many
 devices as the topology. Nothing is allocated, and this process never starts a compiler for absent devices. The mesh
@@ -293,8 +292,9 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
 
     Raises:
       ImportError: the compiler is not installed, or its version differs from jaxlib's (see ``check_compiler``).
-      ValueError: the numbers of devices in the mesh and in the topology differ (names both); or the step calls back
-        into Python (``jax.debug.print``), which works only on devices of the calling process.
+      ValueError: the arguments are on no mesh; the numbers of devices in the mesh and in the topology differ (names
+        both); or the step calls back into Python (``jax.debug.print``), which works only on devices of the calling
+        process.
     """
     topology = call.topology
     assert topology is not None
@@ -363,7 +363,11 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """Converts the compiler's texts to a ``Compiled``; raises for an error other than a program that is too large."""
+    """Converts the compiler's texts to a ``Compiled``.
+
+    Raises:
+      CompileError: the compiler refused the step, for another reason than the size of the program.
+    """
     result = json.loads(texts[RESULT])
     error = result["error"]
     message = compiler_message(topology.name, error or "it wrote no program", settings["options"])

@@ -138,7 +138,8 @@ class Pending(Generic[T]):
       finish: converts the compiler's texts to the result; may raise a ``CompileError``.
       cache: cache to read first and to write after compiling; None: no cache.
       timeout_s: time limit of the child.
-      seconds: time from the child's start to the result; None before, and for a result from the cache.
+      seconds: time from the child's start to the call of ``result`` or, if later, the child's end; None before, and for
+        a result from the cache.
     """
 
     step: bytes

@@ -53,7 +53,10 @@ class AxisTraffic:
     @property
     def hidden_fraction(self) -> float | None:
         """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown."""
-        return 1 - self.waited_s / self.seconds if self.seconds and self.waited_s is not None else None
+        if not self.seconds or self.waited_s is None:
+            return None
+        # A GPU's collective also waits for earlier collectives on its links, longer than for its own bytes.
+        return max(0.0, 1 - self.waited_s / self.seconds)
 
 
 def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:

@@ -133,8 +133,8 @@ class Durations(ABC):
 class Cycles(Durations):
     """Cycles estimated by the compiler (TPUs); collectives and Pallas kernels have no estimate and count as 0.
 
-    The program must be parsed from ``compiled.as_text()``: files from ``xla_dump_to`` written before code generation
-    have no estimates yet.
+    The program must be parsed from a text written after code generation: ``compiled.as_text()``, or the file
+    ``*after_codegen.txt`` of ``xla_dump_to``. Earlier texts have no estimates.
     """
 
     def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
@@ -147,9 +147,9 @@ class Kernels(Durations):
 
     chip: Chip
 
-    # On a GPU the started computation takes kernel time of the GPU. On a TPU it runs in parallel with the schedule and
-    # takes none of the schedule's time.
-    called_in_line = CONTROL | {"call-start", "async-start"}
+    # On a GPU an asynchronously started computation takes kernel time of the GPU. On a TPU it runs in parallel with the
+    # schedule and takes none of the schedule's time.
+    CALLING_OPCODES = CONTROL | {"call-start", "async-start"}
 
     def _duration(self, computation: Computation, instruction: Instruction) -> Duration:
         if not instruction.is_work or instruction.opcode in COLLECTIVES:

@@ -7,7 +7,7 @@ algorithms for clusters of workstations", 2009). Each of n devices sends
 
     all-gather, reduce-scatter, all-to-all     (n - 1) / n  x payload
     all-reduce                               2 (n - 1) / n  x payload
-    collective-permute                                        payload
+    collective-permute, collective-broadcast                  payload
     ragged-all-to-all                          (n - 1) / n  x payload, for rows that spread evenly
 
 where the payload is the unsharded array: the result of a gather, the input of a reduction. A ragged exchange has two
@@ -60,7 +60,7 @@ class Overlap:
       modules: modules of the compute instructions, in scheduled order.
       instructions: number of compute instructions.
       cycles: the compiler's estimate for the instructions, loops multiplied out; None if the sum is 0 and an estimate
-        is missing.
+        is missing, or without instructions.
       seconds: expected time of the instructions; None if unknown.
       product_seconds: GPUs: the part of ``seconds`` in kernels with a matrix product; else None.
     """

@@ -54,7 +54,7 @@ def step_bounds(
     *,
     tokens_per_device: float | None = None,
 ) -> Roofline:
-    """Computes the three bounds of a step.
+    """Returns the three bounds of a step's time in seconds, with the amounts behind them.
 
     Args:
       flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.

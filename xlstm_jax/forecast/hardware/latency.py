@@ -1,13 +1,13 @@
 """Latency of collectives on a TPU's torus: an assumption, the same for every chip.
 
-    seconds = start + hops x hop        an all-reduce makes its way twice: it scatters, then gathers
+    seconds = start + hops x hop        an all-reduce makes all hops twice: it scatters, then gathers
 
-Around a closed ring of n chips data goes both ways, so the farthest chip is n / 2 hops away; along an open line n - 1.
-A collective over several torus dims makes the hops of each dim, one dim after the other.
+Around a closed ring of n chips data is sent both ways, so the farthest chip is n / 2 hops away; along an open line
+n - 1 hops. A collective over several torus dims makes the hops of each dim in sequence.
 
 **No source.** Google publishes no latency of a collective. "How to Scale Your Model" (jax-ml.github.io/scaling-book,
 chapter "Sharded Matrices and How to Multiply Them") has "about 1 us" for a hop; the 5 us from the start of an
-operation to its first byte are assumed. Latencies of GPUs are NCCL's, see ``nccl``.
+operation to its first byte are assumed. Latencies of GPUs come from NCCL, see ``nccl``.
 
 To compute stored results with other constants, change ``TPU_LATENCY`` and run ``python -m benchmarks.peers --redraw``.
 """
@@ -29,7 +29,7 @@ TPU_LATENCY: dict[str, Latency] = dict.fromkeys(TPUS, ASSUMED)
 
 
 def torus_latency_s(chip: str, kind: str, hops: int) -> float:
-    """Returns the seconds before the bytes of a TPU's collective have arrived, however few.
+    """Returns the latency in seconds of a collective on a TPU's torus: the time that does not depend on its bytes.
 
     >>> [f"{torus_latency_s('v5e', kind, 8) * 1e6:.0f} us" for kind in ("all-gather", "all-reduce")]
     ['13 us', '21 us']

@@ -110,7 +110,7 @@ class Links:
         return nccl.choice(kind, group, sent, reached)
 
     def latency_s(self, axes: Sequence[str], kind: str, sent: float) -> float:
-        """Returns the latency of a collective in seconds, of which no byte has a part; 0 for a single device.
+        """Returns the latency of a collective in seconds, without the time of the bytes; 0 for a single device.
 
         TPUs: an assumption, see ``hardware.latency``. GPUs: the latency of NCCL's ``choice`` for ``sent`` bytes.
         """

@@ -6,9 +6,9 @@ Latency and bandwidth are a trade-off: LL has the least latency and at most a qu
 latency and the full rate, LL128 is in between. Over n GPUs on h hosts, g = n / h per host, each algorithm and protocol
 has latency a per hop over NVLink and b per hop over the network:
 
-    Ring   base + hops x a or b; n-1 hops, of which h-1 cross hosts; of an all-reduce 2(n-1), of which 2h
-    Tree   base + 2 x ((g-1) x a + log2(h) x b); all-reduces alone; sends 2 x payload
-    Sends  one hop, from each GPU to others, as in an all-to-all: NCCL implements them as sends and receives
+    Ring   base + hops x a or b; n-1 hops, h-1 of these across hosts; for an all-reduce 2(n-1), 2h across hosts
+    Tree   base + 2 x ((g-1) x a + log2(h) x b); only for all-reduces; sends 2 x payload
+    Sends  a single hop; permutes and all-to-alls, which NCCL implements as sends and receives between GPUs
 
 Tables and factors come from ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
 LL128 and of trees, treeCorrectionFactor), for hosts with Intel processors. Left out: NCCL's use of switches (NVLS,
@@ -16,7 +16,7 @@ SHARP: large all-reduces are up to a third faster), limits by channel, which do 
 of later releases (PAT). For 256 A100 the model gives 65 us for an all-reduce of some bytes; 62 to 71 us were measured
 on 32 hosts of 8 (NVIDIA/nccl#652).
 
-``bus_bandwidth`` of a link is not the published rate, but the rate measured with NCCL's tests.
+``bus_bandwidth`` of a link is the rate measured with NCCL's tests, not the published rate.
 """
 
 import math
@@ -36,7 +36,7 @@ GATHER_FRACTION, GATHER_HOSTS = 0.5, 32
 
 RING, TREE = "Ring", "Tree"
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
-SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # from each device to others, in one hop
+SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # sent directly between devices, in one hop
 _US = 1e-6
 _BASE = {  # seconds before the first byte is sent
     (TREE, LL): 6.8 * _US, (TREE, LL128): 14.0 * _US, (TREE, SIMPLE): 0.0,
@@ -48,7 +48,7 @@ _HOP = {  # seconds of each hop, over NVLink and over the network
 }  # fmt: skip
 _POST = {LL: 1.0 * _US, LL128: 1.0 * _US, SIMPLE: 3.0 * _US}  # minimum seconds per hop of a ring that crosses hosts
 _LL_MOST = {1: 87.7e9, 2: 39.0e9}  # maximum bytes/s of LL by number of hosts
-_LL_MOST_BEYOND = 20.4e9  # on more hosts
+_LL_MOST_BEYOND = 20.4e9  # maximum bytes/s of LL on three or more hosts
 # Latency factor of all-reduces by Simple rings across hosts, from this many bytes per GPU on.
 _PLATEAU, _PLATEAU_BYTES = 1.4, 64 * 16
 # Fraction of the rate by log2(payload / 64 bytes); arrays beyond the table reach the full rate (1).
@@ -70,7 +70,7 @@ class Group:
 
 
 def network_fraction(kind: str, hosts: int) -> float:
-    """Returns the fraction of the network's published rate that collectives over this many hosts reach.
+    """Returns the fraction of the network's published rate reached by collectives over ``hosts`` hosts.
 
     >>> network_fraction("reduce-scatter", 16), network_fraction("all-gather", 16), network_fraction("all-gather", 32)
     (0.8, 0.8, 0.5)
@@ -81,7 +81,7 @@ def network_fraction(kind: str, hosts: int) -> float:
 
 
 class Way(NamedTuple):
-    """An algorithm with its protocol, "Tree LL": latency in seconds, and seconds of the bytes."""
+    """An algorithm with its protocol, "Tree LL"; its latency in seconds, and the seconds to send the bytes."""
 
     name: str
     latency_s: float
@@ -104,10 +104,10 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
       kind: the kind of collective, as XLA names it.
       group: the connected GPUs, two or more.
       sent: bytes sent by each GPU around a ring; ``payload x (n-1)/n``, twice as much in an all-reduce.
-      bus_bandwidth: bytes/s of each GPU that NCCL reaches with large arrays.
+      bus_bandwidth: bytes/s of each GPU, as reached by NCCL with large arrays.
     """
     reduces = kind == "all-reduce"
-    # A ring sends (n-1)/n of the payload, twice that in an all-reduce; a tree sends the payload itself, twice.
+    # A ring sends (n-1)/n of the payload, in an all-reduce twice; a tree sends the full payload twice.
     payload = sent * group.devices / (group.devices - 1) / (2 if reduces else 1)
     ways = [_ring(kind, group, protocol, sent, payload, bus_bandwidth) for protocol in _POST]
     if reduces:
@@ -116,7 +116,7 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 
 
 def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, bus_bandwidth: float) -> Way:
-    """Returns latency and bandwidth of NCCL's ring for a collective, by NCCL's own model."""
+    """Returns NCCL's ring for a collective: seconds of latency and of the bytes, by NCCL's performance model."""
     over_nvlink, over_network = _HOP[RING, protocol]
     hops, crossing, reduces = group.devices - 1, group.hosts - 1, kind == "all-reduce"
     if reduces:
@@ -142,9 +142,9 @@ def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, b
 
 
 def _tree(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> Way:
-    """Returns latency and bandwidth of NCCL's tree for an all-reduce, by NCCL's own model."""
+    """Returns NCCL's tree for an all-reduce: seconds of latency and of the bytes, by NCCL's performance model."""
     over_nvlink, over_network = _HOP[TREE, protocol]
-    # Data goes up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
+    # Data is sent up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))
     hops_s = (group.devices // group.hosts - 1) * over_nvlink + levels * over_network
     bandwidth = 0.92 * bus_bandwidth

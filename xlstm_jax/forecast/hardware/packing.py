@@ -1,20 +1,20 @@
-"""Size of the leaves that are worth packing: the latency that packing saves, and the copy that packing costs.
+"""Largest leaves worth packing: compares the latency saved by packing with the time of the additional copy.
 
-A leaf of B bytes that shares the collectives of other leaves saves, in each pass, a collective on each axis:
+A packed leaf of B bytes saves, in each pass, a separate collective on each axis:
 
     saved    sum over axes of (launch + hops x hop)
     cost     2 B / HBM bandwidth        the unsharded leaf is read and written once more
 
 A closed ring of n devices sends both ways, so that the last shard takes n // 2 hops. The latency of TPU collectives is
-not published. ``LAUNCH_S`` and ``HOP_S`` are assumptions, not measurements: pass measured times where you have them.
-Latency and copy may both be hidden behind matrix products; the limit compares times that are not hidden.
+not published. ``LAUNCH_S`` and ``HOP_S`` are assumptions, not measurements: pass measured times if you have any.
+Latency may be hidden behind matrix products; the limit compares exposed times.
 """
 
 from collections.abc import Mapping
 
 from xlstm_jax.forecast.hardware.chips import Chip
 
-LAUNCH_S, HOP_S = 5e-6, 1e-6  # assumptions, of a collective on a TPU
+LAUNCH_S, HOP_S = 5e-6, 1e-6  # assumptions for a collective on a TPU
 
 
 def packing_limit(
@@ -29,10 +29,10 @@ def packing_limit(
     Args:
       chip: the device.
       axis_sizes: the axes over which leaves are gathered, with their sizes, each a closed ring of links.
-      launch_s: seconds that a collective takes beside bytes and hops.
+      launch_s: seconds of a collective in addition to bytes and hops.
       hop_s: seconds from a device to its neighbour.
     Returns:
-      Bytes. 0 for GPUs, whose compiler (XLA) combines small collectives by itself; 0 on a single device.
+      Bytes. 0 for GPUs, where XLA already combines small collectives; 0 on a single device.
     """
     if not chip.torus_axes:
         return 0

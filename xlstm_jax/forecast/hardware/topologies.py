@@ -41,7 +41,7 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each dim of ``shape`` is a ring: v5e, v6e: as long as the pod; v4, v5p, tpu7x: every dim, or none.
+        """Whether each dim of ``shape`` is a ring. v5e, v6e: dims as long as the pod; v4, v5p, tpu7x: all or none.
 
         The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4, so
         smaller slices have no rings; the same is assumed for tpu7x. A dim without a ring has half the bandwidth for
@@ -118,7 +118,7 @@ def parse_topology(name: str) -> Topology:
 
 
 def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Checks the numbers in the name of a GPU topology; returns (hosts, GPUs per host)."""
+    """Checks the numbers in the name of a GPU topology, and returns (hosts, GPUs per host); else a ``ValueError``."""
     chip = name.partition(":")[0]
     host = "NVLink domain" if per_host > HOST else "host"
     hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape

@@ -1,7 +1,7 @@
-"""Parser of the programs that compilers print as text, and analyses of the parsed programs.
+"""Parser of compiled programs, printed as text, and analyses of the parsed programs.
 
-program, instruction        the text as objects; trips of loops
-device_groups               devices that a collective connects, and the mesh axes of these groups
+program, instruction        objects for programs and instructions; trips of loops
+device_groups               groups of devices connected by a collective, and the mesh axes of the groups
 dataflow, collective_sites  producers and readers of a value; a collective from start to end
 text                        integers, lists and dtypes in text
 op_names                    module and direction of an operation, from its name

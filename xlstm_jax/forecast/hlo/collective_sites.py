@@ -3,9 +3,8 @@
 Compilers write the same collective in several forms. Each form counts as one collective:
     all-reduce(x)                                           the schedule waits for the result
     all-gather-start(x) ... all-gather-done                 the instructions between overlap the collective
-    call-start(x), to_apply=... ... call-done               the same on a TPU's SparseCore; also async-start
-    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion between start and
-      done
+    call-start(x), to_apply=... ... call-done               start and done on a TPU's SparseCore; also async-start
+    fusion async-collective-start ... fusion ... -done      a TPU sends pieces during each fusion in between
     fusion {dynamic-slice(all-reduce(x))}                   a TPU's reduce-scatter
     all-reduce(dynamic-update-slice(zeros, x))              a TPU's replacement of an all-gather: twice the bytes
 """
@@ -33,9 +32,9 @@ class Site:
       trips: trips of ``computation``, the computation with the schedule.
       scheduled: instruction in the schedule at which the collective starts.
       kind: executed operation.
-      inner, within: the collective instruction and the surrounding computation, either ``computation`` or a called
-        computation.
-      during: instructions scheduled during the collective; None if the schedule waits.
+      inner, inner_computation: the collective instruction and the surrounding computation, either ``computation`` or a
+        called computation.
+      overlapped_instructions: instructions scheduled during the collective; None if the schedule waits.
     """
 
     computation: Computation
@@ -79,7 +78,7 @@ def sites(program: Program) -> Iterator[Site]:
 
 
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    """Yields the collectives that an instruction runs, itself or in a fusion or an asynchronous call."""
+    """Yields a ``Site`` for each collective that an instruction runs, directly, in a fusion or in an async call."""
     if at.opcode.removesuffix("-start") in COLLECTIVES:
         collectives = [(computation, at)]
     elif at.opcode in ("fusion", "async-start", "call-start"):

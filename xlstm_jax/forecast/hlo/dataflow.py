@@ -38,8 +38,8 @@ def upstream(program: Program, value: Value) -> Iterator[Value]:
 def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
     """Yields the values computed from a value, nearest first, at most ``MAX_VISITED``.
 
-    ``through`` are the opcodes behind whose results the search continues; other results are yielded, and end it. None:
-    all opcodes.
+    ``through`` are the opcodes behind whose results the search continues; a result of another opcode is yielded, but
+    not followed. None: all opcodes.
     """
     return _walk(program, value, uses, through)
 
@@ -134,7 +134,7 @@ def uses(program: Program, value: Value) -> list[Value]:
 
 
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
-    """Returns the values computed directly from ``value``."""
+    """Returns the values that ``user`` computes directly from ``value``, its operand at ``position``."""
     computation, element = value.computation, value.element
     if user.opcode == "tuple":
         return [Value(computation, user.name, (position, *element))]

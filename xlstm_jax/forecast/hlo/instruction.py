@@ -105,7 +105,7 @@ class Instruction:
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether the instruction computes or moves data; False for names of values and ends of asynchronous pairs."""
+        """Whether the instruction computes or moves data; False if it names values or is part of an async pair."""
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))

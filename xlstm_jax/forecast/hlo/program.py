@@ -3,8 +3,8 @@
 compiled.as_text() --parse--> Program: computations, each a list of instructions    (TPU, CPU, GPU)
                               Program.executed(): (computation, trips)              loops multiplied out
 
-``compiled.as_text()`` also holds the compiler's estimate of cycles, in contrast to files dumped by ``xla_dump_to`` as
-"after_optimizations".
+``compiled.as_text()`` also contains the compiler's estimate of cycles (TPUs), as does the file "after_codegen" of
+``xla_dump_to``, in contrast to the file "after_optimizations".
 
 Compilers for CPUs and GPUs write the number of trips beside a loop (``known_trip_count``). TPU compilers do not, but
 bring each loop of known length into the same form, in which every number is a constant:
@@ -189,7 +189,7 @@ class Program:
 
 def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
     """Returns the computations that an instruction runs, without the reductions and fusions that it applies."""
-    # Most instructions call nothing, and the regular expressions of `called` are slow.
+    # Most instructions call nothing, and the regular expressions of `callees_by_role` are slow.
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
         return ()
     called = instruction.callees_by_role
@@ -291,7 +291,7 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
 
 
 def _count(start: int, bound: int, step: int, direction: str) -> int | None:
-    """Counts start, start + step, ... while the comparison with the bound holds; None if it always holds."""
+    """Counts start, start + step, ... while the comparison with the bound holds; None if the loop need not end."""
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
     numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)

@@ -1,9 +1,9 @@
-"""Forecasts of trainings with ``xlstm_jax.distributed``: options that fit, and a step compared with its plan.
+"""Forecasts of trainings with ``xlstm_jax.distributed``: finds options that fit, and compares a step with its plan.
 
-workload     a training that is not run: model, optimizer, abstract batch; builds a step on any mesh
-fitting      the search: meshes, remat, minibatches, offload; ``model_axes`` estimates meshes of split models
-linting      costs of a compiled step that its plan does not need
-dispatch     traffic of mixtures of experts
+workload     describes a training without running the training: model, optimizer, abstract batch; builds steps on meshes
+fitting      searches meshes, remat, minibatches, offload; ``model_axes`` estimates meshes of split models
+linting      finds costs of a compiled step beyond its plan
+dispatch     computes the traffic of mixtures of experts
 """
 
 from xlstm_jax.forecast.training.dispatch import Dispatch, dispatch

@@ -132,14 +132,15 @@ _WAYS = (Options({}), Options({}, keep_gathered=False), Options({}, keep_gathere
 
 @dataclass(frozen=True)
 class Trial:
-    """A forecast of the search.
+    """A trial of the search: the options of a step, and the forecast of the step or the problem.
 
     Attributes:
       options: options of the step.
       forecast: forecast of the step; None after a failure.
       fits: whether the step is within the budget.
       problem: reason for a missing forecast, in a line.
-      took_s: compile time; None without a compilation, or for a result from the cache.
+      took_s: seconds from the start of the compilation to the trial, with the wait for parallel trials listed before;
+        None without a compilation, or for a result from the cache.
     """
 
     options: Options
@@ -318,8 +319,8 @@ def fit(
         meshes by estimate.
     Raises:
       ValueError: the topology is unknown; ``meshes`` and ``model_axes`` are both given; the budget, the number of jobs
-        or a limit is not positive; there is no mesh; or the forecast of the very first options fails, chained to the
-        reason.
+        or a limit is not positive; there is no mesh, or no step can be built on any mesh of ``model_axes``; or the
+        forecast of the very first options fails, chained to the reason.
       ImportError: the compiler for the topology is not installed.
     """
     parsed = parse_topology(topology)
@@ -392,7 +393,7 @@ def _considered(
 
 
 def _check_offload(options: Options, traced: jax.stages.Traced) -> None:
-    """Raises if a step has no arguments in host memory, although its options request offload."""
+    """Raises a ``ValueError`` if a step has no arguments in host memory, although its options request offload."""
     spaces = {aval.memory_space for aval in traced.jaxpr.in_avals}
     if options.offload != NO_OFFLOAD and jax.memory.Space.Host not in spaces:
         raise ValueError(

@@ -59,8 +59,8 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
     for axis, limit in limits.items():
         if axis.startswith("fsdp") or not isinstance(limit, int) or limit < 1:
             raise ValueError(
-                f"model_axes={dict(limits)}: {axis!r} must be no axis of FSDP, which gets what is left, and its limit "
-                "a positive number of devices, as {'tp': 8}."
+                f"model_axes={dict(limits)}: {axis!r} must not begin with 'fsdp' (FSDP gets the rest), and its "
+                "limit must be a positive number of devices, as {'tp': 8}."
             )
     choices = [[2**i for i in range(limit.bit_length())] for limit in limits.values()]
     sizes = (dict(zip(limits, some, strict=True)) for some in itertools.product(*choices))
@@ -69,7 +69,10 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 
 
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Returns a mesh with these axes, each within a dim of the torus or of (hosts, GPUs per host); else None."""
+    """Returns a mesh with these axes, each within a dim of the torus or of (hosts, GPUs per host).
+
+    FSDP gets the rest of the dims. Returns None if an axis fits into no dim.
+    """
     gpus = topology.platform == "cuda"
     # The devices of a chip form the last dim, which is no ring.
     rings = (*topology.wraps, False)[: len(topology.dims)]
@@ -141,7 +144,7 @@ class Estimate:
 
 
 def estimate(call: StepCall, links: Links) -> Estimate:
-    """Estimates the cost of a step before compilation."""
+    """Estimates bytes and seconds of a step per device, from its jaxpr and the shardings of its arguments."""
     jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
     reached = links.chip.reached
     flops = count_flops(jaxpr, devices).by_dtype()
@@ -198,7 +201,7 @@ def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
 
 @dataclass(frozen=True)
 class Considered:
-    """A mesh of the search, with its estimate or the reason for a missing estimate, and whether it was compiled."""
+    """A mesh of the search: its estimate (None without a step), whether the search compiles it, and the reason."""
 
     mesh: Mapping[str, int]
     estimate: Estimate | None
@@ -210,9 +213,10 @@ class Considered:
 
 
 def ranked(estimates: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
-    """Returns the meshes in the order of promise, of which the first ``count`` are to be compiled.
+    """Returns the meshes, the most promising first; the first ``count`` with an estimate are to be compiled.
 
-    Meshes that fit by their estimate come first, the fastest first; then the others, the smallest first.
+    Meshes that fit by their estimate come first, the fastest first; then meshes that do not fit, the smallest first;
+    then meshes without a step, whose entry in ``estimates`` is the reason.
     """
 
     def key(pair: tuple[dict[str, int], Estimate | str]) -> tuple[float, ...]:

@@ -4,7 +4,7 @@
   after     1.0  2.5  3.0  4.0  5.0  6.5
 
   gaps:W    1, 3         unchanged entries before each changed one, in 8, 16 or 32 bits
-  values:W  2.5, 6.5     their bits, as unsigned integers
+  values:W  2.5, 6.5     the bits of the changed entries, as unsigned integers
 
 A step changes few entries of weights in bfloat16, and the entries lie scattered: of blocks of 64 entries, of which 2 %
 change, three in four contain a changed entry. So the block is a single entry. A gap that is larger than its integers is
@@ -22,7 +22,7 @@ _GAP_BYTES = (1, 2, 4)
 
 
 def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tensors of a delta from ``before`` to ``after``; none if they are equal in every bit.
+    """Returns the tensors of a delta from ``before`` to ``after``; {} if both are equal in every bit.
 
     Args:
       name: of the tensor.
@@ -38,7 +38,8 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
     count = int(np.count_nonzero(differs))
     if not count:
         return {}
-    # At least a byte of gap for each: checked first, since the positions of many entries would need much memory.
+    # Each changed entry needs at least one byte for its gap. Checked before the positions are computed, because the
+    # positions of many entries would need much memory.
     if count * (1 + new.itemsize) >= new.nbytes:
         return {WHOLE + name: after}
     gaps = np.diff(np.flatnonzero(differs), prepend=-1) - 1
@@ -53,7 +54,7 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
 def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | None) -> np.ndarray | None:
     """Returns the tensor after a delta, a new array; ``before`` itself if the delta does not change the tensor.
 
-    Returns None if the delta does not fit ``before``, of which None stands for no tensor.
+    ``before`` is None if the version before has no tensor ``name``. Returns None if the delta does not fit ``before``.
     """
     if WHOLE + name in delta:
         return np.array(delta[WHOLE + name])

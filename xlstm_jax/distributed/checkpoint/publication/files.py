@@ -1,17 +1,18 @@
 """Files of a publication, in a folder that all processes share.
 
-  model.safetensors.index.json                  index of the newest full version, as readers of Hugging Face's files
-                                                expect it: "weight_map" has the file of each tensor
+  model.safetensors.index.json                  index of the newest full version, in the format of Hugging Face:
+                                                "weight_map" maps the name of each tensor to the name of its file
   model-00000003-00001-00000.safetensors        first file of process 1 of version 3
   model-00000004.delta.json                     index of version 4, a delta
-  model-00000004-00001-00000.delta              what changed of the tensors of process 1, a safetensors file by content
+  model-00000004-00001-00000.delta              changed entries of the tensors of process 1, in safetensors format
 
-A file is written in a hidden folder, ``.model-00000003-00001-00000.safetensors.tmp``, and renamed when it is on disk.
-No file name is used for two versions, and an index is renamed to its name after all of its files are on disk. So a
-reader that follows an index finds all of the files of this version, or, where a version has been deleted, an error.
+A file is written in a hidden folder, ``.model-00000003-00001-00000.safetensors.tmp``, and renamed after the file is on
+disk. No file name is used for two versions, and an index is renamed to its name after all files of the version are on
+disk. So a reader of an index either finds every file of the version, or gets an error if the version was deleted.
 
-Damage is found by a chain of SHA-256 digests: the index has its own digest and those of the headers of its files; the
-metadata of each header has the digests of tensors. Every index, of a delta too, leads to the digests of all tensors.
+Damage is found by a chain of SHA-256 digests: the index contains a digest of itself and a digest of the header of each
+file; the metadata of each header contains the digests of tensors. Every index, also the index of a delta, leads to the
+digests of all tensors.
 """
 
 import hashlib
@@ -68,7 +69,7 @@ def file_name(version: int, process: int, number: int, delta: bool) -> str:
 
 
 def index_file(directory: Path, index_version: int | None) -> Path:
-    """Returns the path of the index of a delta; with None, of the index of the full version."""
+    """Returns the path of the index of the delta ``index_version``, or with None of the index of the full version."""
     if index_version is None:
         return index_file_of(directory / DEFAULT_NAME)
     return directory / f"model-{index_version:08}.delta.json"
@@ -77,7 +78,7 @@ def index_file(directory: Path, index_version: int | None) -> Path:
 def digest_of(array: np.ndarray) -> str:
     """Returns the SHA-256 of dtype, shape and bytes of an array."""
     digest = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
-    # Memory beyond the array: a block.
+    # Block by block, so that the digest needs only one block of memory beyond the array.
     bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     for start in range(0, bits.size, _BLOCK_BYTES):
         digest.update(bits[start : start + _BLOCK_BYTES])
@@ -98,15 +99,15 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(f"publications are written with safetensors: {how_to_install('publish')}.") from error
-    # The library writes a file of a random name beside the target: in a folder for this file alone, which the next
-    # publication deletes if the writer is killed.
+    # The library safetensors writes a file of a random name beside the target. The target is therefore in a hidden
+    # folder for this file alone: if the writer is killed, the next publication deletes the folder.
     hidden = hidden_file(path)
     _delete(hidden)
     hidden.mkdir()
     try:
         written = hidden / path.name
         save_file(dict(tensors), written, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
-        # The library lets the owner alone read the file.
+        # The library makes the file readable by its owner only.
         written.chmod(hidden.stat().st_mode & 0o666)
         _sync(written)
         sha256 = read_header(written).sha256
@@ -119,7 +120,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Writes an index, atomically: then, and not before, the version is published."""
+    """Writes an index, atomically: from this moment on the version is published."""
     metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
     content: Json = {"metadata": metadata}
     if index.since is None:
@@ -137,14 +138,14 @@ def write_index(directory: Path, index: Index) -> None:
 
 
 def delete_before(directory: Path, version: int) -> None:
-    """Deletes the files of the versions before ``version``, and what killed writers have left of these versions."""
+    """Deletes the files of versions before ``version``, also unfinished files of writers that were killed."""
     for path in directory.iterdir():
         if (match := _FILE.fullmatch(path.name)) and int(match[1]) < version:
             _delete(path)
 
 
 def _delete(path: Path) -> None:
-    """Deletes a file, or a folder with its files, if there is one."""
+    """Deletes a file, or a folder with its files; does nothing if the path does not exist."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -168,21 +169,22 @@ def _sha256_of_index(content: Json) -> str:
 
 
 def read_indices(directory: Path) -> dict[int, Index]:
-    """Returns the indices of the newest full version and of the deltas after it, by version; none if there is none.
+    """Returns the indices of the newest full version and of later deltas, by version; {} before the first version.
 
     Raises:
-      ValueError: an index is damaged, or is that of files which ``publish`` did not write.
+      ValueError: an index is damaged, or was not written by ``publish``.
     """
     full = index_file(directory, None)
     if not full.exists():
         return {}
-    # Deltas are listed first: if a full version comes between, it is newer, and the deltas are not needed.
+    # Deltas are listed before the full index is read: if a trainer publishes a full version in between, this version is
+    # newer than the listed deltas, and the deltas are skipped.
     names = [path.name for path in directory.iterdir()]
     indices = [_read_index(full)]
     versions = sorted(int(match[1]) for name in names if (match := _DELTA_INDEX.fullmatch(name)))
     for version in versions:
         if version > indices[0].version:
-            with suppress(FileNotFoundError):  # deleted meanwhile, as a newer full version was published
+            with suppress(FileNotFoundError):  # deleted meanwhile by the publication of a newer full version
                 indices.append(_read_index(index_file(directory, version)))
     return {index.version: index for index in indices}
 

@@ -1,9 +1,9 @@
-"""Follows the versions of a publication: reads the files of a version, and what later ones changed.
+"""Follows the versions of a publication: reads the files of a full version, and applies later deltas.
 
-indices         full 3 <- delta 4 <- delta 5 <- delta 6        each names the version that it applies to
-arrays of 4     their digests are those of version 4: 5 and 6 are applied, and the result must have the digests of 6
-arrays of 2     refused: 3, 4 or 5 are needed
-no arrays       3 is read, then 4, 5 and 6 are applied
+indices         full 3 <- delta 4 <- delta 5 <- delta 6        each delta names the version that it applies to
+arrays of 4     have the digests of version 4: deltas 5 and 6 are applied; the result must have the digests of version 6
+arrays of 2     refused: arrays of version 3, 4 or 5 are needed
+no arrays       version 3 is read, then deltas 4, 5 and 6 are applied
 """
 
 import os
@@ -39,7 +39,7 @@ class VersionNeededError(ValueError):
     """The error of ``apply_publication`` for arrays to which the newest version cannot be applied.
 
     Attributes:
-      needed: the version that the newest one applies to.
+      needed: number of the version that the delta of the newest version applies to.
 
     >>> VersionNeededError("version 4 applies to version 3", 3).needed
     3
@@ -51,7 +51,7 @@ class VersionNeededError(ValueError):
 
 
 def latest_version(directory: str | os.PathLike[str]) -> int:
-    """Returns the number of the newest version in a folder that ``publish`` writes; 0 if there is none.
+    """Returns the number of the newest version in a folder that ``publish`` writes; 0 before the first version.
 
     >>> latest_version("no_such_folder")
     0
@@ -60,19 +60,19 @@ def latest_version(directory: str | os.PathLike[str]) -> int:
 
 
 def apply_publication(arrays: Mapping[str, np.ndarray], directory: str | os.PathLike[str]) -> Published:
-    """Brings arrays to the newest version in a folder that ``publish`` writes; or reads the newest version.
+    """Updates arrays to the newest version in a folder that ``publish`` writes; or reads the newest version.
 
-    What is read is checked before it is returned, and the arrays that are passed are not changed: after an error they
-    are still those of their version.
+    Every tensor is checked by its digest before the call returns. The passed arrays are not changed, and are still
+    valid after an error.
 
     Args:
-      arrays: tensors by name, as an earlier call has returned them; or {} to read all of them.
+      arrays: tensors by name, as an earlier call has returned them; or {} to read every tensor.
       directory: the folder.
     Returns:
-      the number of the version, and its arrays. Arrays that have not changed are those that were passed.
+      The number of the version, and its arrays. Tensors that have not changed are the passed arrays themselves.
     Raises:
-      VersionNeededError: the newest version is a delta, and the arrays are of none of the versions that it builds on.
-        Names these versions. Start with {} again.
+      VersionNeededError: the newest version is a delta, and the arrays belong to no version that the delta builds on.
+        Names the versions that it builds on. Start with {} again.
       ValueError: a file is damaged; names the file.
       FileNotFoundError: no version is published; or a file is missing.
 
@@ -87,7 +87,8 @@ def apply_publication(arrays: Mapping[str, np.ndarray], directory: str | os.Path
     newest = max(indices)
     with suppress(FileNotFoundError):
         return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
-    # A file is missing: the trainer has published meanwhile, and has deleted the files of this version; or it is lost.
+    # A file is missing: the trainer has published a newer version meanwhile, and has deleted the files of this version;
+    # or the file is lost, and the second attempt below raises the error.
     if latest_version(directory) != newest:
         return apply_publication(arrays, directory)
     return Published(newest, Chain(directory, indices, newest).arrays_from(arrays))
@@ -150,7 +151,10 @@ class Chain:
         return self._checked(name, self._from(0, name, None))
 
     def arrays_from(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns all tensors of the newest version of the chain, from those of an older one or from nothing."""
+        """Returns the tensors of the newest version of the chain, by name.
+
+        ``arrays`` are the tensors of an older version, or {} to start at the full version.
+        """
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         digests = {name: digest_of(array) for name, array in arrays.items()}
         start = self._steps_in(digests)
@@ -166,7 +170,7 @@ class Chain:
         for position in reversed(range(len(self._steps))):
             if digests == self._steps[position].digests:
                 return position + 1
-        # A full version needs no other one.
+        # A full version can be read without an earlier version.
         if not digests or len(self._steps) == 1:
             return 0
         needed = [step.in_index.version for step in self._steps[:-1]]

@@ -1,4 +1,4 @@
-"""Layouts in which a reader's tensor consists of several tensors of the model, or of a part of one.
+"""Layouts in which a reader's tensor consists of several tensors of the model, or of a part of a tensor.
 
   Joined     q [a, d], k [b, d], v [b, d]     <->  qkv [a + b + b, d]
   Divided    qkv [a + b + b, d]               <->  q [a, d], k [b, d], v [b, d]
@@ -6,9 +6,9 @@
   Unstacked  experts [e, f, d]                <->  experts.0 [f, d], experts.1 ...
   Repeated   embed [v, d]                     <->  embed [v, d], lm_head [v, d]
 
-A layout is a sequence of such rules, applied one after the other to the tensors that a map of names gives (names,
-layers apart, transposed dims: ``Stored``). It is applied to shapes first, which results in a tree for each tensor of
-the reader; both directions follow the trees, so that each is the inverse of the other.
+A layout is a sequence of rules, applied in order to the tensors after the map of names (``NameMap``, which renames,
+separates layers and transposes dims: ``Stored``). The rules are first applied to shapes, which results in a tree for
+each tensor of the reader; export and import both follow the trees, so that import is the inverse of export.
 """
 
 import math
@@ -27,9 +27,9 @@ Index: TypeAlias = tuple[Any, ...]
 
 
 class Tensor(NamedTuple):
-    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along ``dim``, an existing or a new one.
+    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along an existing or a new dim ``dim``.
 
-    ``place`` is the part of the model's tensor: indices that are applied one after the other; () for all of it.
+    ``place`` is the part of the model's tensor: indices applied in order; () for the undivided tensor.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def leaves(self) -> Iterator["Tensor"]:
-        """Yields the model's tensors, or parts of these, in the order of ``assembled`` and ``split_tensor``."""
+        """Yields the model's tensors, or parts of tensors, in the order of ``assembled`` and ``split_tensor``."""
         if not self.parts:
             yield self
         for part in self.parts:
@@ -70,7 +70,7 @@ class Tensor(NamedTuple):
         return array
 
     def split_tensor(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
-        """Yields the model's tensors, or parts of these, as views."""
+        """Yields the model's tensors, or parts of tensors, each with its values as a view of ``array``."""
         if not self.parts:
             yield self, array
         start = 0
@@ -85,7 +85,7 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors after the rule, by name."""
+        """Returns the tensors after the rule is applied, by name."""
         ...
 
 
@@ -95,11 +95,12 @@ NUMBER = "{n}"  # in a name: the number of a part
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors side by side along a dim of one tensor.
+    """Joins tensors along an existing dim.
 
     Attributes:
-      parts: a pattern of the name of the first part, and the names of the others, which may contain its groups.
-      name: the name of the joined tensor, which may contain groups, too.
+      parts: a pattern for the name of the first part, and the names of the further parts, which may refer to groups of
+        the pattern.
+      name: the name of the joined tensor, which may also refer to groups of the pattern.
       dim: the dim along which the parts lie.
 
     >>> rule = Joined((r"(.+)\\.gate", r"\\1.up"), r"\\1.gate_up")
@@ -127,11 +128,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors that are numbered, as experts are, stacked along a new first dim.
+    """Stacks numbered tensors, such as experts, along a new first dim.
 
     Attributes:
-      part: a pattern of the names of the parts, with a group ``n`` for the number, which counts from 0.
-      name: the name of the stacked tensor, which may contain the other groups.
+      part: a pattern for the names of the parts, with a group ``n`` for the number, which counts from 0.
+      name: the name of the stacked tensor, which may refer to further groups of the pattern.
 
     >>> to_layout({"w0": np.zeros(3), "w1": np.ones(3)}, [Stacked(r"w(?P<n>\\d)", "w")])["w"].tolist()
     [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
@@ -157,11 +158,11 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Divided:
-    """A tensor of the model in several, along a dim: the inverse of ``Joined``.
+    """Divides a tensor of the model into several tensors along a dim: the inverse of ``Joined``.
 
     Attributes:
-      name: a pattern of the name of the tensor.
-      parts: the names of the parts, which may contain groups of the pattern.
+      name: a pattern for the name of the tensor.
+      parts: the names of the parts, which may refer to groups of the pattern.
       sizes: the sizes of the parts along the dim; () for equal sizes.
       dim: the dim along which the parts lie.
 
@@ -196,11 +197,11 @@ class Divided:
 
 @dataclass(frozen=True)
 class Unstacked:
-    """A tensor of the model in as many as its first dim has entries, as experts: the inverse of ``Stacked``.
+    """Splits a tensor of the model into one tensor per entry of its first dim: the inverse of ``Stacked``.
 
     Attributes:
-      name: a pattern of the name of the tensor.
-      part: the name of the parts, with ``{n}`` for the number, which counts from 0. May contain groups of the pattern.
+      name: a pattern for the name of the tensor.
+      part: the name of the parts, with ``{n}`` for the number, which counts from 0. May refer to groups of the pattern.
 
     >>> sorted(to_layout({"w": np.ones((2, 3))}, [Unstacked("w", "w{n}")]))
     ['w0', 'w1']
@@ -225,11 +226,11 @@ class Unstacked:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A tensor under two names: tied weights, for readers that look for both.
+    """Repeats a tensor under a second name: tied weights, for readers that look for both names.
 
     Attributes:
       name: the second name.
-      of: the name of the tensor.
+      source_name: the name of the tensor.
 
     >>> sorted(to_layout({"embed": np.zeros(1)}, [Repeated("head", "embed")]))
     ['embed', 'head']
@@ -247,13 +248,13 @@ class Repeated:
 
 
 def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
-    """Returns the tensors of the reader.
+    """Returns the tensors of the reader, by name.
 
     Args:
       like: tensors of the model, of which only shapes and dtypes are read.
       layout: the rules.
     Raises:
-      ValueError: a rule does not fit the tensors; names them.
+      ValueError: a rule does not fit the tensors; names the tensors.
     """
     tensors = {name: Tensor(tuple(x.shape), np.dtype(x.dtype), name) for name, x in like.items()}
     for rule in layout:
@@ -262,7 +263,7 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 
 
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """Returns the tensors of the reader, from those of the model.
+    """Converts tensors of the model to the tensors of the reader, by name.
 
     >>> arrays = {"q": np.zeros((4, 2)), "k": np.ones((1, 2))}
     >>> to_layout(arrays, [Joined(("q", "k"), "qk")])["qk"].shape
@@ -275,16 +276,16 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
 def from_layout(
     arrays: Mapping[str, np.ndarray], layout: Layout, like: Mapping[str, "ShapeAndDtype"]
 ) -> dict[str, np.ndarray]:
-    """Returns the tensors of the model, from those of the reader: the inverse of ``to_layout``.
+    """Converts tensors of the reader to the tensors of the model: the inverse of ``to_layout``.
 
-    The tensors are views, except tensors that were split, of which the parts are copied.
+    Results are views of ``arrays``, except model tensors that the layout splits: their parts are copied together.
 
     Args:
       arrays: tensors of the reader.
       layout: the rules.
       like: tensors of the model, of which only shapes and dtypes are read.
     Raises:
-      ValueError: tensors are missing or left over, have another shape or dtype, or were tied and differ.
+      ValueError: tensors are missing or left over, have another shape or dtype, or are tied and have different values.
 
     >>> layout, like = [Joined(("q", "k"), "qk")], {"q": np.zeros((4, 2)), "k": np.zeros((1, 2))}
     >>> from_layout({"qk": np.ones((5, 2))}, layout, like)["k"].shape
@@ -304,7 +305,7 @@ def from_layout(
         given += [(name, source, part) for source, part in tensor.split_tensor(array)]
     by_name: dict[str, np.ndarray] = {}
     filled: set[tuple[str, str]] = set()
-    # First the tensors that arrive undivided, so that nothing is written into the reader's arrays.
+    # Undivided tensors first: parts are then only compared with views of the reader's arrays, never written into them.
     for name, source, part in sorted(given, key=lambda one: len(one[1].place)):
         key, undivided = (source.name, str(source.place)), (source.name, str(()))
         if source.name not in by_name:

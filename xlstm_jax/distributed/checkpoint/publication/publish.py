@@ -1,7 +1,7 @@
-"""Publishes the weights of a trainer: every process writes its tensors, and the index makes them a version.
+"""Publishes the weights of a trainer: every process writes its share of the tensors, then process 0 the index.
 
-every process   receives its tensors, one by one; writes a file after max_file_bytes of them
-process 0       when all files of all processes are on disk: renames the index to its name
+every process   receives its tensors one by one, and writes a file after every max_file_bytes of tensors
+process 0       writes the index after the files of every process are on disk: now the version is published
 """
 
 import json
@@ -38,8 +38,8 @@ from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
 from xlstm_jax.distributed.processes.collective_errors import allgather_text, raise_on_all
 from xlstm_jax.formatting import joined
 
-FILES_OF_A_PROCESS = 8  # of a full version: a host holds one of them at a time
-MIN_SHARE_BYTES = 2**25  # smaller files are too many to open
+FILES_OF_A_PROCESS = 8  # of a full version: a host holds one file at a time in memory
+MIN_SHARE_BYTES = 2**25  # smaller files would be too many to open
 
 
 def publish(
@@ -53,24 +53,24 @@ def publish(
 ) -> int:
     """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
 
-    With ``since`` only the entries are written that differ from an earlier version, for readers that call
-    ``apply_publication``. Each process reads its tensors of that version from the folder.
+    With ``since`` only entries with other bits than in version ``since`` are written, for readers that call
+    ``apply_publication``. Each process reads its tensors of version ``since`` from the folder.
 
-    Each process writes an equal number of bytes of whole tensors, and receives no other tensors. A host has at most the
-    tensors of one file (``max_file_bytes``) and one further tensor in memory, so less with more processes. Readers of
-    safetensors files with an index read the folder; a version replaces the one before in one moment. The files of the
-    version before stay, for those who are reading them, and the versions before these are deleted.
+    Tensors are assigned to processes by bytes, in about equal shares. Each tensor is sent, unsharded, only to the
+    process that writes the tensor. A host has at most the tensors of a file (``max_file_bytes``) and a further tensor
+    in memory, so less with more processes. Readers of safetensors files with an index can read the folder; a new
+    version replaces the previous version atomically. A full version keeps the files of the previous full version and
+    of later deltas, for readers at work, and deletes older files.
 
     Args:
       params: as in ``export_safetensors``.
-      directory: a folder that all processes share, for this publication alone.
-      since: a version in the folder, not older than the newest full one. None writes a full version.
+      directory: a folder shared by the processes, for this publication alone.
+      since: a version in the folder, not older than the newest full version. None writes a full version.
       names: as in ``export_safetensors``.
       layout: rules by which tensors are joined, divided, stacked, unstacked or repeated, under the names that ``names``
         gives: ``Joined``, ``Divided``, ``Stacked``, ``Unstacked``, ``Repeated``.
-      max_file_bytes: size of the files of a full version; a larger tensor gets a file of its own. None: an eighth of
-        what a process writes, but not below 32 MiB and not above 5 GB. What changed of the tensors of a process is one
-        file.
+      max_file_bytes: size of the files of a full version; a larger tensor gets a separate file. None: an eighth of the
+        bytes per process, but not below 32 MiB and not above 5 GB. A delta is a single file per process.
     Raises:
       FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
       TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
@@ -104,7 +104,7 @@ def publish(
                 return _write_files(directory, files[jax.process_index()], arrays)
             return _write_delta(directory, version, since, arrays)
         finally:
-            # The other processes still need what this one sends, even if a write has failed here.
+            # Other processes still need the tensors that this process sends, even if a write has failed here.
             for _ in arrays:
                 pass
 
@@ -127,7 +127,7 @@ def publish(
 
 
 def _newest(directory: Path, since: int | None) -> dict[str, int]:
-    """Returns the numbers of the newest version and of the newest full version; 0 if there is none."""
+    """Returns the numbers of the newest version and of the newest full version; 0 for both in an empty folder."""
     directory.mkdir(parents=True, exist_ok=True)
     if (single := directory / DEFAULT_NAME).exists():
         raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
@@ -142,7 +142,10 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
 
 
 def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """Returns the result of ``work`` in process 0, since other processes may see an older state of the folder."""
+    """Runs ``work`` in process 0 and returns its result in every process.
+
+    Other processes may see an older state of the folder, and so do not run ``work``.
+    """
     errors = ValueError, FileExistsError, OSError
     result = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
     return json.loads(allgather_text(json.dumps(result), "publish")[0])
@@ -159,7 +162,7 @@ def _files(
 def _received(
     by_process: list[list[str]], tensors: Mapping[str, Tensor], sources: Mapping[str, TensorToWrite]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the tensors of this process, in their layout in the file."""
+    """Yields name and values of each tensor that this process writes, in the layout of the file."""
     to_send = [
         [(source, Source(*sources[source].to_gather())) for name in some for source in tensors[name].sources()]
         for some in by_process
@@ -168,14 +171,14 @@ def _received(
     arrays = (sources[name].place.to_tensor(sources[name].read(array)) for name, array in received)
     for name in by_process[jax.process_index()]:
         yield name, np.ascontiguousarray(tensors[name].assembled(arrays)).reshape(tensors[name].shape)
-    for _ in arrays:  # rounds in which other processes alone receive something
+    for _ in arrays:  # rounds in which only other processes receive tensors
         pass
 
 
 def _write_files(
     directory: Path, files: Mapping[str, list[str]], arrays: Iterator[tuple[str, np.ndarray]]
 ) -> dict[str, str]:
-    """Writes the files of this process; returns the SHA-256 of each header."""
+    """Writes the files of this process; returns the SHA-256 of each header, by file name."""
     written = {}
     for file, names in files.items():
         group = dict(next(arrays) for _ in names)
@@ -186,7 +189,10 @@ def _write_files(
 
 
 def _write_delta(directory: Path, version: int, since: int, arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes what changed of the tensors of this process since a version; returns the SHA-256 of the header."""
+    """Writes the changes of this process's tensors since version ``since``, as a single file.
+
+    Returns the SHA-256 of the header, by file name.
+    """
     base = Chain(directory, read_indices(directory), since)
     delta: dict[str, np.ndarray] = {}
     digests: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Import of safetensors files whose tensors lie in another layout than the model's: the inverse of ``publish``.
+"""Import of safetensors files whose layout differs from the layout of the model: the inverse of ``publish``.
 
 file    qkv [a + b + b, d]            model   q [a, d]      a view of the rows of qkv: devices read their entries
-file    experts.0 [f, d], ...1, ...   model   experts [e, f, d]   put together on the host, one leaf at a time
+file    experts.0 [f, d], ...1, ...   model   experts [e, f, d]   assembled on the host, one leaf at a time
 """
 
 import os
@@ -37,9 +37,9 @@ def import_in_layout(
     Args:
       path: as in ``import_safetensors``, such as a folder that ``publish`` or ``save_pretrained`` wrote.
       abstract_params: as in ``import_safetensors``.
-      layout: the rules that lead from the model's tensors to the tensors of the files, as in ``publish``. Tensors that
-        are put together from several of a file are in the memory of each host in full, four leaves at a time; of the
-        others each device reads its entries.
+      layout: the rules that lead from the model's tensors to the tensors of the files, as in ``publish``. A tensor of
+        the model that is assembled from several tensors of the files is unsharded in the memory of each host, four
+        leaves at a time. Of every further tensor each device reads only its entries.
       names: as in ``export_safetensors``.
       ignore: as in ``import_safetensors``.
     Raises:
@@ -82,7 +82,7 @@ def import_in_layout(
 
 
 class _Piece(NamedTuple):
-    """The part number ``number`` of a stored tensor: ``source``, a tensor of the model or a part of one."""
+    """Part ``number`` of a stored tensor; ``source`` is the corresponding tensor, or part of a tensor, of the model."""
 
     name: str
     stored: StoredTensor
@@ -95,11 +95,11 @@ class _Piece(NamedTuple):
 
 
 class TensorOfPieces:
-    """Tensor of the model whose values lie in one or several tensors of files; see ``StoredTensor``."""
+    """Tensor of the model whose values are stored in one or several tensors of files; see ``StoredTensor``."""
 
     def __init__(self, name: str, shape: tuple[int, ...], pieces: list[_Piece]) -> None:
         self._name, self.shape = name, shape
-        # The undivided tensor first: then the others can only repeat it.
+        # The undivided tensor first: then every further piece can only repeat its values.
         self._pieces = sorted(pieces, key=lambda piece: len(piece.source.place))
         first, *others = self._pieces
         self.dtype = first.stored.dtype
@@ -110,7 +110,7 @@ class TensorOfPieces:
             )
 
     def values(self) -> np.ndarray:
-        """Returns the values: a view of the file if they lie in one tensor, else a new array."""
+        """Returns the values: a view of the file if one stored tensor holds the values, else a new array."""
         first, *others = self._pieces
         if not others and not first.source.place:
             return first.values()

@@ -1,18 +1,18 @@
-"""Sends tensors to the processes that write them, so that no process receives the tensor of another one.
+"""Sends each tensor to the process that writes the tensor, and to no other process.
 
   tensors    a b c d e        shards on the devices of every process
   writers    0: a e   1: b c d                                            by bytes, see ``assigned``
-  round 1    process 0 receives the parts of a, process 1 those of b      one all-to-all over the processes
-  round 2    process 0 receives the parts of e, process 1 those of c
+  round 1    process 0 receives the parts of a, process 1 the parts of b  one all-to-all over the processes
+  round 2    process 0 receives the parts of e, process 1 the parts of c
   round 3    process 1 receives the parts of d
 
-In a round each process puts the bytes of its shards into one row per writer. The rows are split over the devices of the
-process, so that every device and link carries an equal share, and padded to the longest row. An all-to-all (the
-resharding of a global array from its source dim to its dim of writers) then hands each writer the rows that are meant
-for it. A shard that the writer itself has is not sent; so replicated tensors cause no traffic.
+In a round each process copies the bytes of its shards into one row per writer. The rows are padded to the longest row
+and split over the devices of the process, so that every device and link carries an equal share. An all-to-all (the
+resharding of a global array from the dim of senders to the dim of writers) then sends each row to its writer. A shard
+that the writer already has is not sent; so replicated tensors cause no traffic.
 
-On a host are, beside the tensors that it has received, the rows that it sends in a round (at most the size of a tensor)
-until they are on the devices, and then the rows that it has received (at most the size of a tensor).
+Besides received tensors, a host holds the rows to send in a round (at most the size of a tensor) until the rows are on
+the devices, and then the rows received (at most the size of a tensor).
 """
 
 import math
@@ -35,7 +35,10 @@ def assigned(nbytes: Mapping[str, int], processes: int) -> list[list[str]]:
     """Assigns tensors to processes: the largest tensor first, each to the process with the fewest bytes.
 
     Args:
-      nbytes: size of each tensor.
+      nbytes: bytes of each tensor, by name.
+      processes: number of processes.
+    Returns:
+      The names of the tensors of each process.
 
     >>> assigned({"a": 1, "b": 4, "c": 2, "d": 2}, 2)
     [['b', 'a'], ['c', 'd']]
@@ -66,7 +69,7 @@ class Source(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Part of a source on the device that sends it, or on a device of the writer."""
+    """Part of a source, on the device that sends the part or on a device of the writer."""
 
     place: Index  # in the source
     device: Device
@@ -74,10 +77,10 @@ class _Piece(NamedTuple):
 
 @outside_set_mesh  # shards are on one device, and the all-to-all has another mesh
 def received(sources: Sequence[Source | None]) -> np.ndarray | None:
-    """Returns the unsharded source of this process, after one all-to-all. Every process must call it.
+    """Returns the unsharded values of this process's source, after an all-to-all. Every process must make the call.
 
     Args:
-      sources: for each process, what the process receives, or None.
+      sources: for each process the source that the process receives, or None.
     """
     me, processes = jax.process_index(), range(jax.process_count())
     pieces = [_pieces(source, writer) for writer, source in enumerate(sources)]
@@ -98,7 +101,7 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
     tensor = np.empty(mine.shape, mine.dtype)
     for sender in processes:
         start, arrived = 0, sent(sender, me)
-        # One row at a time, as the rows of all senders are a tensor.
+        # One row at a time, because the rows of all senders together are as large as the tensor.
         row = np.concatenate([part[sender] for part in rows]) if arrived else None
         for piece in arrived:
             assert row is not None
@@ -112,10 +115,11 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
 
 
 def _pieces(source: Source | None, writer: int) -> list[_Piece]:
-    """Returns pieces that cover the source, in an order that is equal in every process."""
+    """Returns pieces that cover the source, in the same order in every process."""
     if source is None or not isinstance(source.leaf, jax.Array):
         return []
-    # Every process has a full copy of an array on its own devices, and sees no devices of the other copies.
+    # A fully addressable array: every process has a full copy on its devices, and does not see the devices of copies in
+    # other processes.
     local = source.leaf.is_fully_addressable
     if local and writer != jax.process_index():
         return []
@@ -132,7 +136,7 @@ def _pieces(source: Source | None, writer: int) -> list[_Piece]:
     pieces = []
     for bounds, copies in holders.items():
         near = [device for device in copies if local or device.process_index == writer]
-        # Different writers take different copies, so that copies share the work.
+        # Different writers receive from different copies, so that the devices with copies share the work.
         device = near[0] if near else copies[writer % len(copies)]
         pieces.append(_Piece(tuple(slice(*bound) for bound in bounds), device))
     return pieces
@@ -151,7 +155,7 @@ def _values(source: Source, piece: _Piece) -> np.ndarray:
 
 
 def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-    """Yields the bytes of pieces, so that one piece at a time is copied to the host."""
+    """Yields the bytes of each piece, uint8 [bytes]; copies one piece at a time to the host."""
     for piece in pieces:
         assert source is not None
         yield np.ascontiguousarray(_values(source, piece)).reshape(-1).view(np.uint8)
@@ -160,7 +164,8 @@ def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.nd
 def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.ndarray]:
     """Sends ``parts[w]``, of at most ``longest`` bytes, to process w.
 
-    Returns what each device of this process received, [sender, bytes]; side by side they are the rows of the senders.
+    Returns, for each device of this process, the received bytes, uint8 [sender, bytes]. Concatenated along the bytes,
+    the arrays of all devices are the rows of the senders.
     """
     mesh = _mesh_of_processes()
     processes, devices = mesh.devices.shape
@@ -176,7 +181,7 @@ def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.
     on_devices = [jax.device_put(rows[:, :, i : i + 1], device) for i, device in enumerate(here)]
     by_sender = NamedSharding(mesh, PartitionSpec(None, "process", "device"))
     sent = jax.make_array_from_single_device_arrays((processes, processes, devices, length), by_sender, on_devices)
-    # The host's copy is freed before the rows of others arrive.
+    # The host's copy is freed before the rows of other processes arrive.
     jax.block_until_ready(sent)
     del rows, on_devices
     got = _to_writers(mesh)(sent)
@@ -186,7 +191,7 @@ def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.
 
 @lru_cache(maxsize=1)
 def _mesh_of_processes() -> Mesh:
-    """Returns a mesh [process, device] of an equal number of devices of each process."""
+    """Returns a mesh [process, device] with an equal number of devices from each process."""
     devices: list[list[Device]] = [[] for _ in range(jax.process_count())]
     for device in sorted(jax.devices(), key=lambda device: device.id):
         devices[device.process_index].append(device)
@@ -203,10 +208,10 @@ def _to_writers(mesh: Mesh) -> Any:
 
 
 def received_in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the sources of this process with their names, unsharded. Every process must exhaust the iterator.
+    """Yields names and unsharded values of this process's sources. Every process must exhaust the iterator.
 
     Args:
-      sources: for each process its sources, with names.
+      sources: for each process the names and sources that the process receives.
     """
     me = jax.process_index()
     for i in range(max(map(len, sources))):

@@ -1,13 +1,14 @@
-"""``matrix_dimensions``: decides which leaves are matrices of a linear map, from paths and shapes alone.
+"""``matrix_dimensions``: finds the leaves with matrices of a linear map, from paths and shapes alone.
 
   kernel     2048 x 8192            a matrix
   kernel     24 x 2048 x 8192       24 matrices, if the module's norms or biases have a leading dim of 24, too
   kernel     2048 x 16 x 128        a matrix of 2048 x (16 x 128), if its bias is 16 x 128, the shape of the outputs
   embedding                         a lookup table, not a linear map
-  outputs as many as its rows       the output layer, if its module is beside the embedding's
+  kernel with as many outputs as    the output layer, if the modules of kernel and embedding are in the same module
+  the embedding has rows
   fewer than two dims               vectors
 
-Any undecided leaf is an error: a kernel of three or more dims with neither bias nor norms beside it.
+An undecided leaf is an error: a kernel of three or more dims in a module without bias and norms.
 """
 
 import fnmatch
@@ -36,13 +37,13 @@ Overrides = Mapping[str, MuonDimensionNumbers | None]
 
 @dataclass(frozen=True)
 class MatrixChoice:
-    """Decision whether a leaf is updated as matrices, along which dims, and why.
+    """Decision whether a leaf is updated as matrices, with the dims of a matrix and a reason.
 
     Attributes:
-      path, shape: of the leaf; its global shape without padding.
+      path, shape: path of the leaf, and its global shape without padding.
       dims: the dims of a matrix's inputs and outputs; the remaining dims count matrices. None: the leaf is not a
         matrix.
-      reason: for the decision, as text.
+      reason: reason for the decision, as text.
     """
 
     path: str
@@ -81,7 +82,7 @@ def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
 
 
 def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], PyTree]:
-    """Returns a function that finds for each leaf the dims of its matrices, or None; the default of ``muon``.
+    """Returns a function that finds the dims of each leaf's matrices, or None; the default of ``muon``.
 
     >>> layers = {"norm": {"scale": jnp.ones((3, 8))}, "up": {"kernel": jnp.ones((3, 8, 32))}}  # by nn.scan
     >>> found = matrix_dimensions({"w": None})({"layers": layers, "w": jnp.ones((8, 8))})
@@ -89,11 +90,11 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
     (MuonDimensionNumbers(reduction_axis=(1,), output_axis=(2,)), None, None)
 
     Args:
-      overrides: by path, or by a pattern of paths such as ``*/query/kernel``, the dims of a leaf's matrix, or None for
-        a leaf that is not a matrix. The first pattern that matches a leaf decides.
+      overrides: by path, or by a pattern of paths (``*/query/kernel``), the dims of a leaf's matrix, or None for a leaf
+        that is not a matrix. The first matching pattern decides.
     Returns:
       A function of the parameters (boxed or not, unsharded or shards) that returns a tree with an
-      ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims not listed there count matrices.
+      ``optax.contrib.MuonDimensionNumbers`` or None for each leaf. Dims not listed in the result count matrices.
     Raises:
       ValueError: (the function) a pattern matches no leaf; dims are out of range for the leaf; or the input dims of a
         kernel are unknown. Names the leaf, its shape and the cure.
@@ -141,7 +142,7 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
     layer_shape = shape[stacked:]
     if sum(size > 1 for size in layer_shape) < 2:
         return None, "a vector"
-    # Flax puts the dims of the outputs last, and the bias has their shape.
+    # Flax puts the dims of the outputs last, and the bias has the shape of the outputs.
     bias = shapes.get(_sibling(path, "bias"), ())[stacked:]
     outputs = len(bias) if bias and bias == layer_shape[-len(bias) :] else 1
     if len(layer_shape) > 2 and name != _KERNEL:
@@ -164,9 +165,9 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """Returns the number of a leaf's leading (layer) dims: leading dims that all leaves of a module around it share.
+    """Returns the number of a leaf's layer dims: leading dims common to every leaf of an enclosing module.
 
-    The evidence is a vector of the module with these dims: a norm's scale or a bias that has two dims.
+    The evidence is a vector of the module with these dims: a scale of a norm, or a bias, with two dims.
     """
     parts, most = path.split("/"), 0
     for depth in range(len(parts)):
@@ -205,7 +206,7 @@ def _is_table(path: str) -> bool:
 
 
 def _unsettled(path: str, shape: Shape, stacked: int) -> str:
-    """Returns the error text for a kernel whose input dims are unknown; shows the override to pass."""
+    """Returns the error text for a kernel with unknown input dims; shows the override to pass."""
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
         f"{path!r} of shape {shape} has {len(shape)} dims and no bias: which dims are inputs, outputs or layers is "
@@ -215,7 +216,7 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
 
 
 def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
-    """Returns the overrides, after checks that each pattern matches a leaf, and that dims fit the leaf."""
+    """Returns the overrides, after checks: each pattern matches a leaf, and dims fit the leaf."""
     for pattern, dims in overrides.items():
         fitting = fnmatch.filter(shapes, pattern)
         if not fitting:
@@ -247,7 +248,7 @@ def choices_of(muon_dims: Any, params: PyTree) -> dict[str, MatrixChoice]:
     shapes = full_shapes(params)
     if muon_dims is None:
         return choose_matrices(shapes)
-    # JAX does not treat None as a leaf; here None marks a leaf that is not a matrix.
+    # JAX does not treat None as a leaf; in this tree None marks a leaf that is not a matrix.
     prefix, treedef = trees.flatten_with_path(muon_dims(params) if callable(muon_dims) else muon_dims, _is_dims)
     below: Sequence[Any] = treedef.flatten_up_to(params)
     each = [trees.map_leaves(lambda leaf, dims=dims: dims, sub) for (_, dims), sub in zip(prefix, below, strict=True)]

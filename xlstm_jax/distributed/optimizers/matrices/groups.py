@@ -1,11 +1,11 @@
-"""Groups of matrices that are sent together, and their owners, the devices that update unsharded matrices.
+"""Groups of matrices to send together, and their owners, the devices that update unsharded matrices.
 
-Matrices of equal form, transposed to have the shorter side first, form a group. A group is stacked, sent by a single
-all-to-all, updated as a batch, and sent back. With M matrices and D owners each owner has ceil(M / D) places; an empty
-place holds zeros.
+Matrices of equal form, transposed so that the shorter side is first, form a group. A group is stacked, sent by a single
+all-to-all, updated as a batch, and returned by a second all-to-all. With M matrices and D owners each owner has
+ceil(M / D) places; an empty place holds zeros.
 
 The owners are the devices along the axes that split the matrices. Along further axes devices have copies of the same
-shards, and may be owners, too: a group adds the fewest of these axes that minimise the work of each device. Along the
+shards, and may be owners, too: a group adds the fewest further axes that minimise the work of each device. Along the
 remaining axes devices repeat the same work.
 """
 
@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class MatrixForm:
-    """Properties that all matrices of a group share. Dims are in the order: shorter side, longer side.
+    """Common properties of the matrices of a group. Dims are in the order: shorter side, longer side.
 
     Attributes:
       short, long: sizes of the dims of each side, without padding.
       stored: sizes of the dims of both sides, with padding.
       splits: (dim, axes) for each split dim.
       stack_axes: axes that split the matrices of a stack; along these axes devices have different matrices.
-      dtype: of the values.
+      dtype: dtype of the values.
     """
 
     short: Shape
@@ -78,14 +78,14 @@ class MatrixLeaf:
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices that are sent together, and their owner devices.
+    """Matrices to send together, and their owner devices.
 
     Attributes:
-      form: shapes, dtype and split of each matrix of the group, which are equal.
+      form: shapes, dtype and split of each matrix, equal for the group.
       leaves: the leaves with the matrices, in order.
       copy_axes: axes along which devices have equal shards, and share the work.
-      copy_axes_dim: the dim that each device cuts again, along ``copy_axes``, so that devices with equal shards send
-        different parts; None without copies.
+      copy_axes_dim: the dim split again along ``copy_axes``, so that devices with equal shards send different parts;
+        None without copies.
       axes: the axes of the owners, in mesh order, outermost first.
       num_owners: number of devices that share the work; each has ``places_per_owner`` places for matrices.
       first_place: index of the first owner among the devices of a round; 0 unless ``in_rounds`` sends several groups
@@ -115,7 +115,7 @@ class MatrixGroup:
 
     @property
     def splits_when_sent(self) -> tuple[tuple[int, Axes], ...]:
-        """(dim, axes) for each dim that is split when matrices are sent; ``copy_axes`` are innermost."""
+        """(dim, axes) for each split dim of the sent matrices; ``copy_axes`` are innermost."""
         if self.copy_axes_dim is None:
             return self.form.splits
         split_axes = dict(self.form.splits)
@@ -134,10 +134,11 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """Returns the form and the leaf, for a group, of a leaf with matrices; its shards have shape ``local``.
+    """Returns the ``MatrixForm`` and ``MatrixLeaf`` of a leaf with matrices, whose shards have shape ``local``.
 
-    With ``any_order`` owners merge slices in the mesh's axis order, not the leaf's, so that leaves split over the same
-    axes in different orders have the same form. The optimizer's rule must not depend on the order of rows and columns.
+    With ``any_order`` owners merge slices in the axis order of the mesh instead of the leaf, so that leaves split over
+    the same axes in different orders have the same form. The optimizer's rule must then not depend on the order of rows
+    and columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
@@ -168,7 +169,7 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """Groups the leaves by form, and chooses owners. Most work is first: it is computed while small groups are sent."""
+    """Groups leaves by form, and chooses owners. Largest work first: computed while smaller groups are sent."""
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
@@ -178,10 +179,10 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """Returns lists of groups to send together (rounds): owners that a small group leaves idle get other groups.
+    """Returns rounds, lists of groups to send together: owners left idle by a small group get matrices of more groups.
 
-    A round takes as long as its largest matrix. Only for rules without state: the owner of a matrix depends on the
-    remaining groups.
+    A round takes as long as its largest matrix. Only for rules without state, because the owner of a matrix depends on
+    the remaining groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -200,7 +201,7 @@ def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
-    """Returns the group with its owner devices: along split axes, and along axes of copies if that saves work."""
+    """Returns the group with its owner devices: along split axes, and along axes of copies if copies save work."""
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), num_owners=owners)
@@ -214,7 +215,7 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
-    """Returns the group with devices along ``copies`` as further owners; None if they divide no dim of the shards."""
+    """Returns the group with further owners along the axes ``copies``; None if the axes divide no dim of the shards."""
     count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
     for dim, axes in group.form.splits:
         local[dim] //= math.prod(sizes[axis] for axis in axes)

@@ -1,6 +1,6 @@
-"""Registry of carries: kinds of state that a device passes from one minibatch to the next, in a file each.
+"""Registry of carries: kinds of state that a device passes from a minibatch to the next, each kind in a separate file.
 
-To remove a kind, delete its file and its line; batches then run without that state.
+To remove a kind, delete its file and its line; batches then run without the state of this kind.
 """
 
 from xlstm_jax.distributed.training.carries.carry import Carry, Inputs
@@ -10,13 +10,13 @@ from xlstm_jax.distributed.training.carries.overwritten_scales import Overwritte
 
 CARRIES: list[type[Carry]] = [
     OverwrittenScales,
-    KeptCollections,  # last of the collection carries: takes the collections that are left
+    KeptCollections,  # must be the last collection carry: takes the collections that remain
     MetricState,
 ]
 
 
 def carries_of(inputs: Inputs) -> list[Carry]:
-    """Returns a carry of each kind whose state is in ``inputs``: collections of the model, the state of a metric."""
+    """Returns a carry for each kind of state in ``inputs``: collections of the model, the state of a metric."""
     carries: list[Carry] = []
     left = dict(inputs.collections)
     for kind in CARRIES:

@@ -7,7 +7,7 @@ from xlstm_jax.distributed.training.carries.collection_carry import CollectionCa
 
 
 class KeptCollections(CollectionCarry):
-    """Carry for the collections that are left after the carries before it in the registry have taken theirs."""
+    """Carry for collections not taken by an earlier carry of the registry."""
 
     @classmethod
     def from_inputs(cls, inputs: Inputs) -> Self | None:

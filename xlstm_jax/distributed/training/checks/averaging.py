@@ -1,19 +1,19 @@
-"""Check of the gradients of a step of one's own: were they averaged over devices, each leaf once?
+"""Check of gradients in a user-written step: each leaf must be averaged over devices exactly once.
 
-The gather of a split leaf averages its gradient over the axes of the gather. For a replicated leaf JAX sums (under
-``check_vma=True``) or does nothing. So until ``sync_gradients`` has run, the gradients of a tree are of two kinds, and
-the check compares kinds, by types and by the equations between the backward pass and the optimizer:
+The gather of a split leaf averages its gradient over the axes of the gather. The gradient of a replicated leaf is
+summed by JAX (under ``check_vma=True``) or not reduced. So before ``sync_gradients`` the gradients of a tree are of two
+kinds, and the check compares kinds, by types and by the equations between the backward pass and the optimizer:
 
-  type          after the backward pass: equal along an axis, so JAX has summed; or varying along it
-  multiple      what the equations then multiply the gradient by: 1/8 by ``sync_gradients``, 1/4 by 4 minibatches
-  a mistake     a sum and a mean with the same multiple: whatever the loss is, one of both is wrong
+  type          after the backward pass: equal along an axis, so JAX has summed; or varying along the axis
+  multiple      the factor of the following equations: 1/8 by ``sync_gradients``, 1/4 by 4 minibatches
+  a mistake     a sum and a mean with the same multiple: for every loss, the sum or the mean is wrong
 
-A scale of the loss is no mistake: it changes both kinds alike. If all gradients of a tree are sums over an axis, no
-type shows whether the loss contains the mean, and the check passes. An equation that multiplies by no known number (a
-clipping) hides its leaf. ``check_step`` compares numbers, and finds what this check passes.
+A scale of the loss is no mistake, because the scale changes both kinds alike. If all gradients of a tree are sums over
+an axis, no type shows whether the loss contains the mean, and the check passes. A multiplication by an unknown number
+(a clipping) hides the leaf from the check. ``check_step`` compares numbers, and finds mistakes that this check passes.
 
-Under ``check_vma=False`` there are no types. The check then follows the axes along which devices differ through the
-equations of the ``shard_map``, as ``equal_results`` does for steps of ``make_train_step``.
+Under ``check_vma=False`` gradients have no such types. The check then follows the axes along which devices differ
+through the equations of the ``shard_map``, as ``equal_results`` does for steps of ``make_train_step``.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.training.varying import followed_equation
 from xlstm_jax.equations import named_axes
 from xlstm_jax.origins import ProducingEquation, TracedValue, inside, is_gradient
 
-# Equations whose results are their operands, in another shape, layout, dtype or type.
+# Equations whose results have the values of the operands, in a new shape, layout, dtype or type.
 _UNCHANGED = {
     *("convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "copy", "copy_p", "name"),
     *("pvary", "pcast", "reduced_vary_cast", "preduced", "optimization_barrier", "sharding_constraint", "reshard"),
@@ -41,9 +41,9 @@ _SUMS = {"psum", "psum_invariant"}
 
 
 class GradientMultiple(NamedTuple):
-    """Relation of a gradient to the result of the backward pass: ``factor`` times it, summed over the axes ``summed``.
+    """Relation of a gradient to the result of the backward pass: the result times ``factor``, summed over ``summed``.
 
-    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``factor`` that is of ``sync_gradients``.
+    A mean over 4 devices is a sum times 1/4. ``by_sync``: the part of ``factor`` that ``sync_gradients`` contributed.
     ``varying``: axes over which the result of the backward pass varies by type.
     """
 
@@ -63,7 +63,7 @@ class _Gradient(NamedTuple):
 
 
 ZERO = "zero"  # the relation of zeros, such as the first carry of a loop over minibatches, to any gradient
-Relation = GradientMultiple | str | None  # None: not known
+Relation = GradientMultiple | str | None  # None: unknown
 
 
 def _relation(value: TracedValue) -> Relation:
@@ -114,7 +114,7 @@ def _times(multiple: GradientMultiple, factor: Fraction, made: ProducingEquation
 
 
 def _number(value: TracedValue) -> float | None:
-    """Returns the number that a value, cast or broadcast, consists of; None if it is not known, or not finite."""
+    """Returns the number in a scalar literal, also after casts and broadcasts; None if unknown or not finite."""
     while value.number is None:
         made = value.made()
         if made is None or made.eqn.primitive.name not in _UNCHANGED or is_gradient(value):
@@ -129,13 +129,13 @@ def _summed(made: ProducingEquation) -> Relation:
     if not isinstance(relation, GradientMultiple) or made.eqn.params.get("axis_index_groups") is not None:
         return relation if relation == ZERO else None
     shape = operand.aval.sharding.mesh.shape
-    # Also a sum over devices that hold equal values multiplies a mean by their number.
+    # A sum over devices with equal values multiplies the relation by the number of devices.
     count = int(np.prod([shape[axis] for axis in axes], dtype=int))
     return _times(relation, Fraction(count), made)._replace(summed=relation.summed.union(axes))
 
 
 def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
-    """Returns the ``shard_map``, as an equation with the number of the result, that a traced gradient comes from."""
+    """Returns the ``shard_map`` equation that returned a traced gradient, with the number of the result; else None."""
     while made := value.made():
         if made.eqn.primitive.name == "shard_map":
             return made
@@ -147,12 +147,12 @@ def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
 
 
 def check_averaged_once(applied: AppliedGradients) -> None:
-    """Raises if the equations of a step prove that its gradients were not averaged over devices, or wrongly.
+    """Raises if the equations of a step prove that gradients were not averaged over devices, or averaged wrongly.
 
     Raises:
-      ValueError: the gradient of a replicated leaf is a sum over an axis over which that of a split leaf is a mean; or
-        shards were averaged with each other; or a gradient differs between devices although its spec says that it is
-        equal. Names the leaf, the axes and the cure.
+      ValueError: over an axis, the gradient of a replicated leaf is a sum and the gradient of a split leaf a mean; or
+        different shards of a leaf were averaged; or a gradient differs along an axis over which its spec replicates the
+        gradient. Names the leaf, the axes and the cure.
     """
     if not wrong_averages_raise():
         return
@@ -195,7 +195,7 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
         mean = other.relation
         assert isinstance(mean, GradientMultiple)
         axes = [axis for axis in other.leaf.gathered_axes if axis in mean.varying]
-        # If only the parts of sync_gradients differ, the program scales some leaves on purpose.
+        # If only the factors by sync_gradients differ, the program scales some leaves on purpose.
         is_alike = (of.factor, of.by_sync) == (mean.factor, mean.by_sync)
         if is_alike and (over := tuple(axis for axis in axes if axis not in of.varying)):
             raise ValueError(
@@ -206,13 +206,13 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
 
 
 def _check_equal(grad: _Gradient) -> None:
-    """Raises if a gradient from a ``shard_map`` without types differs along an axis that its spec does not name."""
+    """Raises if a gradient from a ``shard_map`` without types differs along an axis absent from its spec."""
     made = _shard_map_of(grad.value)
     if made is None or made.eqn.params.get("check_vma", True):
         return
     eqn, mesh = made.eqn, made.eqn.params["mesh"].shape
     differs = followed_equation(eqn, [frozenset()] * len(eqn.invars), lambda eqn, inputs: None)[made.number]
-    # Axes of values that were communicated by hand have a second mark: nothing proves that they differ.
+    # Axes of values that the user's code communicated have a second mark: no equation proves that these values differ.
     over = tuple(
         axis for axis, size in mesh.items() if size > 1 and axis in differs and f"{axis} by hand" not in differs
     )

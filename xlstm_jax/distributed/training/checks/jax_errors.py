@@ -20,7 +20,7 @@ CARRY, VARYING = "carry input and carry output must have equal types, but they d
 
 
 def raise_with_cure(error: Exception) -> None:
-    """Raises an error with a cure in place of JAX's ``error``, if there is a cure."""
+    """Raises an error with a cure in place of JAX's ``error``; returns if no cure is known."""
     if cure := _with_cure(error):
         raise cure from error
 
@@ -90,8 +90,8 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:
-    """Returns whether an error is JAX's bare assertion about a collective over an axis of ``jax.vmap`` alone."""
-    # The assertion has no text. JAX raises it when casting the operand to varying over an axis outside the mesh.
+    """Returns whether an error is JAX's assertion about a collective over an axis of ``jax.vmap`` alone."""
+    # The assertion has no text. JAX raises the assertion in a cast of the operand to varying over a non-mesh axis.
     return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
 
 
@@ -99,12 +99,13 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
     return ValueError(
         f"{collective} reduces over {axes}, as jax.vmap or nn.vmap(axis_name=...) names it, and under check_vma=True "
         "JAX has no collective over such an axis inside shard_map. Pass check_vma=False (to make_train_step and "
-        "make_eval_step, or to your shard_map), which computes the values of one device."
+        "make_eval_step, or to your shard_map); values are those of one device if the collective also names the axes "
+        "of the batch."
     )
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Returns the error for a collective over axes along which its operand is equal; arguments as JAX prints them."""
+    """Returns the error for a collective over axes along which its operand is equal; arguments as printed by JAX."""
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))

@@ -1,22 +1,24 @@
-"""``replayed``: every k-th call of a step computes its gradients twice, on other devices, and compares the bits.
+"""``replayed``: every k-th call of a step computes gradients twice, on different devices, and compares the bits.
 
-The rows, shards and key of each device move to its neighbour along a batch axis: the second run is the same program, on
-the same mesh with its devices rolled by one. So nothing in the program knows of the replay, and everything that depends
-on a device's place (its key, its experts, its tokens) is computed again as it was, by another device.
+The rows, shards and key of each device move to the neighbour along a batch axis: the second run is the same program on
+the same mesh with its devices rolled by one place. So the program needs no code for the replay, and everything that
+depends on a place of the mesh (key, experts, tokens) is computed again in the same way by another device.
 
-  run            on the mesh             loss, gradients, digests of what each device sends
+  run            on the mesh             loss, gradients, digests of the values that each device sends
   run again      on the rolled mesh      digests
   compare        on the hosts            every process reads the digests of all devices, and decides alike
   update         on the mesh             the optimizer, only if all digests are equal
 
-The two runs are two executions: XLA has nothing that it could merge. The state is not donated before the update.
+The two runs are separate executions, so that XLA cannot merge the computations. The state is not donated before the
+update.
 
-Where digests differ both runs are repeated, to name the device and to notice a program that does not repeat its bits:
+If digests of a place differ, both runs are repeated, to name the device and to notice a program that is not
+deterministic:
 
-  the first run differs from its repetition     the device was wrong once
-  the second run differs from its repetition    its neighbour was wrong once
-  neither differs                               one of both is always wrong; the one that two places have in common
-  both differ, in most places                   the program does not repeat bit for bit: no alarm, and no more replays
+  the first run differs from its repetition     the device of the first run was wrong once
+  the second run differs from its repetition    the device of the second run was wrong once
+  neither differs                               one of both devices is always wrong: the device common to two places
+  both differ, in most places                   the program is not deterministic bit for bit: no alarm, no more replays
 """
 
 import functools
@@ -46,9 +48,9 @@ DEFAULT_EVERY = 100
 
 
 class ReplayError(DisagreementError):
-    """Error: a device computed other bits than its neighbour from the same numbers; the update was not taken.
+    """Error: a device computed other bits than its neighbour from the same numbers; the update was not applied.
 
-    The state that was passed to the step is unchanged and not donated: train on with it, or save it.
+    The state passed to the step is unchanged and not donated: continue the training with this state, or save it.
 
     >>> issubclass(ReplayError, DisagreementError)
     True
@@ -58,9 +60,9 @@ class ReplayError(DisagreementError):
 def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
     """Returns the step with a replay in every ``every``-th call, which finds devices that compute wrong numbers.
 
-    A replay computes loss and gradients twice, each device's work once by the device and once by its neighbour, and
-    compares the bits of everything that the devices send to each other (cotangents of weights before they are reduced,
-    the loss) before the optimizer's update. On one device both runs are on this device.
+    A replay computes loss and gradients twice, each device's work once on the device and once on its neighbour. Before
+    the optimizer's update, the replay compares the bits of all values that devices send to each other (cotangents of
+    weights before their reduction, the loss). On a mesh of a single device both runs are on this device.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
@@ -73,9 +75,9 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
 
     Args:
       step: a step of ``make_train_step``, on a mesh of devices.
-      every: replay in every how many calls. All processes must make the same calls.
+      every: number of calls per replay. Every process must make the same calls.
     Returns:
-      The step, with the arguments and results of ``step``, whose methods (``lower``, ``trace``) it has. A call with a
+      The step with replays, with the arguments, results and methods (``lower``, ``trace``) of ``step``. A call with a
       replay waits for the devices.
     Raises:
       TypeError: ``step`` is not a step of ``make_train_step``.
@@ -84,9 +86,9 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
         unchanged and not donated.
 
     Warns:
-      UserWarning: the program does not repeat its bits on this backend; no further call is replayed.
+      UserWarning: repeated runs of the program differ in bits on this backend; no further call is replayed.
     """
-    # A step without batch_axes is made at its first call. Until then a step over all axes has the same other options.
+    # A step without batch_axes is made at its first call. A step over all axes has the same options, except batch_axes.
     made = step.of_state(None) if isinstance(step, StepOfState) else step
     options = getattr(inspect.unwrap(made), "__self__", None)
     if not isinstance(step, CheckedStep | StepOfState) or not isinstance(options, StepOptions):
@@ -109,7 +111,7 @@ class ReplayedStep:
         functools.update_wrapper(self, step)
         self._step, self._mesh, self._every = step, mesh, every
         self._calls = self.replays = 0
-        self._repeats = True  # until the program has shown otherwise
+        self._repeats = True  # False after repeated runs of the program have differed in bits
 
     @functools.cached_property
     def _options(self) -> StepOptions:
@@ -117,7 +119,7 @@ class ReplayedStep:
 
     @functools.cached_property
     def runs(self) -> "list[Run]":
-        """The two programs. A step without ``batch_axes`` has programs from its first call."""
+        """The programs of both runs. A step without ``batch_axes`` has programs from its first call."""
         options, compiler_options = self._options, self._step.options["compiler_options"]
         rolled = rolled_mesh(self._mesh, options.layout.axes)
         on_rolled = replace(options, layout=replace(options.layout, mesh=rolled))
@@ -135,7 +137,7 @@ class ReplayedStep:
         self._calls += 1
         if self._calls % self._every or not self._repeats:
             return self._step(*args, **kwargs)
-        # The checks of a trace of the step, traced once, and the checks of a call.
+        # eval_shape runs the checks that a trace of the step makes (traced once), checked_call the checks of each call.
         self._step.eval_shape(*args, **kwargs)
         return self._step.checked_call(outside_set_mesh(self._replay), *args, **kwargs)
 
@@ -177,10 +179,15 @@ class ReplayedStep:
         raise self._report(first != second, changed)
 
     def _report(self, differs: np.ndarray, changed: Sequence[np.ndarray]) -> ReplayError:
-        """Returns the error for digests that differ, bool [device, send, 2]; ``changed``: those of a run, [device]."""
+        """Returns the error for different digests.
+
+        Args:
+          differs: bool [device, send, 2], where the digests of the two runs differ.
+          changed: for each run bool [device], where the run differs from its repetition.
+        """
         differs = differs.any(-1)
         sends = np.flatnonzero(differs.any(0))
-        # What is wrong first is wrong where it was computed; later sends may be computed of what was received.
+        # The first wrong send was computed on the faulty device; later sends may depend on wrong received values.
         places = np.flatnonzero(differs[:, sends[0]])
         devices = [np.ravel(run.mesh.devices) for run in self.runs]
         suspects = []
@@ -202,9 +209,9 @@ class ReplayedStep:
 
 
 class Run:
-    """Loss, gradients and digests of a step on ``mesh``, the mesh of ``options``.
+    """Computes loss, gradients and digests of a step on ``mesh``, the mesh of ``options``.
 
-    ``leaves`` are the paths of each send, once the run was traced.
+    ``leaves`` has a list of paths for each send, after the run was traced.
     """
 
     def __init__(self, options: StepOptions, mesh: Mesh, compiler_options: Any) -> None:
@@ -218,7 +225,7 @@ class Run:
         return result, np.asarray(digests)
 
     def on_this_mesh(self, args: PyTree) -> PyTree:
-        """Returns the arguments on the mesh of this run: each shard on the device that has its place there."""
+        """Returns the arguments on the mesh of this run: each shard on the device at the shard's place of the mesh."""
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
 
     def _of_batch(
@@ -239,7 +246,7 @@ def _update(
     local: PyTree,
     extra_trees: PyTree,
 ) -> tuple[Any, ...]:
-    """Returns what the step returns, from the result of a run."""
+    """Returns the results of the step, from the result of a run."""
     options = options.of_state(state, rng)
     of_params = options.on_mesh(options.program(state, batch, extra_trees))
     rest = options.arguments(state, batch, rng, local, extra_trees)[1:]
@@ -247,10 +254,11 @@ def _update(
 
 
 def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
-    """Returns the mesh with each place on the device before it: along the largest of ``axes``, or over all devices.
+    """Returns the mesh with its devices rolled by one place: along the largest of ``axes``, or over all devices.
 
-    Along one axis, a ring of links stays a ring. On an axis of two devices each would be the other's neighbour on both
-    sides, and one that is always wrong could not be told from the other.
+    Each place gets the device of the place before. A roll along a single axis keeps a ring of links a ring. On an axis
+    of two devices both places would have the same pair of devices, so that a device that is always wrong could not be
+    distinguished from its neighbour; the roll is then over all devices.
     """
     largest = max(axes, key=lambda axis: mesh.shape[axis])
     along = mesh.axis_names.index(largest) if mesh.shape[largest] > 2 else None
@@ -258,7 +266,7 @@ def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:
 
 
 def _moved(x: Any, mesh: Mesh) -> Any:
-    # Arrays of a host and of no mesh, as a new key, go where the program runs.
+    # Arrays on a host, or on a device without a mesh (such as a new key), are placed by the program.
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding) or x.sharding.mesh == mesh:
         return x
     if is_prng_key(x):
@@ -282,5 +290,5 @@ def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def _differ(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns the devices whose digests differ: bool [device]."""
+    """Returns whether the digests of each device differ: bool [device]."""
     return np.any(digests != others, axis=(1, 2))

@@ -1,19 +1,20 @@
-"""Digests of all values that a device sends: a program of ``shard_map`` that also returns digests.
+"""Digests of the values that a device sends: a program of ``shard_map`` that also returns digests.
 
-A wrong number of one device spreads over the others by a collective, and after the collective nobody can tell where it
-came from. So the operands are looked at, before the collective: the cotangent of a gathered weight before its
+A collective spreads a wrong number from a device over the mesh, and the source of the number cannot be found after the
+collective. So digests are taken of operands before the collective: the cotangent of a gathered weight before its
 reduce-scatter, the gradient of a replicated leaf and the loss before their all-reduce, activations that a layer sends.
 
-  program of a device   -->  jaxpr  -->  the same equations; each collective also leaves a digest of its operands
-                             results that were not sent, as gradients of the model's own shards, leave one as well
+  program of a device   -->  jaxpr  -->  the same equations; each collective also adds a digest of its operands
+                             results that were not sent, such as gradients of local shards, also add a digest
 
-Nothing else needs to know this: gathers ahead, minibatches, experts and copies are all equations. Equations inside
-``scan``, ``remat``, branches and functions are entered; those of a ``while_loop``, which has no gradient, are not.
+The rest of the library needs no code for digests: prefetched gathers, minibatches, experts and copies are equations of
+the jaxpr. Equations inside ``scan``, ``remat``, branches and functions are entered; equations inside a ``while_loop``,
+which has no gradient, are not.
 
-A digest is the checksum of checkpoints, two uint32: one changed word always changes both. An operand stands behind an
-``optimization_barrier``, so that XLA computes it once, for the digest and for the collective. Operands that are sent on
-after another collective, as in the second stage of a reduce-scatter, are no longer the result of this device alone, and
-have no digest.
+A digest is the checksum of checkpoints, two uint32: one changed word always changes both. An operand is passed
+through an ``optimization_barrier``, so that XLA computes the operand once, for the digest and for the collective. An
+operand received from an earlier collective and sent on, as in the second stage of a reduce-scatter, is not the result
+of this device alone, and has no digest.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +35,12 @@ from xlstm_jax.equations import COLLECTIVES, FUNCTIONS, all_equations, name_and_
 from xlstm_jax.private_names import core
 
 Labels = frozenset[str]
-COMPUTED = "computed here"  # label of a value that this device computes of other values than received ones
+COMPUTED = "computed here"  # label of a value that this device computed, not only from received values
 _ARGUMENTS = ("params", "batch", "rng", "metric", "collections", "extra_trees")
 
 
 class _Value(NamedTuple):
-    """An array with labels: ``COMPUTED``, the sends of which it is computed, the paths of arguments until a send."""
+    """An array with labels: ``COMPUTED``; the sends it was computed from; until a send, the paths of its arguments."""
 
     array: Any
     labels: Labels
@@ -57,9 +58,9 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
 
     Args:
       program: the program.
-      axes: all axes of its mesh. Devices are in the order of these axes, the first outermost.
-      note: called when the program is traced, with a list of paths per send: the results that it reaches, or if it
-        reaches none (a weight that is gathered) the arguments of which it is computed.
+      axes: all axes of the program's mesh. The n devices are in the order of ``axes``, the first axis outermost.
+      note: called when the program is traced, with a list of paths per send: the paths of the results that depend on
+        the send, or if no result does (a weight that is gathered) the paths of the arguments that the send depends on.
     """
 
     def fn(*args: PyTree) -> tuple[PyTree, jax.Array]:
@@ -69,14 +70,15 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
         results = watcher.of_closed(closed, [_Value(x, Labels({COMPUTED, path})) for path, x in named])
         reached: dict[str, list[str]] = {}
         for (path, _), result in zip(_arrays(like), results, strict=True):
-            # A result that was not sent is compared, too. A sent one may differ in rounding from device to device.
+            # A result that was not sent also gets a digest. A result computed only from received values gets no digest,
+            # since its rounding may differ from device to device.
             sends = [watcher.sent(result)] if COMPUTED in result.labels else result.labels
             for send in sends:
                 reached.setdefault(send, []).append(path)
         operands = [sorted(send.labels - {COMPUTED}) for send in watcher.sends]
         note([reached.get(watcher.name(index), paths) for index, paths in enumerate(operands)])
         table = collectives.all_gather_equal(watcher.digests()[None], 0, axes)
-        # By type the table may still vary over axes of one device.
+        # By its type the table may still vary over axes of size 1.
         (table,) = collectives.psum([table], [tuple(set(axes) - set(collectives.spread_axes(axes)))])
         return jax.tree.unflatten(jax.tree.structure(like), [result.array for result in results]), table
 
@@ -89,14 +91,15 @@ def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
-    """Returns the labels of what a collective returns: received, not computed here. None for other equations."""
+    """Returns the labels of a collective's results: empty, because the results are received. Else returns None."""
     return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
 
 
 class _Watcher:
     """Interpreter of a jaxpr inside ``shard_map``; ``sends`` grows in the order of the equations.
 
-    ``prefix`` begins the names of the sends: an inner jaxpr receives values that are labelled with outer names.
+    Names of sends begin with ``prefix``, which differs in an inner jaxpr, because its inputs are labelled with the
+    names of outer sends.
     """
 
     def __init__(self, axes: tuple[str, ...], prefix: str = "send ") -> None:
@@ -105,7 +108,7 @@ class _Watcher:
         self._sending: dict[int, bool] = {}
 
     def name(self, index: int) -> str:
-        """Returns the label of values that were sent by ``sends[index]``."""
+        """Returns the label of values computed from ``sends[index]``."""
         return f"{self._prefix}{index}"
 
     def _inner(self) -> "_Watcher":
@@ -116,7 +119,7 @@ class _Watcher:
         return jnp.stack([send.digest for send in self.sends])
 
     def sent(self, value: _Value) -> str:
-        """Adds the digest of a value that this device has computed; returns the label of what is computed of it."""
+        """Adds the digest of a value computed on this device; returns the label for values computed from the send."""
         return self._add(checksum(value.array), value.labels)
 
     def _add(self, digest: jax.Array, labels: Labels) -> str:
@@ -124,7 +127,7 @@ class _Watcher:
         return self.name(len(self.sends) - 1)
 
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
-        """Evaluates a jaxpr, closed or open, with its digests."""
+        """Evaluates a jaxpr, closed or open, and adds the digests of its sends; returns its results."""
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         inputs = [*[_Value(const, Labels()) for const in consts], *values]
         env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
@@ -147,7 +150,7 @@ class _Watcher:
                 return self._of_cond(eqn, values)
             if name in ("remat2", "checkpoint") and params is eqn.params:
                 return self._of_remat(eqn, values)
-            # Also a jax.checkpoint under jax_remat3: XLA may then merge the pass with the first one.
+            # Includes a jax.checkpoint under jax_remat3: XLA may then merge the recomputation with the first pass.
             if name in (*FUNCTIONS, "remat2"):
                 return self.of_closed(params.get("jaxpr", params.get("call_jaxpr")), values)
         return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
@@ -160,7 +163,7 @@ class _Watcher:
         return self._sending[id(eqn)]
 
     def _of_collective(self, eqn: Any, values: list[_Value]) -> list[_Value]:
-        # Behind the barrier XLA does not compute the operand a second time for its digest.
+        # The barrier keeps XLA from computing the operand a second time for its digest.
         operands = lax.optimization_barrier([value.array for value in values])
         values = [_Value(operand, value.labels) for operand, value in zip(operands, values, strict=True)]
         labels = [Labels({self.sent(x)}) if COMPUTED in x.labels else x.labels for x in values]
@@ -168,7 +171,8 @@ class _Watcher:
         return _with_labels(_results(eqn, eqn.params, values), labels if len(labels) == len(eqn.outvars) else together)
 
     def _of_remat(self, eqn: Any, values: list[_Value]) -> list[_Value]:
-        # The equation itself, with more results: only it keeps XLA from merging the pass with the first one.
+        # The equation itself with more results, because only a remat equation keeps XLA from merging the recomputation
+        # with the first pass.
         inner, results = self._inner(), list[_Value]()
 
         def fn(*arrays: Any) -> tuple[list[Any], list[jax.Array]]:
@@ -187,7 +191,7 @@ class _Watcher:
     def _of_scan(self, eqn: Any, values: list[_Value]) -> list[_Value]:
         params, (num_consts, num_carry) = eqn.params, scan_counts(eqn.params)
         after = num_consts + num_carry
-        # A carry counts as computed here in each round if it is in one.
+        # A carry computed on this device in any round gets the label COMPUTED in each round.
         computed = followed_equation(eqn, [value.labels & {COMPUTED} for value in values], _received)[:num_carry]
         labels = [value.labels for value in values]
         labels[num_consts:after] = [x | more for x, more in zip(labels[num_consts:after], computed, strict=True)]
@@ -222,7 +226,7 @@ class _Watcher:
                 inputs = [_Value(array, value.labels) for array, value in zip(arrays, operands, strict=True)]
                 results = inner.of_closed(branch, inputs)
                 outcomes.append((inner.sends, results))
-                # One digest for all sends of a branch, as branches differ in their number.
+                # One digest for all sends of a branch, since the number of sends differs between branches.
                 digest = checksum(inner.digests()) if inner.sends else jnp.zeros(2, jnp.uint32)
                 return [result.array for result in results], collectives.to_varying(
                     digest, collectives.spread_axes(self.axes)
@@ -239,7 +243,7 @@ class _Watcher:
     def _with_inner_sends(
         self, inner: "_Watcher", digests: Sequence[jax.Array], arrays: Sequence[Any], labels: Sequence[Labels]
     ) -> list[_Value]:
-        """Adds the sends of an inner jaxpr; returns its results, labelled with the names that the sends get here."""
+        """Adds the sends of an inner jaxpr to ``sends``; returns its results, labelled with the new names of sends."""
         names = {
             inner.name(index): self._add(digest, send.labels)
             for index, (send, digest) in enumerate(zip(inner.sends, digests, strict=True))
@@ -248,11 +252,11 @@ class _Watcher:
 
 
 def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
-    """Runs the primitive of an equation."""
+    """Runs the primitive of an equation; returns a list of its results."""
     outputs = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
-    """Pairs arrays with labels; one entry of labels serves all arrays."""
+    """Pairs arrays with labels; a single entry of labels is used for every array."""
     return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]

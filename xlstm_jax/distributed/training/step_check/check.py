@@ -1,15 +1,15 @@
 """``check_step``: runs a step on the mesh and on one device, and explains the differences.
 
-  the step         equals, to rounding, each device's rows (a slice) computed one after another with the same draws
+  the step         equals, to rounding, each device's rows (a slice) computed in sequence with the same draws
   its loss         is a mean over rows: the loss of the full batch is the mean over its slices
   its parameters   each trainable parameter has a gradient
 
 A step that averages wrongly still trains, only worse, and no type shows the mistake. But its gradients are then a
-multiple of the correct ones: the affected leaves and the factor identify the mistake (``report``).
+multiple of the correct gradients: the affected leaves and the factor identify the mistake (``report``).
 
 make_train_step    compares the step with the slices, same draws; the slices with the full batch, constant draws
-user's step        compares the step with the full batch, constant draws; or, if the step draws from other keys, means
-                   over many keys, which may stay inconclusive
+custom step        compares the step with the full batch, constant draws; or, if the step draws from different keys,
+                   means over many keys, which may stay inconclusive
 
 Constant draws come from ``draws.constant_key``: equal for every device, row and shape.
 """
@@ -77,7 +77,7 @@ from xlstm_jax.distributed.training.step_check.update import (
 from xlstm_jax.explicit_axes import outside_set_mesh
 
 LOSS = "(loss)"
-ROUGHLY = 0.3  # with other draws the loss of the slices differs from the batch loss, but by far less than a factor of 2
+ROUGHLY = 0.3  # different draws change the ratio of slices' loss to batch loss, but by far less than a factor of 2
 BATCH_AT_ONCE = "the batch at once"
 
 
@@ -96,8 +96,8 @@ def check_step(
 ) -> StepCheck:
     """Runs a step on the mesh, and compares its gradients with a computation on a single device.
 
-    Use it once, with a small model and batch, for a step of your own or after a change. The state is neither changed
-    nor donated. During the check one device holds the full model and batch; every device must belong to this process.
+    Run the check once, with a small model and batch, for a custom step or after a change. The state is neither changed
+    nor donated. During the check a device holds the full model and batch; every device must belong to this process.
 
     >>> loss_fn = lambda params, apply_fn, batch, rng: jnp.sum(apply_fn({"params": params}, batch) ** 2)  # not a mean
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
@@ -107,23 +107,23 @@ def check_step(
     ('wrong', [('bias', 0.125), ('kernel', 0.125)])
 
     Args:
-      step: ``step(state, batch, rng, *rest) -> (state, metrics, ...)``, from ``make_train_step`` or your own.
+      step: ``step(state, batch, rng, *rest) -> (state, metrics, ...)``, from ``make_train_step`` or a custom step.
       state: a ``TrainState`` on a mesh.
       batch: a batch with global leaves, as for the step.
-      rng: a key, as for the step. For a step of ``make_train_step``, one device repeats the draws of every device. A
-        step of your own receives a key whose draws are equal everywhere, however the step folds it; if the step draws
-        from other keys, means over many keys are compared. None: step and loss draw nothing, and the step is called as
-        ``step(state, batch)``.
+      rng: a key, as for the step. For a step of ``make_train_step``, a single device repeats the draws of every device.
+        A custom step receives a key whose draws are equal on every device, however the step folds the key; if the step
+        draws from different keys, means over many keys are compared. None: step and loss draw nothing, and the step is
+        called as ``step(state, batch)``.
       loss_fn: ``loss_fn(params, apply_fn, batch, rng)``, the objective of the step: the mean over the batch passed in.
         None for the loss of ``make_train_step``. Takes and returns collections if the state has any.
       weighted, has_aux: describe the result of ``loss_fn``, as for ``make_train_step``; unused without ``loss_fn``.
-      batch_spec: how a step of your own splits its batch, if not by examples alone; see ``make_train_step``, whose
-        steps provide the spec themselves.
+      batch_spec: the split of the batch in a custom step, if not by examples alone; see ``make_train_step``, whose
+        steps provide the spec.
       extra_trees: further trees, passed to step and loss by name, as in ``make_train_step``.
     Returns:
-      A ``StepCheck``. The verdict "cannot tell" is possible only for a step of your own.
+      A ``StepCheck``. The verdict "cannot tell" is possible only for a custom step.
     Raises:
-      ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or not all in this process.
+      ValueError: ``loss_fn`` is missing, or the parameters are not on a mesh, or partly in different processes.
     """
     # The step wraps a method of StepOptions; unwrap also finds it if jit or a decorator has wrapped the step again.
     if isinstance(unwrapped := inspect.unwrap(step), StepOfState):
@@ -167,7 +167,7 @@ def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of(params: PyTree) -> Mesh:
-    """Returns the mesh of the parameters; raises a ``ValueError`` if they are on none, or on several processes."""
+    """Returns the mesh of the parameters; raises a ``ValueError`` without a mesh, or with several processes."""
     for path, leaf in trees.sharded_leaves(params):
         sharding = getattr(leaf.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -185,7 +185,7 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 
 def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree | None) -> BatchLayout:
-    """Guesses the layout of a user's batch: rows split over the axes that are not tensor-parallel, if these divide."""
+    """Guesses the layout of a custom step's batch: rows split over axes without tensor parallelism, if divisible."""
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
     # Devices along an axis that splits layers receive the same rows.
@@ -203,7 +203,7 @@ class StepComparison(NamedTuple):
     """Result of a comparison of a step with one device; ``findings`` are sentences on loss and optimizer calls.
 
     ``seen`` is the observed step, ``leaves`` are its compared gradients. ``of_model``: the loss differs because the
-    split model computes another function, so gradients must differ, too.
+    split model computes a different function, so gradients must differ, too.
     """
 
     seen: SeenStep
@@ -290,7 +290,7 @@ class Comparison:
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def check_own_step(self) -> StepCheck:
-        """Checks a user's step: compares it with the full batch, with constant draws; else means over many keys."""
+        """Checks a custom step: compares it with the full batch, with constant draws; else means over many keys."""
         one_device = self.one_device
         key, full_batch = self.with_same_draws(self.step_args[1])
         try:
@@ -300,7 +300,7 @@ class Comparison:
         if not full_batch.is_finite:
             return self.checked([report.not_finite(full_batch)], seen)
         step = self.compared_with(key, full_batch, seen)
-        # A step that draws from other keys differs by its draws alone; means over many keys decide.
+        # A step that draws from different keys differs by its draws alone; means over many keys decide.
         if step.differs and (why := self.why_other_draws(key)):
             return self.by_many_keys(why)
         method = (
@@ -321,11 +321,11 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------ compared
 
     def with_same_draws(self, key: PyTree) -> tuple[Any, Reference]:
-        """Returns a key of constant draws with finite gradients that are not all 0, and the loss of the full batch."""
+        """Returns a key of constant draws with finite, nonzero gradients, and the loss of the full batch."""
         first, *others = CHOICES
         same_key = constant_like(key, first)
         reference = self.one_device.on_full_batch(same_key)
-        # With u near 0 or 1 a dropout drops everything or nothing, and gradients may vanish: then try another u.
+        # With u near 0 or 1 a dropout drops everything or nothing, and gradients may vanish: then try a different u.
         for u in others:
             if (reference.is_finite and reference.has_gradient) or not self.one_device.traced(key).draws:
                 break
@@ -391,7 +391,7 @@ class Comparison:
         return list(report.of_leaves(leaves, seen.value_kind, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, expected: Reference) -> tuple[bool, list[str]]:
-        """Compares the losses. Returns whether the split model itself computes another loss, and findings."""
+        """Compares the losses. Returns whether the split model computes a different loss, and findings."""
         if seen.loss is None:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
@@ -452,7 +452,7 @@ class Comparison:
         )
 
     def own_objective(self, key: PyTree, seen: SeenStep, full_batch: Reference) -> list[str]:
-        """Returns findings on the loss if a user's step equals the mean over slices, not the full batch; else []."""
+        """Returns findings on the loss if a custom step equals the mean over slices, not the full batch; else []."""
         if not self.one_device.axes:
             return []
         mean = self.one_device.slices(key)
@@ -473,7 +473,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
-        """Returns the reason why the step may have drawn from other keys than its ``rng``, or ""."""
+        """Returns the reason why the step may have drawn from keys different from its ``rng``, or ""."""
         if self.one_device.traced(key).draws_from_other_keys:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.step_args
@@ -486,7 +486,7 @@ class Comparison:
         return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
-        """Compares means of the step and of one device over many keys; ``why`` constant draws were impossible.
+        """Compares means of the step and of one device over many keys; ``why``: the reason against constant draws.
 
         The step counter is advanced for each key, since a step may fold the counter into its key.
         """
@@ -535,7 +535,7 @@ class Comparison:
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
-        """Makes the result from the findings, after the remaining checks: update, collections, padded rows."""
+        """Runs the remaining checks (update, collections, padded rows), and returns the result with all findings."""
         findings = [*findings, *drifting(seen.collections), *padded_row_findings(self.one_device, *self.step_args[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
@@ -551,7 +551,7 @@ class Comparison:
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
-        """Checks the update that the optimizer makes from the gradients; with ``is_right`` also a second step's."""
+        """Checks the optimizer's update from the gradients; with ``is_right`` also the update of a second step."""
         if seen.value_kind != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
@@ -572,7 +572,7 @@ class Comparison:
         return bool(collections) and OVERWRITTEN not in collections and is_whole and not one_device.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
-        """Compares collections after the step with those of one device; returns findings."""
+        """Compares collections after the step with the collections of one device; returns findings."""
         actual, before = (
             by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state))
         )
@@ -582,7 +582,7 @@ class Comparison:
         )
 
     def shows_gradients(self, seen: SeenStep) -> bool:
-        """Returns whether the compared values depend on the gradients, so that equal values show equal gradients."""
+        """Returns whether the compared values depend on the gradients: then equal values prove equal gradients."""
         of_state = seen.state_of_gradients
         if seen.value_kind != "updates" or of_state is None:
             return True

@@ -1,7 +1,7 @@
-"""Check of ``check_step`` whether a loss depends on padded rows: computes the loss with other values in these rows.
+"""Check of ``check_step`` whether a loss depends on padded rows: computes the loss with changed values in padded rows.
 
-Rows of weight 0 may have any values. Batch statistics, and losses that compare rows, depend on them even if the loss of
-each row has its weight. Equations do not show this, so the check compares numbers.
+Rows of weight 0 may have any values. Batch statistics, and losses that compare rows, depend on rows of weight 0 even if
+the loss of each row is multiplied by its weight. Equations do not show this dependence, so the check compares numbers.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MIN_RELATIVE_CHANGE = 1e-4  # relative change of the loss; rounding is far small
 
 
 def with_other_copies(batch: PyTree) -> PyTree | None:
-    """Returns the batch with other values in the padded rows of ``shard_batch``; None without padded rows."""
+    """Returns the batch with changed values in the padded rows of ``shard_batch``; None without padded rows."""
     counts = [of_leaf for leaf in jax.tree.leaves(batch) if (of_leaf := padded_rows_of(leaf))]
     if not counts or counts[0][0] < 2:
         return None

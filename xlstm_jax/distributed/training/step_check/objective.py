@@ -44,11 +44,11 @@ def why_no_mean(
 
     Args:
       one_device, rng: the loss, and the key with which ``mean`` and ``full_batch`` were computed.
-      mean, whole: the loss and gradients of the slices, and of the full batch.
+      mean, full_batch: the loss and gradients of the slices, and of the full batch.
       same: the gradients of the slices, compared with those of the batch.
       times: the loss of the slices over the loss of the batch.
       sizes: the number of parts by each axis that splits the batch, and by minibatches.
-      tolerance: the possible effect of rounding on the ratio of the two losses.
+      tolerance: the largest effect of rounding on the ratio of the two losses.
     """
     minibatches = one_device.num_minibatches
     if times.is_count and all(_is_multiple(leaf, times, sizes) for leaf in same):

@@ -128,7 +128,7 @@ def of_leaves(
 
     Args:
       leaves: the comparison of every leaf.
-      what: the name of the compared values, as "gradients".
+      subject: the name of the compared values, such as "gradients".
       sizes: the sizes of the axes with more than one device.
       of_loss: the loss of the step over the correct loss; gradients with the same ratio need no other cause.
       model_axes: the axes along which the model communicates, and over which the batch is not split.

@@ -79,7 +79,7 @@ def check_update(
 
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
-      one: a mesh of one device with the axes of the step's mesh.
+      device: a mesh of one device with the axes of the step's mesh.
       run_second_step: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """

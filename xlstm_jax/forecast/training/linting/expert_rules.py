@@ -1,4 +1,4 @@
-"""Lint rule for mixtures of experts; its entry in the table is in ``rules``."""
+"""Lint rule for mixtures of experts; the table of rules is in ``rules``."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from xlstm_jax.forecast.training.linting.step import Defect, Rule, Step
 from xlstm_jax.formatting import format_bytes, format_fraction, format_milliseconds
 
 MIN_FRACTION = 0.05  # fraction of a step's time or traffic
-MAX_PADDING = 1.5  # ratio of sent to chosen rows; a usual capacity is below
+MAX_PADDING = 1.5  # ratio of sent to chosen rows; a usual capacity factor is smaller
 MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Finds experts that send far more than their rows, or whose busiest device delays the others."""
+    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the step."""
     for exchange in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = exchange.wire_bytes - exchange.ideal_bytes
         if exchange.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
@@ -27,8 +27,8 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, exchange: Dispatch) -> Iterator[Defect]:
-    """Finds a busiest device that delays the others, or drops tokens beyond its capacity."""
-    # With a capacity rows are dropped; without a capacity every device waits. Either way the router is uneven.
+    """Finds experts whose busiest device delays the step, or drops tokens beyond its capacity."""
+    # With a capacity rows are dropped; without a capacity every device waits. The cause of both is an uneven router.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = exchange.imbalance_s or 0.0, exchange.experts.path
     if seconds > 0 and seconds >= MIN_FRACTION * step.seconds:

@@ -1,9 +1,9 @@
 """Lint rules for device memory; the table is in ``rules``.
 
-``near_memory_limit`` finds a step so near to the limit that XLA computes values again, or soon will. ``memory_bound``
-finds a step whose time is bound by memory, not by arithmetic. It compares times at the rates that kernels reach:
+``near_memory_limit`` finds a step so near to the memory limit that XLA recomputes values, or soon will.
+``memory_bound`` finds a step whose time is bound by memory, not by arithmetic: at the rates that kernels reach,
 
-    bytes read and written in device memory / bandwidth    >    FLOP of products / their rate
+    bytes read and written in device memory / bandwidth    >    FLOP of products / rate of products
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def memory_bound(step: Step) -> Iterator[Defect]:
 
 
 def near_memory_limit(step: Step) -> Iterator[Defect]:
-    """Finds a step in which XLA computes values again because memory is scarce, or that is 5 % below that limit."""
+    """Finds a step in which XLA recomputes values because memory is scarce, or a step at most 5 % below this limit."""
     forecast, limit = step.forecast, step.forecast.rematerialization_bytes
     if limit is None or forecast.has_margin:
         return
@@ -60,7 +60,7 @@ def near_memory_limit(step: Step) -> Iterator[Defect]:
 
 
 class Cause(NamedTuple):
-    """A known cause of traffic: its bytes in a step, a sentence, and the cure."""
+    """A known cause of traffic, with its bytes in a step, a sentence, and a cure."""
 
     nbytes: float
     text: str

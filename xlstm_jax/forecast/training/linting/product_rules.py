@@ -1,7 +1,7 @@
 """Lint rules for needlessly expensive products: wide floats, attention scores; the table is in ``rules``.
 
-The rules read the step's jaxpr. The time and the share of a cost need the figures of a chip: for CPU devices
-``float32_model`` finds nothing, and ``held_scores`` has only its limit in bytes.
+The rules read the step's jaxpr. The time of a cost, and its share of the step, are computed from the rates of a chip:
+for CPU devices ``float32_model`` finds nothing, and ``held_scores`` applies only its limit in bytes.
 """
 
 from collections import defaultdict
@@ -20,13 +20,13 @@ MIN_WIDE_FRACTION = 0.01  # fraction of the step's FLOP; a router or a norm has 
 MIN_SCORES_BYTES = 2**30
 MIN_SCORES_FRACTION = 0.05  # fraction of a step's memory or time
 # Least number of times that a step reads or writes the scores of a layer in device memory, without a kernel. Forward:
-# the first product writes scores, softmax reads them, the second product reads them. Backward: the gradient of the
-# values reads them; their gradient is written, read by softmax's gradient, and read by two products.
+# the first product writes scores, softmax and the second product read scores. Backward: the gradient of the values
+# reads scores; the gradient of the scores is written, read by softmax's gradient, and read by two products.
 SCORES_PASSES = 8
 
 
 def wide_products(step: Step) -> Iterator[Defect]:
-    """Finds modules that multiply in float32, in a model that does most of its FLOP in narrower dtypes."""
+    """Finds modules that multiply in float32, in a model with most FLOP in narrower dtypes."""
     flops, chip = step.forecast.flops, step.forecast.chip
     # Work without a path is the loss or the optimizer, which may need float32, or bfloat16 in a float32 model.
     in_modules = [work for work in flops.work if work.path]
@@ -63,7 +63,7 @@ _GRADIENTS_ALONE = (
 
 
 def float32_model(step: Step) -> Iterator[Defect]:
-    """Finds a model whose products are mostly float32, for a chip."""
+    """Finds a model whose products are mostly float32; nothing without a chip."""
     flops, chip = step.forecast.flops, step.forecast.chip
     of_modules = sum(work.flops for work in flops.work if work.path)
     wide = sum(work.flops for work in flops.work if work.path and work.dtype == WIDE)
@@ -83,7 +83,7 @@ def float32_model(step: Step) -> Iterator[Defect]:
 
 
 def held_scores(step: Step) -> Iterator[Defect]:
-    """Finds attention that holds the array of all scores (query x key) in memory."""
+    """Finds attention that holds the full array of scores (query x key) in memory."""
     flops, chip = step.forecast.flops, step.forecast.chip
     alike = defaultdict(list)
     for path in flops.scores_bytes:

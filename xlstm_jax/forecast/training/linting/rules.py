@@ -79,7 +79,7 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns the worst of the mesh axes over which a leaf is gathered too often."""
+    """Returns the gathers of a leaf over the set of mesh axes that wastes the most bytes; zeros without waste."""
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
         return repeats[0]  # a box of the model, which no wrapper gathers: the needed count is unknown
@@ -278,7 +278,7 @@ def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def exposed_collectives(step: Step) -> Iterator[Defect]:
-    """Finds collectives whose bytes a step waits for; on a CPU, where nothing is asynchronous, times are unknown."""
+    """Finds collectives whose bytes a step waits for; finds nothing for devices without figures, such as CPUs."""
     waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
     groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
     # Waits of many modules add up, so their sum decides. The module with the longest wait is always named.

@@ -67,7 +67,7 @@ class Step:
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def uses_at_once(self, gather: Collective) -> float:
-        """Returns the number of uses of its leaves that a single execution serves; below 1 for a stage of several."""
+        """Returns how many uses of its leaves one execution of a gather serves; below 1 for one of several stages."""
         # Computed from sizes, because a gather may carry several leaves, and a leaf may take several stages.
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
