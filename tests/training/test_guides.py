@@ -427,4 +427,4 @@ def test_program_of_a_guide_with_three_changed_lines_trains_as_the_program_under
         np.testing.assert_array_equal(found["predicted"], predicted)
     # Guards: most values are split, and a step changes something.
     assert split_share(found["trained"]) > 0.9
-    assert len(set(losses)) == len(losses) and np.isfinite(losses).all()
+    assert losses[0] != losses[-1] and np.isfinite(losses).all()
