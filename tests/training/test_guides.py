@@ -407,7 +407,7 @@ def split_share(trained):
 WANTED = {}
 
 
-@pytest.mark.parametrize("kind", ["as written", "auto", "explicit"])
+@pytest.mark.parametrize("kind", ["explicit", "as written", pytest.param("auto", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", GUIDES)
 def test_program_of_a_guide_with_three_changed_lines_trains_as_the_program_under_jit(name, kind):
     guide = GUIDES[name]

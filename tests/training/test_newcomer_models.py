@@ -53,10 +53,10 @@ class DoubleConv(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """Three levels: the way down keeps its features, the way up concatenates them."""
+    """Two levels: the way down keeps its features, the way up concatenates them."""
 
     def __init__(self, rngs, stats_axes=None, width=8):
-        widths = [width, 2 * width, 4 * width]
+        widths = [width, 2 * width]
         self.down = nnx.List()
         self.up = nnx.List()
         din = 3
@@ -86,9 +86,9 @@ class UNet(nnx.Module):
         return self.head(x)
 
 
-def images():
+def images(size=8):
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(ROWS, 16, 16, 3)) * SCALE[:, None, None, None]
+    x = rng.normal(size=(ROWS, size, size, 3)) * SCALE[:, None, None, None]
     return {"x": np.float32(x), "t": np.float32(rng.uniform(size=ROWS)), "noise": np.float32(rng.normal(size=x.shape))}
 
 
@@ -246,7 +246,7 @@ class LinenMixer(nn.Module):
 
 
 def classified():
-    return {"x": images()["x"], "label": np.random.default_rng(2).integers(0, 10, ROWS)}
+    return {"x": images(16)["x"], "label": np.random.default_rng(2).integers(0, 10, ROWS)}
 
 
 def of_labels(logits, batch):
@@ -281,6 +281,11 @@ CASES = {
     ),
     "mixer": Case(Mixer, classified(), lambda apply, batch: apply(batch["x"]), of_labels),
 }
+
+
+# Mesh and mode; the first two in `make test-rest`, and all in `make test-all`.
+FIRST, OTHERS = [("explicit", True), ("plain", False)], [("auto", True), ("explicit", False), ("plain", True)]
+EACH = [*FIRST, *[pytest.param(*one, marks=pytest.mark.slow) for one in [*OTHERS, ("auto", False)]]]
 
 
 def with_adapters(make):
@@ -325,8 +330,7 @@ def wanted():
     return {name: of_one_device(case) for name, case in CASES.items()}
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "auto", "explicit"])
+@pytest.mark.parametrize("kind, check_vma", EACH)
 @pytest.mark.parametrize("name", CASES)
 def test_model_of_a_newcomer_trains_by_five_lines_as_on_a_single_device(name, kind, check_vma, wanted):
     case = CASES[name]
@@ -369,8 +373,7 @@ def assert_split_and_uneven(state, case, losses):
     assert not np.allclose(of_one_device(case, 1, slice(2))[0], losses[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "auto", "explicit"])
+@pytest.mark.parametrize("kind, check_vma", EACH)
 @pytest.mark.parametrize("name", CASES)
 def test_model_of_a_newcomer_trains_by_two_calls_of_nnx_as_on_a_single_device(name, kind, check_vma, wanted):
     """``create_nnx_module`` and ``nnx_value_and_grad``; the rest of the script, and the model, are unchanged."""
@@ -415,6 +418,7 @@ DROPPING = {
 }
 
 
+@pytest.mark.slow  # check_step trains on one device, device by device
 @pytest.mark.parametrize("kind, check_vma", [("plain", True), ("auto", False), ("explicit", True)])
 @pytest.mark.parametrize("system", DROPPING)
 def test_mixer_with_dropout_in_a_scan_takes_the_step_of_one_device_with_its_draws(system, kind, check_vma):
@@ -429,8 +433,7 @@ def test_mixer_with_dropout_in_a_scan_takes_the_step_of_one_device_with_its_draw
     assert abs(losses[0] - losses[1]) > 1e-4  # guard: it does draw
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", ["plain", "auto", "explicit"])
+@pytest.mark.parametrize("kind, check_vma", EACH)
 def test_mixer_in_linen_trains_by_five_lines_as_on_a_single_device(kind, check_vma):
     plain, batch = LinenMixer(), classified()
 
