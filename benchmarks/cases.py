@@ -46,16 +46,16 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager, typed_kernel
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
-from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, shardings
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.forecast.hardware.chips import CHIPS
 from xlstm_jax.forecast.hardware.topologies import Topology
 from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.fitting import default_meshes
+from xlstm_jax.program_names import HOST_AXIS
 
 # The large models; 1.3B with kernels of rank 3 and 4; a model with the vocabulary of Llama 3; a small model for
 # experiments and tests; decoders; vision transformers.
@@ -101,6 +101,7 @@ class Case:
 
 REMAT = {"remat": True}
 OURS = {"remat": True, "grad_scatter_dtype": jnp.bfloat16}  # full remat, communication in bfloat16
+WITHIN_HOSTS = {"remat": remat_policy("nothing", gathered_over=HOST_AXIS)}
 BY_PIECES = {"chunked_head": True, "by_pieces": True}
 COPIES = Replicas(REPLICA_AXIS, reduce_dtype=jnp.bfloat16)
 ZERO_1 = dataclasses.replace(COPIES, shard_optimizer_state=True)
@@ -118,6 +119,7 @@ CASES: dict[str, Case] = {
     "ours": Case("ours", "staged", options=OURS),
     "ours, options": Case("ours", "staged", tuned=True, options=OURS),
     "ours, best options": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS),
+    "ours, best options, within hosts": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS | WITHIN_HOSTS),
     "ours, combined": Case("ours", "staged", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, one axis": Case("ours", "flat", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, one axis, combined": Case("ours", "flat", xla_options=BEST_FOR_JIT, options=OURS),
@@ -147,7 +149,7 @@ OF_KERNEL = (
     "ours, best options",
     "ours, combined",
 )
-OF_KERNEL += ("ours, one axis", "ours, one axis, combined", "ours, ahead")
+OF_KERNEL += ("ours, best options, within hosts", "ours, one axis", "ours, one axis, combined", "ours, ahead")
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
 # Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.
@@ -176,6 +178,7 @@ WORDS = {
     "options": "with XLA's options that hide collectives",
     "best options": "with those with which it waits least",
     "combined": "with the same, and gathers and scatters of up to 128 MiB combined",
+    "within hosts": "weights gathered again over the axis within a host alone",
     "one axis": "one axis of all devices in place of two",
     "ahead": "scan_layers, which gathers layers ahead itself",
     "width": "each leaf split along the width of the model, not its largest dim",

@@ -29,8 +29,9 @@ CAPTIONS = {
     "introspection": "frames, closures",
     "explicit_axes": "types of arrays",
     "common_types": "a few type names",
+    "deferred": "imports that wait",
     "private_names": "of JAX and Flax",
-    "quiet_import": "CUDA's plugin, silent",
+    "quiet_import": "CUDA plugin, silent",
 }
 CORE = "data_parallel"
 WIDTH, HEIGHT, GAP = 10.0, 0.72, 0.14
@@ -52,13 +53,14 @@ def main(path=DOCS / "images" / "layers.png"):
     axes.axis("off")
     for level, names in enumerate(rows):
         width = (WIDTH - GAP * len(names)) / len(names)
+        size = 13 if len(names) < 5 else 10.5
         for i, name in enumerate(names):
             x, y = i * (width + GAP), level * (HEIGHT + GAP)
             color = FILL_CORE if name == CORE else FILL
             axes.add_patch(
                 FancyBboxPatch((x, y), width, HEIGHT, boxstyle="round,pad=0,rounding_size=0.1", fc=color, ec="none")
             )
-            axes.text(x + width / 2, y + 0.45, name, ha="center", va="center", fontsize=13, color=INK, weight="bold")
+            axes.text(x + width / 2, y + 0.45, name, ha="center", va="center", fontsize=size, color=INK, weight="bold")
             axes.text(x + width / 2, y + 0.17, CAPTIONS[name], ha="center", va="center", fontsize=9.5, color=INK)
     top = len(rows) * (HEIGHT + GAP) - GAP
     axes.annotate("", (-0.2, 0), (-0.2, top), arrowprops={"arrowstyle": "-|>", "color": GREY, "lw": 1.5})

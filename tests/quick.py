@@ -19,6 +19,7 @@ from tests.mutants.catalogue import all_mutants
 PROMISES = {
     "exactness/test_exactness.py::test_quick_cells_match_a_single_device[plain @ 2x4-vma]": "a model trains",
     "exactness/test_exactness.py::test_check_error_names_the_leaf_and_the_command_to_repeat": "a difference is seen",
+    "house/test_imports.py": "an import of the library imports no NNX",
     "house/test_layers.py": "a file imports only from the layers below it",
     "house/test_public_names.py": "public names stay importable",
     "house/test_readme.py": "README's figures and commands",

@@ -83,18 +83,25 @@ def missing(file: Path, gone: Collection[str], lost: dict[str, set[str]]) -> lis
 def without(face: Path, gone: Collection[str], lost: dict[str, set[str]]) -> set[str]:
     """Rewrites a face without imports of removed code; returns the names that the face no longer has."""
     statements = missing(face, gone, lost)
-    if not statements:
+    # Faces import some names when they are first read, by a row with the module: ``"nnx_model": "xlstm_jax...."``.
+    when_used = re.compile(rf'^ *(?:"(\w+)": |\w+\()"({"|".join(map(re.escape, gone))})"(,|\).*)\n', flags=re.M)
+    text = face.read_text()
+    if not statements and not when_used.search(text):
         return set()
-    lines = face.read_text().splitlines(keepends=True)
+    lines = text.splitlines(keepends=True)
     names: set[str] = set()
     for node in sorted(statements, key=lambda node: -node.lineno):
         assert isinstance(node, ast.ImportFrom), ast.unparse(node)
         bad = [alias for alias in node.names if is_gone(node.module or "", alias.name, gone, lost)]
         names |= {alias.asname or alias.name for alias in bad}
         node.names = [alias for alias in node.names if alias not in bad]
-        lines[node.lineno - 1 : node.end_lineno] = [ast.unparse(node) + "\n"] if node.names else []
+        indent = " " * node.col_offset
+        lines[node.lineno - 1 : node.end_lineno] = [f"{indent}{ast.unparse(node)}\n"] if node.names else []
     # Rows of registries and of ``__all__`` have separate lines, or commas in between.
     rest = "".join(lines)
+    names |= {row[1] for row in when_used.finditer(rest) if row[1]}
+    rest = when_used.sub("", rest)
+    rest = re.sub(r"^if TYPE_CHECKING:\nelse:", "if not TYPE_CHECKING:", rest, flags=re.M)
     for name in names:
         rest = re.sub(rf'^\s*"?\b{name}\b"?,\s*(#.*)?\n', "", rest, flags=re.M)
         rest = re.sub(rf'^\s*"[^"\n]*": {name}\(.*\),\n', "", rest, flags=re.M)

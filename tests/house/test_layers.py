@@ -13,7 +13,7 @@ from tests.measures import FOREIGN, module_of, names_imported
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
-ORDER = """common_types, private_names, quiet_import, program_names
+ORDER = """common_types, deferred, private_names, quiet_import, program_names
     < formatting, equations, accelerators, introspection, explicit_axes
     < origins < data_parallel < processes, optimizers, model_parallel < device_mesh, checkpoint
     < metrics, plan, resilience < training < forecast < cli"""
@@ -131,11 +131,11 @@ IMPORT_LINEN = {
         "split_input",
         "splitting",
     },
-    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "unconstrained_boxes"},
+    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "boxes"},
     "defines a model or a layer that is not split": {"cross_entropy", "self_test"},
 }
 IMPORT_NNX = {
-    "wraps or converts modules (data_parallel/modules)": {"holders", "nnx_filters", "nnx_model", "nnx_module"},
+    "wraps or converts modules (data_parallel/modules)": {"nnx_filters", "nnx_model", "nnx_module"},
     "splits layers over an axis (model_parallel)": {"nnx_splitting"},
     "differentiates modules (training)": {"nnx_gradients"},
     "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},

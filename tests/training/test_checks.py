@@ -96,7 +96,9 @@ def test_each_stage_has_checks_and_each_check_has_a_docs_page():
 def test_checks_run_at_each_stage_of_training(monkeypatch):
     """Guard of the first test: its steps reach all moments except failures."""
     met = set()
-    rows = [check._replace(run_check=lambda _, moment=check.moment: met.add(moment), needs="") for check in CHECKS]
+    rows = [
+        TrainingCheck(moment, lambda _, moment=moment: met.add(moment), "training.md") for moment in get_args(Moment)
+    ]
     monkeypatch.setattr(TABLE, rows)
     for make in RUNS.values():
         step, args = make()
@@ -106,6 +108,32 @@ def test_checks_run_at_each_stage_of_training(monkeypatch):
     assert met == set(get_args(Moment)) - {"failure", "refused"}
 
 
+def test_checks_of_a_kind_of_call_run_once_and_of_each_call_every_time(monkeypatch):
+    """Calls of a known kind skip the checks that see nothing else; another kind is checked, also after good calls."""
+    met = Counter()
+    rows = [
+        check._replace(run_check=lambda context, check=check: (met.update([check.moment]), check.run_check(context)))
+        for check in CHECKS
+    ]
+    monkeypatch.setattr(TABLE, rows)
+    step, (first, batch, key) = RUNS["no types"]()
+    state, _ = step(first, batch, key)
+    once = Counter(met)
+    state, _ = step(state, batch, key)
+    per_call = {"call": once["call"], "returned": once["returned"]}
+    assert met - once == Counter(per_call) and min(per_call.values()) > 0
+    with pytest.raises(ValueError, match="state was handed to a step before"):  # found in a call of a known kind
+        step(first, batch, key)
+    by_features = jax.device_put(batch["x"], jax.NamedSharding(MESH, jax.P(None, "fsdp")))
+    with pytest.raises(ValueError, match=r"(?s)is placed as .* which splits another dim"):
+        step(state, batch | {"x": by_features}, key)
+    with pytest.raises(TypeError, match="has no argument 'mask'"):
+        step(state, batch, key, mask=None)
+    with pytest.raises(TypeError, match=r"batch\['x'\] is"):  # refused by JAX, and named
+        step(state, batch | {"x": "text"}, key)
+    step(state, batch, key)
+
+
 def test_check_is_called_only_if_the_part_of_the_context_that_it_needs_is_not_empty(monkeypatch):
     seen = []
     row = TrainingCheck("aux", seen.append, "training.md", needs="paths")
@@ -113,3 +141,12 @@ def test_check_is_called_only_if_the_part_of_the_context_that_it_needs_is_not_em
     for paths in ((), ("a",)):
         run_checks("aux", Averaged(paths, 1, False, lambda: None))
     assert [context.paths for context in seen] == [("a",)]
+
+
+def test_check_gets_the_parts_of_the_context_that_it_reads_unless_an_option_switches_it_off(monkeypatch):
+    seen = []
+    row = TrainingCheck("aux", lambda *parts: seen.append(parts), "training.md", ("num_minibatches", "paths"))
+    monkeypatch.setattr(TABLE, [row, row._replace(unless="weighted")])
+    for weighted in (False, True):
+        run_checks("aux", Averaged(("a",), 2, weighted, lambda: None))
+    assert seen == [(2, ("a",))] * 3

@@ -21,8 +21,10 @@ Less common names are in the subpackages ``checkpoint``, ``data_parallel``, ``de
 ``optimizers``, ``plan``, ``processes``, ``resilience`` and ``training``.
 """
 
+from typing import TYPE_CHECKING
+
 from xlstm_jax.accelerators import compiler_options
-from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
+from xlstm_jax.deferred import names_when_used
 from xlstm_jax.distributed.data_parallel import (
     BLOCK_INPUT,
     PackSmall,
@@ -30,7 +32,6 @@ from xlstm_jax.distributed.data_parallel import (
     bytes_per_device,
     freeze_params,
     gather_params,
-    nnx_model,
     partition_specs,
     remat_policy,
     scan_layers,
@@ -56,30 +57,53 @@ from xlstm_jax.distributed.optimizers import (
 )
 from xlstm_jax.distributed.plan import plan_sharding
 from xlstm_jax.distributed.processes import assert_same_everywhere, initialize_distributed, simulate_cpu_devices
-from xlstm_jax.distributed.resilience import (
-    LoopGuard,
-    NonFiniteError,
-    ReplicaError,
-    check_replicas,
-)
 from xlstm_jax.distributed.training import (
     LMHead,
-    ReplayError,
     TrainState,
     abstract_train_state,
     accumulate_gradients,
-    check_step,
     chunked_cross_entropy,
-    create_nnx_module,
     create_train_state,
     fold_rng_over_axis,
     init_sharded,
     make_eval_step,
     make_train_step,
-    nnx_value_and_grad,
-    replayed,
     value_and_grad,
 )
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.checkpoint import Checkpointer, CheckpointError, export_safetensors, import_safetensors
+    from xlstm_jax.distributed.data_parallel import nnx_model
+    from xlstm_jax.distributed.resilience import LoopGuard, NonFiniteError, ReplicaError, check_replicas
+    from xlstm_jax.distributed.training import (
+        ReplayError,
+        check_step,
+        create_nnx_module,
+        nnx_value_and_grad,
+        replayed,
+    )
+else:  # what many programs do without
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "checkpoint": "xlstm_jax.distributed.checkpoint",
+            "Checkpointer": "xlstm_jax.distributed.checkpoint",
+            "CheckpointError": "xlstm_jax.distributed.checkpoint",
+            "export_safetensors": "xlstm_jax.distributed.checkpoint",
+            "import_safetensors": "xlstm_jax.distributed.checkpoint",
+            "nnx_model": "xlstm_jax.distributed.data_parallel.modules.nnx_model",
+            "create_nnx_module": "xlstm_jax.distributed.training.nnx_gradients",
+            "nnx_value_and_grad": "xlstm_jax.distributed.training.nnx_gradients",
+            "resilience": "xlstm_jax.distributed.resilience",
+            "LoopGuard": "xlstm_jax.distributed.resilience",
+            "NonFiniteError": "xlstm_jax.distributed.resilience",
+            "ReplicaError": "xlstm_jax.distributed.resilience",
+            "check_replicas": "xlstm_jax.distributed.resilience",
+            "check_step": "xlstm_jax.distributed.training.step_check.check",
+            "replayed": "xlstm_jax.distributed.training.replay.replayed_step",
+            "ReplayError": "xlstm_jax.distributed.training.replay.replayed_step",
+        },
+    )
 
 __all__ = [  # noqa: RUF022 (in groups)
     # devices

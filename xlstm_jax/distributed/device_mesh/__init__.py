@@ -12,15 +12,22 @@ In a run of several processes each process makes the same mesh, and ``shard_batc
 into a global array.
 """
 
+from typing import TYPE_CHECKING
+
+from xlstm_jax.deferred import names_when_used
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
-from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.processes.devices import (  # where older code has them
     available_devices,
     simulate_cpu_devices,
 )
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.device_mesh.data_parallel_methods import DataParallel
+else:
+    __getattr__ = names_when_used(__name__, {"DataParallel": "xlstm_jax.distributed.device_mesh.data_parallel_methods"})
 
 create_fsdp_mesh = DeviceMeshManager.create_fsdp_mesh  # the mesh of most trainings, by a name of its own
 

@@ -9,6 +9,9 @@ Lower layers: ``cells`` are accumulators that merge without losing counts, ``lay
 one vector per dtype, and ``mesh_state`` is the state of a stateful metric on a mesh.
 """
 
+from typing import TYPE_CHECKING
+
+from xlstm_jax.deferred import names_when_used
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total  # noqa: F401 imported by older code
 from xlstm_jax.distributed.metrics.classification import (
     Accuracy,
@@ -20,7 +23,6 @@ from xlstm_jax.distributed.metrics.classification import (
     Precision,
     Recall,
 )
-from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric, Synced, make_log_step
 from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 from xlstm_jax.distributed.metrics.reductions import (
@@ -49,6 +51,11 @@ from xlstm_jax.distributed.metrics.sums_and_means import (
     Throughput,
     WeightedMean,
 )
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.metrics.distributed_metrics import DistributedMetrics
+else:
+    __getattr__ = names_when_used(__name__, {"DistributedMetrics": "xlstm_jax.distributed.metrics.distributed_metrics"})
 
 __all__ = [
     "Accuracy",

@@ -20,7 +20,7 @@ Life of a column-split kernel W[d, f] on the axes "fsdp" and "tp" (f_tp: dim f i
   backward  dW[d_fsdp, f_tp]   the mean over "fsdp"; along "tp" each device has the gradient of its columns
 """
 
-from xlstm_jax.distributed.model_parallel import nnx_splitting  # noqa: F401  # registers itself in ``SPLITTERS``
+from xlstm_jax.deferred import import_with_nnx
 from xlstm_jax.distributed.model_parallel.activations import (
     enter_split,
     gather_tokens,
@@ -44,6 +44,8 @@ from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_
 from xlstm_jax.distributed.model_parallel.sequence_layout import ReorderedTokens, in_layout
 from xlstm_jax.distributed.model_parallel.split_input import on_split_input
 from xlstm_jax.distributed.model_parallel.splitting import split_modules
+
+import_with_nnx("xlstm_jax.distributed.model_parallel.nnx_splitting")  # registers itself in ``SPLITTERS``
 
 __all__ = [
     "ColumnDense",

@@ -20,15 +20,16 @@ full matrix, and any optax transform computes on shards the same as on one devic
 scalars or rows that this needs.
 """
 
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from typing import TYPE_CHECKING
+
+from xlstm_jax.deferred import names_when_used
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.distributed.training import checks  # noqa: F401  # registers its rows
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 from xlstm_jax.distributed.training.evaluation import make_eval_step
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, value_and_grad
-from xlstm_jax.distributed.training.nnx_gradients import create_nnx_module, nnx_value_and_grad
-from xlstm_jax.distributed.training.replay.replayed_step import ReplayError, replayed
 from xlstm_jax.distributed.training.state import (
     TrainState,
     abstract_train_state,
@@ -37,9 +38,25 @@ from xlstm_jax.distributed.training.state import (
     jitted_init,
 )
 from xlstm_jax.distributed.training.step import make_train_step
-from xlstm_jax.distributed.training.step_check.check import check_step
-from xlstm_jax.distributed.training.step_check.report import StepCheck
 from xlstm_jax.distributed.training.varying_params import varying_params
+
+if TYPE_CHECKING:
+    from xlstm_jax.distributed.training.nnx_gradients import create_nnx_module, nnx_value_and_grad
+    from xlstm_jax.distributed.training.replay.replayed_step import ReplayError, replayed
+    from xlstm_jax.distributed.training.step_check.check import check_step
+    from xlstm_jax.distributed.training.step_check.report import StepCheck
+else:  # what many programs do without
+    __getattr__ = names_when_used(
+        __name__,
+        {
+            "create_nnx_module": "xlstm_jax.distributed.training.nnx_gradients",
+            "nnx_value_and_grad": "xlstm_jax.distributed.training.nnx_gradients",
+            "replayed": "xlstm_jax.distributed.training.replay.replayed_step",
+            "ReplayError": "xlstm_jax.distributed.training.replay.replayed_step",
+            "check_step": "xlstm_jax.distributed.training.step_check.check",
+            "StepCheck": "xlstm_jax.distributed.training.step_check.report",
+        },
+    )
 
 __all__ = [
     "LMHead",

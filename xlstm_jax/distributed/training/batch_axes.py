@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import split_by_model
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, sharded_leaves
-from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.moments import CheckedStep
 from xlstm_jax.formatting import format_axes
 
 
@@ -72,7 +72,8 @@ class StepOfState:
         return self.of_state(args[0] if args else kwargs.get("state"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._of_call(args, kwargs)(*args, **kwargs)
+        step = vars(self).get("__wrapped__") or self._of_call(args, kwargs)
+        return step(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         return self._of_call(args, kwargs).lower(*args, **kwargs)

@@ -17,10 +17,15 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import named_leaf, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.formatting import joined
 
 NAMED = 3  # maximum number of leaves named in the error
+
+
+def looks_for_nans() -> bool:
+    """Returns whether JAX looks for NaN or infinities in results, and a search in arguments is of use."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
 @contextmanager

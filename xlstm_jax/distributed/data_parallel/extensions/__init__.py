@@ -3,13 +3,13 @@
 To remove a feature, delete the line and the file.
 """
 
+from xlstm_jax.deferred import import_with_nnx
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS
 from xlstm_jax.distributed.data_parallel.extensions import (  # noqa: F401  # these register themselves
     logical_names,  # a reader of names of dims
     padding,  # a store, and a mode of ``uneven``
 )
 from xlstm_jax.distributed.data_parallel.extensions.fp8_products import Fp8Products
-from xlstm_jax.distributed.data_parallel.extensions.nnx_rows import NnxRowLookups
 from xlstm_jax.distributed.data_parallel.extensions.packing import PackedGathers
 from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders
 from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import RecurrentCarries
@@ -20,8 +20,8 @@ EXTENSIONS[:] = [
     Fp8Products,
     RecurrentCarries,
     RowLookups,
-    NnxRowLookups,
     PieceReaders,
     LinkBalance,
     PackedGathers,
 ]
+import_with_nnx("xlstm_jax.distributed.data_parallel.extensions.nnx_rows")  # registers itself

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_split
@@ -30,3 +30,6 @@ class NnxRowLookups(Extension):
         table = shard_to_read(policy, leaf_of(module.embedding))
         rows = None if table is None else look_up_rows(table, args[0])
         return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
+
+
+EXTENSIONS.append(NnxRowLookups)

@@ -4,16 +4,16 @@ Linen   modules exist while the model is initialised or applied, and are recorde
 NNX     modules exist at any time
 """
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
-from flax import nnx
 
 from xlstm_jax.distributed.data_parallel.modules.unit import Method
 
-LIBRARIES = {"nn": nn, "nnx": nnx}  # as users import them
+LIBRARIES = {"nn": "flax.linen", "nnx": "flax.nnx"}  # as users import them
 
 
 @runtime_checkable
@@ -51,6 +51,7 @@ def recording_holders(model: object) -> Iterator[dict[str, str]]:
 def _name(cls: type[Any]) -> str:
     # A wrapped class is a subclass under the original name.
     for library, module in LIBRARIES.items():
-        if getattr(module, cls.__name__, None) in cls.__mro__:
+        # A program without modules of NNX has not imported NNX.
+        if getattr(sys.modules.get(module), cls.__name__, None) in cls.__mro__:
             return f"{library}.{cls.__name__}"
     return cls.__name__

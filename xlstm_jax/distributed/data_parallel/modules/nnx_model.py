@@ -21,9 +21,11 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from xlstm_jax.common_types import PyTree
+from xlstm_jax.deferred import import_for_nnx
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, UnitRule, is_within, note_units
 from xlstm_jax.distributed.data_parallel.modules.nnx_filters import (
     is_filter,
     leaf_mask,
@@ -45,17 +47,9 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     with_arrays_as_data,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import (
-    SeenModule,
-    UnitRule,
-    as_predicate,
-    carry_axes,
-    is_within,
-    note_units,
-    shard_here,
-)
+from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.formatting import kind_of
 
 NORMS = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm)  # these may take means over mesh axes
@@ -436,3 +430,6 @@ def _sharded(
         if isinstance(boxed[below[name]], Sharded) and seen.get(name, ((), False))[1]:
             boxed[below[name]] = boxed[below[name]].replace(marks=boxed[below[name]].marks | {LOOKED_UP})
     return {f"params/{name}": boxed[below[name]] for name in unit_params}
+
+
+import_for_nnx()  # what extends models of NNX registers itself now

@@ -25,7 +25,7 @@ from flax.nnx.bridge import variables as bridge
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.dim_names import reader
+from xlstm_jax.distributed.data_parallel.boxes import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
@@ -40,7 +40,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax

@@ -1,0 +1,54 @@
+"""Imports that wait until a program needs them: an import of ``flax.nnx`` takes as long as an import of this library.
+
+  names_when_used(face, modules)   names of a face (``__init__.py``), each imported when first read
+  import_with_nnx(module)          modules that register code for NNX, imported together with ``modules/nnx_model``
+
+A training with Linen then never imports ``flax.nnx``, nor the library's checkpoints, replays and ``check_step``.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_waiting: list[str] = []  # modules of ``import_with_nnx``, until NNX is used
+_nnx_is_used = False
+
+
+def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns the function ``__getattr__`` of a face, which imports a name from its module when first read.
+
+    In the face the function stands in the ``else`` of ``if TYPE_CHECKING:``, beside usual imports of the same names:
+    type checkers would take any name for an attribute of a module with ``__getattr__``.
+
+    Args:
+      face: ``__name__`` of the face.
+      modules: the dotted module of each name; of a subpackage of the face, the subpackage.
+    Raises:
+      AttributeError: (the returned function) the face has no such name.
+    """
+
+    def imported(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {face!r} has no attribute {name!r}")
+        module = importlib.import_module(modules[name])
+        value = module if modules[name] == f"{face}.{name}" else getattr(module, name)
+        setattr(sys.modules[face], name, value)  # later reads find the name without this function
+        return value
+
+    return imported
+
+
+def import_with_nnx(module: str) -> None:
+    """Imports a module that registers code for NNX: as soon as ``import_for_nnx`` has been called."""
+    _waiting.append(module)
+    if _nnx_is_used:
+        import_for_nnx()
+
+
+def import_for_nnx() -> None:
+    """Imports the modules of ``import_with_nnx``, and makes later calls import immediately."""
+    global _nnx_is_used
+    _nnx_is_used = True
+    while _waiting:
+        importlib.import_module(_waiting.pop(0))
