@@ -31,7 +31,8 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh
+from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh
+from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
 
 Moment = Literal[
@@ -330,6 +331,7 @@ class CheckedStep:
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
         self._known: set[object] = set()  # the kinds of the calls so far
+        self._runs_outside = False  # of a mesh that is set with explicit axes
         self._before_each, self._after_each = checks_at("call"), checks_at("returned")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -338,6 +340,7 @@ class CheckedStep:
     def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
         call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
+        function = self._where_it_compiles(function) if explicit else function
         # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
         kind = _kind_of(call, explicit)
         if is_new := kind not in self._known:
@@ -356,6 +359,24 @@ class CheckedStep:
             self._known.add(kind)
         run_rows(self._after_each, call)
         return returned
+
+    def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``function``, which is called as if no mesh were set if JAX refuses to compile it under the mesh.
+
+        JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
+        """
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._runs_outside:
+                try:
+                    return function(*args, **kwargs)
+                except ValueError as error:  # before the program runs and donates
+                    if TWO_MESHES not in str(error):
+                        raise
+                    self._runs_outside = True
+            return outside_set_mesh(function)(*args, **kwargs)
+
+        return called
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._run(self._new_call(args, kwargs), self.jitted.lower)
