@@ -149,7 +149,7 @@ def nnx_value_and_grad(
                 "nnx.Optimizer, as nnx.Param or nnx.LoRAParam."
             )
         params = {"live": live, "rest": rest}
-        boxed = jax.tree.map(boxed_leaf, params, is_leaf=is_variable)
+        boxed = trees.map_leaves(boxed_leaf, params, one_leaf=is_variable)
         axes = default_batch_axes(boxed, on_mesh)
         axes = axes if batch_axes is None else mesh_axes(on_mesh, batch_axes, "batch_axes")
         _check_rows(batch, num_shards(on_mesh, axes), axes)
