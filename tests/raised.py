@@ -187,7 +187,7 @@ EXCUSED = {
     "distributed/resilience/loop_guard.py:__exit__": "goes on as it came: the loop's own",
     "distributed/training/batch_axes.py:__getattr__": "the protocol of attributes",
     "distributed/training/checked_step.py:__getattr__": "the protocol of attributes",
-    "distributed/training/checked_step.py:_explained": "goes on as it came: JAX's own",
+    "distributed/training/checked_step.py:_run": "goes on as it came: JAX's own",
     "distributed/training/single_axes.py:called": "goes on as it came: JAX's own",
     "distributed/training/carries/carry.py:from_inputs": "an interface; carries have it",
     "distributed/training/carries/carry.py:start": "an interface; carries have it",
