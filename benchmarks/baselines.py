@@ -28,8 +28,7 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import abstract_batch
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
-from xlstm_jax.distributed.data_parallel.placement import partition_specs
-from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.data_parallel.trees import map_leaves, partition_specs
 from xlstm_jax.forecast.training import Workload
 
 

@@ -46,12 +46,11 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager, typed_kernel
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
-from xlstm_jax.distributed.data_parallel.placement import shardings
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, shardings
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.forecast.hardware.chips import CHIPS
 from xlstm_jax.forecast.hardware.topologies import Topology
 from xlstm_jax.forecast.training import Workload

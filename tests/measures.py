@@ -130,7 +130,7 @@ def climbs(run: Callable[[], Any], *values: Any) -> int:
 
 # The files that a reader needs for a step, in reading order.
 WAY = (
-    "wire/wires",
+    "wire/communication",
     "store",
     "leaf",
     "wire/gather_array",

@@ -16,7 +16,7 @@ import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
 from xlstm_jax.distributed.data_parallel.trees import path_string
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.equations import name_and_params
 
 AXES = ("dp", "fsdp")

@@ -10,6 +10,7 @@ argument of its array writers, both in ``checkpoint/orbax_backend.py``.
 """
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import flax
@@ -30,7 +31,9 @@ try:
 
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     job: Any = global_state  # the fields are typed as None, their value before the process joins
-    _interceptors, _context = _linen._global_interceptor_stack, _linen._context
+    # The interceptors of ``nn.intercept_methods`` around the running modules, innermost first.
+    linen_interceptors: Iterable[Any] = _linen._global_interceptor_stack
+    _context = _linen._context
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"xlstm_jax uses names that JAX {jax.__version__} or Flax {flax.__version__} no longer has: {error}. Install "
@@ -59,11 +62,6 @@ __all__ = [
 def in_shardings_of(traced: Any) -> tuple[Any, ...]:
     """Returns ``in_shardings`` of ``jax.jit``, leaf by leaf, from ``jax.jit(...).trace(...)``, before compilation."""
     return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
-
-
-def linen_interceptors() -> list[Any]:
-    """Returns the interceptors of ``nn.intercept_methods`` around the running modules, innermost first."""
-    return list(_interceptors)
 
 
 def linen_callers() -> list[Any]:

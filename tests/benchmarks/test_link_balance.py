@@ -9,7 +9,7 @@ from flax import linen as nn
 from benchmarks import decoder
 from tests.support import bytes_by_axis
 from xlstm_jax.distributed import plan_sharding, shard_modules
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.plan import planning
 
 TORUS = {"v5e:16x16": {"x": 16, "y": 16}, "v5p:4x4x8": {"x": 4, "y": 4, "z": 8}, "v6e:4x8": {"x": 4, "y": 8}}

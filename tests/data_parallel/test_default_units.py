@@ -8,8 +8,7 @@ from flax import nnx
 
 from tests.support import Model, fsdp, plain
 from xlstm_jax.distributed import nnx_model, plan_sharding, shard_modules
-from xlstm_jax.distributed.data_parallel.modules.default_units import default_units
-from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule
+from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, default_units
 from xlstm_jax.distributed.plan import ShardingPlan
 
 MESH = {"fsdp": 8}

@@ -22,7 +22,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import link_balance
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 
 

@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     reason_from_json,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, split_differentiable
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 from xlstm_jax.distributed.optimizers.matrices.layout import Owned
 
 

@@ -19,7 +19,7 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss
+from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss
 
 AXES = ("dp", "fsdp")
 TOKENS = jax.random.randint(jax.random.key(0), (8, 5), 0, 64)

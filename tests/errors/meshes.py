@@ -16,7 +16,7 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.device_mesh import DataParallel, from_zigzag, to_zigzag
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 

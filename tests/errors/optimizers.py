@@ -51,8 +51,8 @@ from xlstm_jax.distributed.optimizers import (
     with_leaf_norms,
     with_slow_params,
 )
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
 from xlstm_jax.distributed.optimizers.matrices.dimensions import choose_matrices
+from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
 from xlstm_jax.distributed.plan import ShardingPlan
 from xlstm_jax.distributed.resilience import NonFiniteError, ReplicaError
 from xlstm_jax.forecast.training import Workload

@@ -53,7 +53,7 @@ from xlstm_jax.distributed.data_parallel import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.prefetch import route_of
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 
 wrapping, names, layers, models, dtypes, frozen, nnx_section, losses, meshes, stored, batches, collections = map(
     Section,

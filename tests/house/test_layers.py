@@ -131,7 +131,7 @@ IMPORT_LINEN = {
         "split_input",
         "splitting",
     },
-    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "unconstrained_boxes"},
+    "reads a class, a box or a private name of Linen": {"introspection", "private_names", "boxes"},
     "defines a model or a layer that is not split": {"cross_entropy", "self_test"},
 }
 IMPORT_NNX = {

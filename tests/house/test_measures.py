@@ -7,17 +7,10 @@ from pathlib import Path
 from tests.deletion.features import DISTRIBUTED, FEATURES
 from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, smallest
 
-# Calls of the library by the smallest training; CPython before 3.12 counts comprehensions, too.
-MOST_CALLS = 2_400
-# Files of features that every training needs: checks, with the reasons for replicated parameters; a reader of names.
-ENTERED = {
-    "data_parallel/extensions/logical_names.py",
-    "training/checks/__init__.py",
-    "training/checks/calls.py",
-    "training/checks/replicated_parameters.py",
-    "training/equal_results.py",
-    "training/mistakes.py",
-}
+# Calls, functions and files that the smallest training enters; CPython before 3.12 counts comprehensions, too.
+MOST_CALLS, MOST_FUNCTIONS, MOST_FILES = 2_400, 290, 28
+# Files of features that every training needs: warnings of probable mistakes.
+ENTERED = {"training/mistakes.py"}
 
 
 @dataclass
@@ -38,6 +31,8 @@ def test_smallest_training_enters_no_file_of_a_feature_that_it_does_not_use():
     assert (DISTRIBUTED / "data_parallel" / "leaf.py") in files, "the training is counted"  # guard
     if sys.version_info >= (3, 12):
         assert len(entered) <= MOST_CALLS
+        assert len(set(entered)) <= MOST_FUNCTIONS
+        assert len(files) <= MOST_FILES
 
 
 def test_cycles_of_entries_finds_import_cycles_at_any_depth(tmp_path):
@@ -72,7 +67,7 @@ def test_calls_lists_library_functions_and_filters_by_values():
 
 def test_calls_and_climbs_follow_values_into_tuples_and_objects():
     from xlstm_jax import formatting
-    from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+    from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 
     given = {"fsdp": 8}
     assert calls(lambda: formatting.format_mesh(given), values=(given,))[0].co_name == "format_mesh"

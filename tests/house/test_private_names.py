@@ -162,7 +162,7 @@ def test_linen_callers_and_interceptors_list_running_modules_and_interceptors():
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
-            seen.append(([type(one).__name__ for one in names.linen_callers() if one], names.linen_interceptors()))
+            seen.append(([type(one).__name__ for one in names.linen_callers() if one], list(names.linen_interceptors)))
             return nn.Dense(3)(x)
 
     def watch(method, args, kwargs, context):
@@ -171,7 +171,7 @@ def test_linen_callers_and_interceptors_list_running_modules_and_interceptors():
     with nn.intercept_methods(watch):
         jax.eval_shape(Outer().init, jax.random.key(0), jnp.ones(3))
     assert seen == [(["Outer"], [watch])], RELEASE
-    assert not names.linen_interceptors()
+    assert not list(names.linen_interceptors)
 
 
 def test_in_shardings_of_returns_the_in_shardings_of_jit():

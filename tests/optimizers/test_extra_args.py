@@ -28,8 +28,7 @@ from xlstm_jax.distributed import (
     with_ema,
 )
 from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
-from xlstm_jax.distributed.optimizers.extra_args import REFUSED, STEP_EXTRA_ARGS, taking_extra_args
-from xlstm_jax.distributed.optimizers.optax_introspection import name_of, parts
+from xlstm_jax.distributed.optimizers.transforms import REFUSED, STEP_EXTRA_ARGS, name_of, parts, taking_extra_args
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # missing in the copy for mutations
 STEPS = 4

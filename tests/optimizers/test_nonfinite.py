@@ -21,7 +21,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 
 
 class Mlp(nn.Module):

@@ -45,8 +45,8 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.distributed.plan.init_errors import InitError
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount
 from xlstm_jax.distributed.plan.planning import plan_sharding

@@ -11,11 +11,11 @@ from jax.sharding import PartitionSpec as P
 from tests.house.test_layers import MODULES, imported
 from tests.support import AXES, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import accumulate_gradients, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
 from xlstm_jax.distributed.metrics import WeightedMean
+from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over
 from xlstm_jax.distributed.training.carries import CARRIES
 from xlstm_jax.distributed.training.carries.carry import Carry
-from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over
 
 X = jnp.arange(32.0)
 

@@ -96,7 +96,9 @@ def test_each_stage_has_checks_and_each_check_has_a_docs_page():
 def test_checks_run_at_each_stage_of_training(monkeypatch):
     """Guard of the first test: its steps reach all moments except failures."""
     met = set()
-    rows = [check._replace(run_check=lambda _, moment=check.moment: met.add(moment), needs="") for check in CHECKS]
+    rows = [
+        TrainingCheck(moment, lambda _, moment=moment: met.add(moment), "training.md") for moment in get_args(Moment)
+    ]
     monkeypatch.setattr(TABLE, rows)
     for make in RUNS.values():
         step, args = make()
@@ -139,3 +141,12 @@ def test_check_is_called_only_if_the_part_of_the_context_that_it_needs_is_not_em
     for paths in ((), ("a",)):
         run_checks("aux", Averaged(paths, 1, False, lambda: None))
     assert [context.paths for context in seen] == [("a",)]
+
+
+def test_check_gets_the_parts_of_the_context_that_it_reads_unless_an_option_switches_it_off(monkeypatch):
+    seen = []
+    row = TrainingCheck("aux", lambda *parts: seen.append(parts), "training.md", ("num_minibatches", "paths"))
+    monkeypatch.setattr(TABLE, [row, row._replace(unless="weighted")])
+    for weighted in (False, True):
+        run_checks("aux", Averaged(("a",), 2, weighted, lambda: None))
+    assert seen == [(2, ("a",))] * 3

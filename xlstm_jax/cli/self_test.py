@@ -31,8 +31,7 @@ from jax.sharding import Mesh, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
-from xlstm_jax.distributed.data_parallel.placement import partition_specs
-from xlstm_jax.distributed.data_parallel.trees import unbox
+from xlstm_jax.distributed.data_parallel.trees import partition_specs, unbox
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.processes.devices import simulate_cpu_devices

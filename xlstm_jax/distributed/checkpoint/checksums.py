@@ -36,7 +36,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from xlstm_jax.distributed.checkpoint.backend import Arrays
-from xlstm_jax.distributed.data_parallel.placement import is_on_host
+from xlstm_jax.distributed.data_parallel.trees import is_on_host
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.store import KeyValueStore, digest, named
 from xlstm_jax.private_names import job

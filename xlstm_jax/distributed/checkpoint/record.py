@@ -39,8 +39,8 @@ from xlstm_jax.distributed.checkpoint.backend import Arrays, Json
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, map_values_with_path, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.distributed.optimizers.optax_introspection import name_of
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.optimizers.transforms import name_of
 from xlstm_jax.distributed.processes.collective_errors import interruptions_go_on
 from xlstm_jax.explicit_axes import on_auto_axes
 from xlstm_jax.formatting import listed
@@ -297,7 +297,7 @@ class HasOptimizer(Protocol):
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
     """Returns the description of each optimizer in a state, by path of the ``opt_state``: ``"train/opt_state/"``."""
-    with_paths, _ = flatten_with_path(state, lambda node: isinstance(node, HasOptimizer))
+    with_paths, _ = flatten_with_path(state, HasOptimizer)
     nodes = {path: node for path, node in with_paths if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
     return {begin[path]: f"{name_of(node.tx, flags=True)} of optax {optax.__version__}" for path, node in nodes.items()}

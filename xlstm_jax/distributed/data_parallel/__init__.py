@@ -23,18 +23,21 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Read in this order, some 1,500 lines of code:
-  wire/wires.py            format in which a shard is sent and received: ``Wire``. A new format is a row of
-                           wire/formats.py
+Eight files lead a parameter through a step, some 1,250 lines of code; read in this order:
+  wire/communication.py    format in which a shard is sent and received: ``Wire``; the options of a leaf. A new format
+                           is a row of wire/formats.py
   store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
-  leaf.py                  a leaf: stored array, axes of each dim, wire, store, trainable or frozen
-  wire/copies.py           average of the gradients of copies: ``Copies``. A new kind is a subclass in a new file
+  leaf.py                  a leaf: stored array, axes of each dim, communication, store, trainable or frozen
   wire/gather_array.py     the gather of an array, and the gradient of the gather
-  policy.py, shard.py      the choice of the dim to split; boxes are made
+  shard.py                 leaves are split and boxed; ``policy`` chooses the dim
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
   modules/linen_module.py  units of Linen
-  modules/shard_modules.py units chosen from outside, without changes to the model's source
+
+Then, as needed: ``gather`` (trees of leaves, averages of gradients), ``wire/copies`` (copies of shards; a new kind is a
+subclass in a new file), ``boxes`` (boxes of Flax), ``trees`` (walks, shardings), ``modules/shard_modules`` and
+``modules/linen_run`` (units chosen from outside, without changes to the model's source). ``training`` goes on with
+``gradients`` and ``step``.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
@@ -50,12 +53,12 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradi
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
-from xlstm_jax.distributed.data_parallel.placement import bytes_per_device, partition_specs, shardings
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_layers, unstack_layers
 from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
-from xlstm_jax.distributed.data_parallel.trees import box_like, unbox
+from xlstm_jax.distributed.data_parallel.trees import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
+from xlstm_jax.distributed.data_parallel.wire import formats  # noqa: F401  # registers them
 from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
 from xlstm_jax.program_names import BLOCK_INPUT
 

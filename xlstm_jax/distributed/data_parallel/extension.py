@@ -35,10 +35,9 @@ import jax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
 from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType
-from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 ModulePath = tuple[str, ...]
 AxisOrder = tuple[str, ...]  # mesh axes, outermost first
@@ -243,7 +242,7 @@ def axis_orders(
     sizes: Sequence[float], default_orders: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
     """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension reorders them."""
-    if all(len(order) < 2 for order in default_orders):
+    if max(map(len, default_orders), default=0) < 2:
         return default_orders
     for cls in with_hook("axis_orders"):
         default_orders = cls().axis_orders(sizes, default_orders, axis_sizes, slow)
@@ -304,7 +303,7 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
 
 def computes(module: Any, method: str) -> bool:
     """Returns whether an extension may compute the result of a unit's method from shards."""
-    return any(cls().computes(module, method) for cls in with_hook_for("computes", module))
+    return [] != [cls for cls in with_hook_for("computes", module) if cls().computes(module, method)]
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
@@ -318,18 +317,15 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
     return None
 
 
-def arguments_from_extensions(
-    module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a method of a module that no unit has entered yet."""
-    extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
-    return arguments_from(extensions, module, method, args, kwargs) if extensions else (args, kwargs)
-
-
 def arguments_from(
-    extensions: Sequence[Extension], module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    extensions: Sequence[Extension] | None, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them."""
+    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them.
+
+    ``extensions`` are the extensions of the running unit; ``None`` if no unit has been entered yet.
+    """
+    if extensions is None:
+        extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
     for extension in extensions:
         if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             args, kwargs = extension.changed_arguments(module, method, args, kwargs)

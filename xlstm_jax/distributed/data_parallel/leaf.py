@@ -30,16 +30,12 @@ from flax.core import meta
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from xlstm_jax.distributed.data_parallel.dim_names import reader
-from xlstm_jax.distributed.data_parallel.quick_box import QuickBox
+from xlstm_jax.distributed.data_parallel.boxes import QuickBox, reader
 from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, with_summed_gradient
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
-from xlstm_jax.distributed.data_parallel.wire.wires import Wire
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Wire
+from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, running_loss, with_summed_gradient
 from xlstm_jax.program_names import GATHER_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf

@@ -25,7 +25,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, sent_with
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_library_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 
 # Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the

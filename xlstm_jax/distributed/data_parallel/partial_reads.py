@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.introspection import inside_branch, is_batched
 
 

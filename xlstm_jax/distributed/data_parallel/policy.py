@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     TooSmall,
 )
 from xlstm_jax.distributed.data_parallel.store import UNEVEN
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, as_axis_names, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.program_names import FSDP_AXIS, INTER_HOST_AXES
@@ -182,8 +182,8 @@ def choose_shard_dim(
     free = [dim for dim, entry in enumerate(names) if entry is None]
     fitting = [dim for dim in free if shape[dim] % parts == 0]
     if fitting:
-        dim = max(fitting, key=lambda dim: (shape[dim], dim))
-        return ShardChoice(dim, Largest(dim, shape[dim], parts))
+        size, dim = max([(shape[dim], dim) for dim in fitting])
+        return ShardChoice(dim, Largest(dim, size, parts))
     if not free:
         return ShardChoice(None, Taken(shape, names) if shape else Scalar())
     dim = max(free, key=lambda dim: (shape[dim], dim))

@@ -29,17 +29,18 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import Parcel, SplitShard, parcels
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     PrimalType,
+    RunningLoss,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
+    inside_loss,
+    running_loss,
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss, running_loss
-from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -10,7 +10,7 @@ A reason is data: a plan shows the text; the lint and scripts read class and num
 from dataclasses import dataclass
 from typing import Any, ClassVar, dataclass_transform
 
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
 
 
 @dataclass_transform(frozen_default=True)

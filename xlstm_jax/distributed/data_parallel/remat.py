@@ -19,7 +19,7 @@ import jax
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.regather import Policy, keeping_no_weights, may_be_complex
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 from xlstm_jax.program_names import HOST_MEMORY
 
 _BASES: dict[str, Policy] = {

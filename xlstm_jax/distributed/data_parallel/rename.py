@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.formatting import kind_of, listed
 
 NUMBER = "{}"  # placeholder in the layer name of a loop

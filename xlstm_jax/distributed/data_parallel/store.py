@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.distributed.data_parallel.reasons import Reason
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
 
 Shape = tuple[int, ...]
 Entry = TypeVar("Entry")

@@ -1,16 +1,19 @@
-"""Functions on trees with boxes as leaves: walks, the leaves that take a gradient, unboxing and boxing."""
+"""Functions on trees with boxes as leaves: walks, the leaves that take a gradient, unboxing and boxing, shardings."""
 
-from collections.abc import Callable, Iterable
-from functools import partial
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.dim_names import reader
+from xlstm_jax.distributed.data_parallel.boxes import reader, with_flax_box
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     is_box,
@@ -21,14 +24,21 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     stored_value,
     true_value,
 )
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import with_flax_box
+from xlstm_jax.distributed.data_parallel.wire.collectives import (
+    AxisEntry,
+    axes_entry,
+    entry_axes,
+    size_if_bound,
+    value_dtype,
+)
 
-OneLeaf = Callable[[Any], bool]  # returns whether a node counts as one leaf although it is a pytree
+# Nodes that count as one leaf although they are pytrees: a predicate of a node, or a class of nodes.
+OneLeaf = Callable[[Any], bool] | type[Any]
 
 
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
     """Returns (path, leaf) for all leaves, with paths as ``blocks/mlp/kernel``, and the tree structure."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=one_leaf)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_predicate(one_leaf))
     return [(path_string(path), leaf) for path, leaf in leaves], treedef
 
 
@@ -44,7 +54,12 @@ def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
     """Applies ``jax.tree.map`` with boxes as leaves; ``other_trees`` has a box or a bare value for each leaf."""
-    return jax.tree.map(fn, tree, *other_trees, is_leaf=one_leaf)
+    return jax.tree.map(fn, tree, *other_trees, is_leaf=_predicate(one_leaf))
+
+
+def _predicate(one_leaf: OneLeaf) -> Callable[[Any], bool]:
+    # Of a class this method is ``isinstance``, as a function of the instance.
+    return one_leaf.__instancecheck__ if isinstance(one_leaf, type) else one_leaf
 
 
 def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
@@ -54,11 +69,9 @@ def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
     """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; see ``map_leaves``."""
-
-    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
-        return fn(path_string(path), *leaves)
-
-    return jax.tree_util.tree_map_with_path(named, tree, *other_trees, is_leaf=is_box)
+    leaves, treedef = flatten_with_path(tree)
+    others = zip(*map(treedef.flatten_up_to, other_trees), strict=True) if other_trees else [()] * len(leaves)
+    return jax.tree.unflatten(treedef, [fn(*leaf, *rest) for leaf, rest in zip(leaves, others, strict=True)])
 
 
 def map_sharded(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
@@ -126,7 +139,8 @@ def with_mesh_names(variables: PyTree) -> PyTree:
             return split_by_model(with_flax_box(leaf))
         return leaf.unbox() if reader().has_rules_for(leaf) else with_flax_box(leaf)
 
-    names = reader().names_from_collections(variables)
+    # Names in collections belong to parameters: without a further collection there are none.
+    names = reader().names_from_collections(variables) if len(variables) > 1 else variables
     return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in names.items()}
 
 
@@ -224,3 +238,100 @@ def split_arrays(tree: PyTree, *array_types: type[Any]) -> tuple[dict[int, Any],
     return arrays, lambda arrays: jax.tree.unflatten(
         treedef, [arrays.get(i, leaf) for i, leaf in enumerate(other_leaves)]
     )
+
+
+# ------------------------------------------------------------------------------ specs, shardings, and bytes of a device
+
+
+def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``."""
+    # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
+    # varying becomes equal only by an all-reduce, which is compiled and run.
+    entries: list[AxisEntry] = []
+    for entry in names:
+        axes = () if entry is None else tuple([axis for axis in entry_axes(entry) if mesh.shape[axis] > 1])
+        entries.append(axes_entry(axes) if axes else None)
+    # Trailing None is dropped, as in the shardings that jit reports: else a second call would compile again.
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def stored_shape(leaf: Sharded) -> tuple[int, ...]:
+    """Returns the global shape of a leaf, including padding; also for a shard, inside ``shard_map``."""
+    # Inside shard_map the value is a shard, and its axes are bound. Elsewhere axes count as 1: the value is global.
+    counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf.names]
+    return tuple(map(operator.mul, leaf.value.shape, counts))
+
+
+def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns the tree with a ``PartitionSpec`` per leaf (a box is one leaf): the specs for ``shard_map`` and ``jit``.
+
+    >>> partition_specs({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), "b": jnp.ones(32)}, mesh)
+    {'b': P(), 'w': P(None, 'fsdp')}
+
+    Args:
+      tree: boxed arrays or ``ShapeDtypeStruct``.
+      mesh: a ``Mesh`` or ``AbstractMesh`` with all axes in the boxes.
+    Raises:
+      ValueError: a box contains a name that is not an axis of the mesh; names the leaf.
+    """
+
+    # The mesh is set because logical names are resolved to axes of the current mesh.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        try:
+            leaves, treedef = flatten_with_path(tree)
+            return jax.tree.unflatten(treedef, [spread_spec(leaf_of(leaf).names, mesh) for _, leaf in leaves])
+        except KeyError:  # an axis that the mesh does not have
+            raise _unknown_axis(sharded_leaves(tree), mesh) from None
+
+
+def _unknown_axis(leaves: Iterable[tuple[str, Sharded]], mesh: Mesh | AbstractMesh) -> ValueError:
+    path, leaf = next(named for named in leaves if not mesh.shape.keys() >= set(named[1].axes))
+    axis = next(axis for axis in leaf.axes if axis not in mesh.shape)
+    return ValueError(
+        f"'{path}' is boxed with names {leaf.names}, but the mesh has the axes {tuple(mesh.shape)} "
+        f"and no {axis!r}. Name a mesh axis, or None for a dim that is not split (in metadata_params for "
+        "a layer dim of nn.scan); initialise a model with logical names under nn.logical_axis_rules."
+    )
+
+
+def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
+    """Raises a ``ValueError`` if the axes in a box do not divide a dim of its global value."""
+    for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
+        parts = 1 if entry is None else math.prod([sizes[axis] for axis in entry_axes(entry)])
+        if size % parts:
+            raise ValueError(
+                f"'{path}' of shape {tuple(leaf.value.shape)} is boxed as {leaf.names}: {parts} shards do not divide "
+                f"dim {dim} of size {size}. Give the dim another size, or name another axis for it."
+            )
+
+
+def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Returns the tree with a ``NamedSharding`` per leaf: ``partition_specs`` on a mesh of devices.
+
+    >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
+    (16, 8)
+    """
+    return jax.tree.map(cache(partial(NamedSharding, mesh)), partition_specs(tree, mesh))
+
+
+def is_on_host(value: Any) -> bool:
+    """Returns whether an array is in host memory."""
+    # Read from the type, which tracers have, too.
+    return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Returns the tree's bytes on its first device; arrays outside of a mesh count with the full size.
+
+    >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
+    >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes
+    640
+    """
+
+    def nbytes(value: Any) -> int:
+        shape = value.sharding.shard_shape(value.shape) if isinstance(value, jax.Array) else np.shape(value)
+        return math.prod(shape) * value_dtype(value).itemsize
+
+    return sum(nbytes(leaf.value) for _, leaf in sharded_leaves(tree))

@@ -15,8 +15,8 @@ into a global array.
 from typing import TYPE_CHECKING
 
 from xlstm_jax.deferred import names_when_used
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch, shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
 from xlstm_jax.distributed.device_mesh.meshes import DeviceMeshManager
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.processes.devices import (  # where older code has them

@@ -1,4 +1,4 @@
-"""Layout of a batch over a mesh: examples over mesh axes, or any dim of any leaf over any axes.
+"""Checks the mesh of a step, and describes the split of a batch over the mesh: ``BatchLayout``.
 
   batch_axes=("dp", "fsdp")                  tokens[b, t] -> [b / n, t]        every leaf by its examples
   batch_spec=P(("dp", "fsdp"), "cp")         tokens[b, t] -> [b / n, t / c]    and each example over "cp"
@@ -14,21 +14,25 @@ the tokens (``entered``), along the dims split by its specs.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel.placement import spread_spec
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
-from xlstm_jax.distributed.data_parallel.trees import flatten_with_path, leaves_with_path, named_leaf, path_string
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
-from xlstm_jax.distributed.device_mesh.checks import check_mesh, mesh_axes
+from xlstm_jax.distributed.data_parallel.trees import (
+    flatten_with_path,
+    leaves_with_path,
+    named_leaf,
+    path_string,
+    spread_spec,
+)
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, entry_axes
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     CONTIGUOUS,
     ZIGZAG,
@@ -38,12 +42,102 @@ from xlstm_jax.distributed.model_parallel.sequence_layout import (
     check_layout,
     check_reordered,
     exchanged,
-    is_reordered,
     layout_context,
     reordered,
     zigzag_order,
 )
-from xlstm_jax.formatting import kind_of, listed
+from xlstm_jax.explicit_axes import with_auto_axes
+from xlstm_jax.formatting import kind_of, listed, shortened
+
+# ------------------------------------------------------------------------------------------------------------- the mesh
+
+SHOWN_CHARS = 100  # length of the wrong argument in an error
+USUAL_AXES = {1: ("fsdp",), 2: ("dp", "fsdp")}
+
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
+
+
+def auto_types(names: Sequence[str]) -> tuple[AxisType, ...]:
+    """Returns ``AxisType.Auto`` for each axis."""
+    return (AxisType.Auto,) * len(names)
+
+
+def auto_mesh(mesh: AnyMesh) -> AnyMesh:
+    """Returns the mesh with each axis of type ``Auto``.
+
+    >>> explicit = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    >>> explicit == mesh, auto_mesh(explicit) == mesh  # which is Auto
+    (False, True)
+
+    Raises:
+      TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
+    """
+    check_mesh(mesh)
+    return with_auto_axes(mesh)
+
+
+def check_mesh(mesh: object, *, devices: bool = False) -> None:
+    """Raises a ``TypeError`` unless ``mesh`` is a mesh, and has devices if ``devices``; shows how to make a mesh.
+
+    >>> check_mesh(mesh)
+    """
+    if isinstance(mesh, Mesh) or (isinstance(mesh, AbstractMesh) and not devices):
+        return
+    # Typical mistakes are sizes, devices, shardings, and the function that makes a mesh: the error shows the argument.
+    rule = "a mesh is a jax.sharding.Mesh: devices in an array whose dims have names"
+    if isinstance(mesh, AbstractMesh):
+        kind = "an AbstractMesh, which has no devices"
+    else:
+        kind = "None" if mesh is None else f"a {getattr(mesh, '__name__', type(mesh).__name__)}"
+    shown = "" if mesh is None else f"={shortened(str(mesh), SHOWN_CHARS)}"
+    raise TypeError(f"mesh{shown} is {kind}; {rule}. {_how_to_make(mesh)}")
+
+
+def _how_to_make(mesh: object) -> str:
+    """Returns the call for the mesh that the caller probably meant."""
+    if isinstance(mesh, jax.sharding.NamedSharding):
+        return "Pass the mesh of this sharding, as sharding.mesh."
+    shape, rest = "{'fsdp': -1}", ""
+    if isinstance(mesh, AbstractMesh | Mapping):
+        shape = str(dict(mesh.shape if isinstance(mesh, AbstractMesh) else mesh))
+    elif isinstance(mesh, np.ndarray | Sequence) and np.size(mesh) and isinstance(np.ravel(mesh)[0], jax.Device):
+        shape, rest = f"{{'fsdp': {np.size(mesh)}}}", ", devices"
+    elif (named := with_usual_names(mesh)) is not None:
+        shape = str(named)
+    return f"Make one by DeviceMeshManager.create_device_mesh({shape}{rest})."
+
+
+def with_usual_names(sizes: Any) -> dict[str, int] | None:
+    """Returns axis names with sizes for bare sizes, (2, 4) -> {"dp": 2, "fsdp": 4}; None if ``sizes`` are not sizes."""
+    values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
+    # Compare types: isinstance(True, int) is True.
+    if not values or not all(type(size) is int for size in values):
+        return None
+    return dict(zip(USUAL_AXES.get(len(values), [f"axis_{i}" for i in range(len(values))]), values, strict=True))
+
+
+def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
+    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` names the argument in errors.
+
+    >>> mesh_axes(mesh, "fsdp", "batch_axes")
+    ('fsdp',)
+
+    Raises:
+      TypeError: ``mesh`` is not a mesh.
+      ValueError: the mesh lacks an axis.
+    """
+    check_mesh(mesh)
+    axes = as_axis_names(axis_names)
+    missing = [axis for axis in axes if axis not in mesh.shape]
+    if missing:
+        raise ValueError(
+            f"{argument}={axis_names!r}: the mesh has no axis {missing[0]!r}; its axes are {dict(mesh.shape)}. "
+            "Pass those that the batch is split over."
+        )
+    return axes
+
+
+# ------------------------------------------------------------------------------------------------------------ the batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +203,9 @@ class BatchLayout:
           ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
             sequence does not divide into two chunks of equal size per device.
         """
-        leaves = flatten_with_path(batch, one_leaf=is_reordered)[0]
-        is_zigzag = any(isinstance(leaf, ReorderedTokens) and leaf.devices > 1 for _, leaf in leaves)
-        tokens = self.tokens or (ZIGZAG if is_zigzag else CONTIGUOUS)
+        leaves = flatten_with_path(batch, one_leaf=ReorderedTokens)[0]
+        in_zigzag = [leaf for _, leaf in leaves if isinstance(leaf, ReorderedTokens) and leaf.devices > 1]
+        tokens = self.tokens or (ZIGZAG if in_zigzag else CONTIGUOUS)
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
             if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
@@ -131,13 +225,13 @@ class BatchLayout:
     def sequence(self) -> SequenceLayout:
         """Returns the token order and axes for layers that exchange tokens (attention), without axes of size 1."""
         columns = [axis for axis in self.axes if axis not in self.row_axes]
-        axes, rows = (tuple(axis for axis in of if self.mesh.shape[axis] > 1) for of in (columns, self.row_axes))
+        axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
         return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
-        leaves, treedef = flatten_with_path(batch, one_leaf=is_reordered)
+        leaves, treedef = flatten_with_path(batch, one_leaf=ReorderedTokens)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
             dims = [
@@ -232,7 +326,8 @@ def batch_layout(
       TypeError: ``batch_spec`` contains something other than a ``PartitionSpec``, or ``mesh`` is not a mesh.
     """
     check_mesh(mesh)
-    check_layout(tokens)
+    if tokens is not None:
+        check_layout(tokens)
     if isinstance(batch_axes, PartitionSpec) or (batch_axes is None) == (batch_spec is None):
         raise ValueError(
             f"{batch_axes=} and {batch_spec=}: pass one of them. batch_axes are the names of the axes over which the "
@@ -241,7 +336,8 @@ def batch_layout(
         )
     if batch_spec is None:
         axes = mesh_axes(mesh, batch_axes or (), "batch_axes")
-        _check_sequence([], f"{batch_axes=}", tokens)
+        if tokens == ZIGZAG:
+            check_one_sequence([], f"{batch_axes=}")
         return BatchLayout(mesh, axes, axes, PartitionSpec(axes), tokens)
     specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
     axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
@@ -258,13 +354,14 @@ def batch_layout(
                 "same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
             )
     columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
-    _check_sequence(list(columns), f"batch_spec={batch_spec}", tokens)
+    if tokens == ZIGZAG:
+        check_one_sequence(list(columns), f"batch_spec={batch_spec}")
     return BatchLayout(mesh, axes, rows[first], batch_spec, tokens)
 
 
-def _check_sequence(columns: list[tuple[str, ...]], argument: str, tokens: str | None) -> None:
-    """Raises for zigzag tokens unless the dims other than rows are split over a single set of axes."""
-    if tokens == ZIGZAG and len(columns) != 1:
+def check_one_sequence(columns: list[tuple[str, ...]], argument: str) -> None:
+    """Raises a ``ValueError``, for zigzag tokens, unless dims other than rows are split over a single set of axes."""
+    if len(columns) != 1:
         dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
             f"layout='zigzag', and {argument} splits {dims_text}; the tokens of one sequence are laid out, over the "
@@ -274,7 +371,7 @@ def _check_sequence(columns: list[tuple[str, ...]], argument: str, tokens: str |
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
     """Returns the number of shards of a dim that is split over the axes: the product of their sizes."""
-    return math.prod(mesh.shape[axis] for axis in axes)
+    return math.prod([mesh.shape[axis] for axis in axes])
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:

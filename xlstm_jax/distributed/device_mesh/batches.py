@@ -13,9 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path, named_leaf
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout, check_mesh, num_shards
 from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, why_no_array, with_copies
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 from xlstm_jax.explicit_axes import placed

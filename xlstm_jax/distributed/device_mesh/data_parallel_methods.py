@@ -21,9 +21,9 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import sync_gradients
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, entry_axes
 from xlstm_jax.distributed.device_mesh import batches
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, check_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, check_mesh, mesh_axes
 from xlstm_jax.explicit_axes import placed
 
 DATA_AXIS = "data"  # axis of DeviceMeshManager.create_data_parallel_mesh

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_types, check_mesh, with_usual_names
 from xlstm_jax.distributed.device_mesh.batches import shard_batch
-from xlstm_jax.distributed.device_mesh.checks import auto_types, check_mesh, with_usual_names
 from xlstm_jax.distributed.device_mesh.topology import fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes.devices import Device, simulate_cpu_devices
 from xlstm_jax.distributed.processes.initialize import initialize_distributed

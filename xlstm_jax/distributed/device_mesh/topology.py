@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from xlstm_jax.distributed.device_mesh.checks import auto_types
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_types
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.program_names import HOST_AXIS, SLICE_AXIS
 

@@ -11,7 +11,6 @@ from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     ZIGZAG,
     ReorderedTokens,
-    is_reordered,
     reordered,
     zigzag_order,
 )
@@ -38,7 +37,7 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
       ValueError: twice the devices do not divide the sequence, leaves differ in its length, or a leaf is already laid
         out; names the leaf.
     """
-    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_reordered)[0]:
+    for path, leaf in trees.flatten_with_path(batch, one_leaf=ReorderedTokens)[0]:
         if isinstance(leaf, ReorderedTokens):
             raise ValueError(
                 f"to_zigzag: {named_leaf('batch', path)} of shape {leaf.shape} is laid out in {leaf.layout} for "
@@ -57,7 +56,7 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
-    for path, leaf in trees.flatten_with_path(batch, one_leaf=is_reordered)[0]:
+    for path, leaf in trees.flatten_with_path(batch, one_leaf=ReorderedTokens)[0]:
         if isinstance(leaf, ReorderedTokens) and leaf.devices != devices:
             raise ValueError(
                 f"from_zigzag(batch, {devices}): {named_leaf('batch', path)} of shape {leaf.shape} is laid out for "
@@ -67,7 +66,9 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     def natural(array: Any, length: int) -> Any:
         return reordered(array, np.argsort(zigzag_order(length, devices)), dim)
 
-    arrays = trees.map_leaves(lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=is_reordered)
+    arrays = trees.map_leaves(
+        lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=ReorderedTokens
+    )
     return _of_tokens(arrays, natural, dim)
 
 

@@ -35,8 +35,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
 from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, placed
 

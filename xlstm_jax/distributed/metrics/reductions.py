@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype, is_prng_key, wide_dtype
 
 DEFAULT_AXIS = "batch"
 OPERATIONS = ("mean", "sum", "max", "min")

@@ -31,8 +31,7 @@ from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, common_dtype, promoting
 from xlstm_jax.distributed.model_parallel.sequence_layout import (
     CONTIGUOUS,
     ZIGZAG,

@@ -15,7 +15,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, leave_split, scatter_tokens
 from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_products, split_param
 

@@ -32,9 +32,8 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_model, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.linen_run import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, axes_entry
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, axes_entry, common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.gather_array import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,

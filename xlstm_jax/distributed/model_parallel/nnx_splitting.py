@@ -24,6 +24,7 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from xlstm_jax.distributed.data_parallel.modules.default_units import is_within
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NAMES_IN_METADATA,
@@ -35,10 +36,10 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     path_of,
     subclass_of,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import is_within, public_methods
+from xlstm_jax.distributed.data_parallel.modules.unit import public_methods
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     FUSED,

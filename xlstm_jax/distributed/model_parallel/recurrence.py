@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 from xlstm_jax.distributed.model_parallel.sequence_layout import CONTIGUOUS, layout_over
 
 Combine = Callable[[PyTree, PyTree], PyTree]

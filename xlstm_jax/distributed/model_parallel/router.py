@@ -13,8 +13,7 @@ from jax import lax
 
 from xlstm_jax.common_types import AxisNames
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, common_dtype, promoting
 
 Array = jax.Array
 

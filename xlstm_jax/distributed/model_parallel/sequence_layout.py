@@ -23,8 +23,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.tracing import running_loss
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.gather_array import running_loss
 from xlstm_jax.formatting import format_axes
 
 LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
@@ -119,11 +119,6 @@ class ReorderedTokens:
     __jax_array__ = __array__ = __getitem__ = __iter__ = _no_array
 
 
-def is_reordered(node: Any) -> bool:
-    """Returns whether a node of a tree is a ``ReorderedTokens``."""
-    return isinstance(node, ReorderedTokens)
-
-
 def in_natural_order(batch: PyTree) -> PyTree:
     """Returns a global batch with ``ReorderedTokens`` leaves as arrays in natural order, further leaves unchanged."""
 
@@ -132,7 +127,7 @@ def in_natural_order(batch: PyTree) -> PyTree:
             return leaf
         return reordered(leaf.value, np.argsort(zigzag_order(leaf.shape[leaf.dim], leaf.devices)), leaf.dim)
 
-    return trees.map_leaves(natural, batch, one_leaf=is_reordered)
+    return trees.map_leaves(natural, batch, one_leaf=ReorderedTokens)
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
@@ -158,13 +153,9 @@ class SequenceLayout:
     row_axes: tuple[str, ...] = ()
 
 
+# ``with layout_context(sequence)`` sets the layout of the step for layers traced inside; ``layout_over`` reads it.
 # JAX retraces a function if this value changes: the cached trace of an inner `jit` or `scan` has the old layout.
-_layout_of_step = jax.make_user_context(default_value=None)
-
-
-def layout_context(sequence: SequenceLayout) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that sets the layout of the step for layers traced inside; ``layout_over`` reads the layout."""
-    return _layout_of_step(sequence)
+layout_context = jax.make_user_context(default_value=None)
 
 
 def layout_over(axes: tuple[str, ...], requested: str | None, caller: str) -> str:
@@ -184,7 +175,7 @@ def layout_over(axes: tuple[str, ...], requested: str | None, caller: str) -> st
     # On a single device the sequence is in natural order.
     if not axes:
         return CONTIGUOUS
-    current: SequenceLayout | None = _layout_of_step.value
+    current: SequenceLayout | None = layout_context.value
     # No errors in the reference of `check_step`, which need only be right: the trace of the step itself raises.
     if running_loss().is_reference:
         return current.layout if current is not None and current.axes == axes else CONTIGUOUS
@@ -265,7 +256,7 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
     check_layout(layout)
     axes = collectives.bound_or_none(as_axis_names(axis), caller="in_layout")
     devices = collectives.axis_size(axes)
-    leaves, treedef = trees.flatten_with_path(batch, one_leaf=is_reordered)
+    leaves, treedef = trees.flatten_with_path(batch, one_leaf=ReorderedTokens)
     places: list[int | None] = []
     lengths: dict[str, int] = {}
     for path, leaf in leaves:

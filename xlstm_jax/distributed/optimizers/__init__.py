@@ -36,8 +36,7 @@ from xlstm_jax.distributed.optimizers.nonfinite import (
 )
 from xlstm_jax.distributed.optimizers.norms import clip_by_global_norm, global_norm
 from xlstm_jax.distributed.optimizers.offload import Offload
-from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS_OF_STATES
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS_OF_STATES, optimizer_state_shardings
 from xlstm_jax.distributed.optimizers.streaming import STREAMED_STATES
 
 WRAPPERS_OF_STATES[:] = [

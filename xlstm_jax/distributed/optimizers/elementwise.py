@@ -13,11 +13,11 @@ import optax
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.placement import stored_shape
+from xlstm_jax.distributed.data_parallel.trees import stored_shape
 from xlstm_jax.distributed.optimizers.lookahead import as_inner, with_plain_params
 from xlstm_jax.distributed.optimizers.norms import check_averaged
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform, links, name_of
-from xlstm_jax.distributed.optimizers.state import owner_of_state
+from xlstm_jax.distributed.optimizers.sharded_optimizer import owner_of_state
+from xlstm_jax.distributed.optimizers.transforms import check_transform, links, name_of
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_SHARDS = 2

@@ -16,10 +16,10 @@ import optax
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
-from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
+from xlstm_jax.distributed.optimizers.sharded_optimizer import as_parameters, states_of
+from xlstm_jax.distributed.optimizers.transforms import check_transform
 from xlstm_jax.formatting import kind_of
 
 

@@ -21,8 +21,8 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import axes_of_values, sum_of_squares
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
-from xlstm_jax.distributed.optimizers.state import states_of
+from xlstm_jax.distributed.optimizers.sharded_optimizer import states_of
+from xlstm_jax.distributed.optimizers.transforms import check_transform
 
 KINDS = ("gradients", "parameters", "updates")
 

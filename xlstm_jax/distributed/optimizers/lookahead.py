@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform, sees_pairs
-from xlstm_jax.distributed.optimizers.state import as_parameters, states_of
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
+from xlstm_jax.distributed.optimizers.sharded_optimizer import as_parameters, states_of
+from xlstm_jax.distributed.optimizers.transforms import check_transform, sees_pairs, taking_extra_args
 
 
 class WithSlowParamsState(NamedTuple):

@@ -22,12 +22,10 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.optimizers.extra_args import VALUE
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates
-from xlstm_jax.distributed.optimizers.state import states_of
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates, states_of
+from xlstm_jax.distributed.optimizers.transforms import VALUE, check_transform
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 

@@ -15,7 +15,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
 from xlstm_jax.formatting import kind_of
 
 AxesOfEach = tuple[tuple[str, ...], ...]
@@ -49,7 +49,7 @@ def global_norm(tree: PyTree) -> jax.Array:
             total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
             alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
             by_axes[axes] = jax.lax.add(before, total) if alike else before + total
-    sums = _differentiable_sum(list(by_axes.values()), tuple(tuple(sorted(axes)) for axes in by_axes))
+    sums = _differentiable_sum(list(by_axes.values()), tuple([tuple(sorted(axes)) for axes in by_axes]))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
 
 

@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.optimizers.sharded_optimizer import Placement, ShardedOptimizer
-from xlstm_jax.distributed.optimizers.state import is_state_box, owner_of_state
+from xlstm_jax.distributed.optimizers.sharded_optimizer import Placement, ShardedOptimizer, is_state_box, owner_of_state
 from xlstm_jax.program_names import HOST_MEMORY
 
 

@@ -25,9 +25,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Metrics, PyTree
-from xlstm_jax.distributed.data_parallel.placement import is_on_host
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates
-from xlstm_jax.distributed.optimizers.state import owners
+from xlstm_jax.distributed.data_parallel.trees import is_on_host
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates, owners
 from xlstm_jax.private_names import core
 
 JIT = ("jit", "pjit")  # the primitive of a jitted call, in new and old JAX

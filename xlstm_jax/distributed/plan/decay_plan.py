@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.plan.section import Section, WhenRead
 from xlstm_jax.distributed.plan.uniform_arrays import evaluate

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from xlstm_jax.distributed.data_parallel.reasons import Reason, reason_from_json
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 from xlstm_jax.formatting import format_axes, format_bytes, joined
 

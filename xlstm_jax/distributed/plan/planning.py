@@ -14,11 +14,10 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Model, PyTree
+from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.extension import PartialGather, avoids_gather, recording_parts, reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.placement import check_divides, partition_specs
-from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
@@ -28,15 +27,18 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Reason,
     Unwrapped,
 )
-from xlstm_jax.distributed.data_parallel.shard import plan_params, with_unit
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_leaves, with_mesh_names
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.shard import Decision, PlannedLeaf, plan_params, planning_mesh, with_unit
+from xlstm_jax.distributed.data_parallel.trees import (
+    check_divides,
+    leaves_with_path,
+    partition_specs,
+    sharded_leaves,
+    with_mesh_names,
+)
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, sharded_optimizer
-from xlstm_jax.distributed.optimizers.state import owner_of_state
-from xlstm_jax.distributed.optimizers.state import trainable as trainable_leaves
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, owner_of_state, sharded_optimizer
+from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable as trainable_leaves
 from xlstm_jax.distributed.plan.init_errors import init_error, init_failure, is_library_error
 from xlstm_jax.distributed.plan.leaf_plan import NO_BYTES, OPTIMIZER, PARAMETERS, ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.section import SECTIONS, noting

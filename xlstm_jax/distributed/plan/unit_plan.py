@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from xlstm_jax.distributed.data_parallel.modules.unit import recording_units
+from xlstm_jax.distributed.data_parallel.modules.default_units import recording_units
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.plan.section import Section
 from xlstm_jax.formatting import TIMES, format_bytes, path_pattern, rich_table

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.checkpoint.checksums import checksum
 from xlstm_jax.distributed.data_parallel.trees import check_alive, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.processes.collective_errors import allgather_text
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.resilience.disagreement import DisagreementError, named_devices

@@ -23,7 +23,7 @@ scalars or rows that this needs.
 from typing import TYPE_CHECKING
 
 from xlstm_jax.deferred import names_when_used
-from xlstm_jax.distributed.optimizers.state import optimizer_state_shardings
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.distributed.training import checks  # noqa: F401  # registers its rows
 from xlstm_jax.distributed.training.accumulation import accumulate_gradients
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes

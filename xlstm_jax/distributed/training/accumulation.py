@@ -2,7 +2,7 @@
 
 weights        the parameters, or the parameters gathered once, depending on the strategy
 minibatch j    the loss, its weight W_j, and its gradient g_j with respect to the weights
-mean           sum_j W_j g_j / sum_j W_j, in float32 or wider
+mean           sum_j W_j g_j / sum_j W_j, in float32 or wider: ``mean_over``, a loop over minibatches
 gradients      made from the mean by the strategy; gradients of replicated leaves are then averaged over devices
 
 Three strategies choose when gradients are reduced over devices; the results are equal. Bytes sent per step, for m
@@ -11,13 +11,17 @@ minibatches and P bytes of split parameters (two gathers and one reduce-scatter)
   "reduce_each"           m * 3P                 memory: as for one minibatch
   "reduce_once"           2P                     memory: unsharded weights and float32 gradients on every device
   "reduce_replicas_once"  m * 3P, and the reduction over replicas of the shards once instead of m times
+
+A reference on one device uses the same loop, for slices (device, minibatch) of a batch.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
@@ -25,16 +29,103 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
-from xlstm_jax.distributed.data_parallel.wire.dtypes import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import mean_over_copies
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs
 from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
 from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
-from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run_checks
+
+# ---------------------------------------------------------------------------------------------------------- minibatches
+
+
+def split_rows(batch: PyTree, *parts: int) -> PyTree:
+    """Reshapes leaves [b, ...] to [*parts, b / product(parts), ...]; scalars stay unchanged."""
+    count = math.prod(parts)
+    return jax.tree.map(
+        lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
+    )
+
+
+def rows_at(parts: PyTree, index: Scalar) -> PyTree:
+    """Returns the minibatch ``index`` of leaves [m, b / m, ...], the output of ``split_rows``."""
+    return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
+
+
+class MinibatchResult(NamedTuple):
+    """Result of a minibatch on one device, or the mean over the minibatches.
+
+    Attributes:
+      values: numbers to average over minibatches by ``weight``; the means have the dtypes of the numbers.
+      grads: gradients, averaged likewise; the means stay in float32 or wider.
+      weight: the weight of the minibatch.
+      carries: the states for the next minibatch.
+      each: arrays that are not averaged. ``mean_over`` stacks them over minibatches along a leading dim.
+    """
+
+    values: PyTree
+    grads: PyTree
+    weight: Scalar
+    carries: PyTree
+    stacked: PyTree = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Partial:
+    """Running sums over minibatches: of weight times (values, grads), in float32 or wider.
+
+    ``carries`` are the states after the last of these minibatches.
+    """
+
+    sums: PyTree
+    weight: jax.Array
+    carries: PyTree
+
+    def __add__(self, result: MinibatchResult) -> "Partial":
+        """Returns the sums with the result of the next minibatch added."""
+
+        def add(total: jax.Array, x: jax.Array) -> jax.Array:
+            return total + x.astype(total.dtype) * jnp.asarray(result.weight, total.dtype)
+
+        sums = jax.tree.map(add, self.sums, (result.values, result.grads))
+        return Partial(sums, self.weight + result.weight, result.carries)
+
+    def mean(self) -> PyTree:
+        """Returns the means of (values, grads); 0 if the total weight is 0."""
+        # With total weight 0 the sums are 0: dividing by 1 returns 0 instead of NaN.
+        weight = jnp.where(self.weight != 0, self.weight, 1)
+        return jax.tree.map(lambda total: total / weight.astype(total.dtype), self.sums)
+
+
+def mean_over(on_minibatch: Callable[[Scalar, PyTree], MinibatchResult], count: int, start: PyTree) -> MinibatchResult:
+    """Runs ``on_minibatch(index, carries)`` for each index < ``count`` in turn, and averages the results by weight.
+
+    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. A single
+    minibatch runs without a loop, so that the compiler sees a plain step; its result is returned unchanged.
+    """
+    if count == 1:
+        return on_minibatch(0, start)
+    # The scan needs the types of the sums, including the axes over which they vary, before it starts.
+    like = jax.eval_shape(on_minibatch, jnp.int32(0), start)
+    sums, weight = jax.tree.map(
+        lambda x: collectives.zeros_of_type(x, wide_dtype(x.dtype)), ((like.values, like.grads), like.weight)
+    )
+
+    def add(total: Partial, index: jax.Array) -> tuple[Partial, PyTree]:
+        result = on_minibatch(index, total.carries)
+        return total + result, result.stacked
+
+    total, each = jax.lax.scan(add, Partial(sums, weight, start), jnp.arange(count, dtype=jnp.int32))
+    values, grads = total.mean()
+    values = jax.tree.map(lambda mean, x: mean.astype(x.dtype), values, like.values)
+    return MinibatchResult(values, grads, total.weight, total.carries, each)
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
 
 
 class ReduceEach:
@@ -224,7 +315,7 @@ def accumulated(
     differentiate = local_result
     for carry in carries:
         differentiate = carry.differentiating(differentiate)
-    averages_aux = not any(carry.takes_aux for carry in carries)
+    averages_aux = not [carry for carry in carries if carry.takes_aux]
 
     def on_minibatch(index: Scalar, states: tuple[PyTree, ...]) -> MinibatchResult:
         # A single minibatch must draw the same numbers as a batch without minibatches.

@@ -6,6 +6,7 @@ The checks run while JAX traces: shapes and meshes are part of the types, so cal
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, split_by_model
 from xlstm_jax.distributed.data_parallel.modules import is_nnx
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.metrics.pure_metric import Local
@@ -87,7 +88,7 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
         takes = _signature(loss_fn)
         # Collections come last; a loss that draws nothing takes no key.
         counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
-        if takes and not any(_accepts_call(takes, number, _by_name(takes)) for number in counts):
+        if takes and not [number for number in counts if _accepts_call(takes, number, _by_name(takes))]:
             raise TypeError(
                 f"{taker} calls {called.call_text()}, with {count} arguments in this order, and the {called.name} that "
                 f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
@@ -153,7 +154,7 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 def is_key_argument(takes: inspect.Signature, index: int) -> bool:
     """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
-    return not name.strip("_") or any(part in name for part in NAMES_OF_KEYS)
+    return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
 
 
 def check_takes(
@@ -178,6 +179,18 @@ def check_takes(
         f"{called.name} takes collections as argument {count + 1}, and the state has none. "
         f"{called.hint_without_collections}."
     )
+
+
+def check_loss_takes(loss_fn: Callable[..., Any], rng: PyTree, state: Any, extra_trees: Any) -> None:
+    """Raises a ``TypeError`` if a loss function does not accept the arguments of the step, or lacks a key."""
+    collections = collections_of(state)
+    draws = takes_key(loss_fn, rng, collections, extra_trees)
+    check_takes(loss_fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, extra_trees)
+
+
+def check_eval_takes(eval_fn: Callable[..., Any], state: Any, extra_trees: Any) -> None:
+    """Raises a ``TypeError`` if the function of an evaluation does not accept the arguments of the evaluation."""
+    check_takes(eval_fn, EVAL_FN, collections_of(state), extra_trees)
 
 
 def _check_names(
@@ -256,6 +269,13 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
             raise TypeError(f"{name} is {kind_of(leaf)}, where {taker} takes a key: pass jax.random.key({seed}).")
 
 
+def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable."""
+    for name, tree in variables.items():
+        for path, leaf in trees.sharded_leaves(tree):
+            trees.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)
+
+
 # ----------------------------------------------------------------------------------------------- the state and its mesh
 
 
@@ -298,8 +318,13 @@ def check_call(
         raise ValueError(f"make_train_step has {metric=}, and its step was given local={kind_of(local)}.")
 
 
-def check_evaluated(state: Any, local: PyTree) -> None:
-    """Raises a ``TypeError`` unless ``state`` has params and apply_fn, and ``local`` is the state of a metric."""
+def check_evaluated(state: Any, local: PyTree, extra_trees: PyTree, mesh: Mesh | AbstractMesh) -> None:
+    """Checks the arguments of an evaluation except the batch, during tracing; ``local`` is the state of the metric.
+
+    Raises:
+      TypeError: ``state`` has no params or apply_fn, or ``local`` is not the state of a metric.
+      ValueError: a leaf is on a mesh with other axes than the mesh of the evaluation.
+    """
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(
             f"an evaluation takes (state, batch, local), and its state is {kind_of(state)}, which has no "
@@ -310,6 +335,8 @@ def check_evaluated(state: Any, local: PyTree) -> None:
             f"an evaluation takes (state, batch, local), and its local is {kind_of(local)}, not the state of a "
             "metric. Pass metric.empty(batch_axes, mesh), or the last one that the step returned."
         )
+    of_state = {"params": state.params, "collections": collections_of(state)}
+    check_mesh_of({"state": of_state, "local": local, "extra_trees": extra_trees}, mesh)
 
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
@@ -388,8 +415,9 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
             )
         if not isinstance(leaf, jax.Array) and (reason := why_no_array(leaf)):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
-    _check_no_list_of_numbers(batch)
     rows = [(named_leaf("batch", path), np.shape(leaf)) for path, leaf in leaves if np.ndim(leaf)]
+    if len(rows) < len(leaves):
+        _check_no_list_of_numbers(batch)
     for name, shape in rows:
         examples, rest = shape[0], shape[0] % count
         if examples != rows[0][1][0]:

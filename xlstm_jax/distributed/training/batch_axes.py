@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import split_by_model
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, sharded_leaves
-from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.moments import CheckedStep
 from xlstm_jax.formatting import format_axes
 
 

@@ -21,7 +21,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.distributed.training.loss import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, with_name_for_reader
 from xlstm_jax.formatting import kind_of, listed
@@ -42,7 +42,7 @@ def check_kept(collections: Mapping[str, PyTree]) -> None:
                 f"the model's collection {name!r} holds {OF_EXAMPLES[name]} of single examples, and a training state "
                 f"holds what all devices share. {cure}"
             )
-        for path, leaf in trees.flatten_with_path(collection, lambda node: isinstance(node, tuple))[0]:
+        for path, leaf in trees.flatten_with_path(collection, tuple)[0]:
             if type(leaf) is tuple:
                 raise ValueError(
                     f"'{name}/{path}' is a tuple, which is what self.sow leaves, and each step would append to it. "

@@ -34,7 +34,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extensions.pieces import ReadsShards, pieces_of
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype, promoting
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     PrimalType,
     check_one_gradient_of_one_batch,

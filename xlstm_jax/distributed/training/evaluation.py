@@ -16,12 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
     EVAL_FN,
@@ -31,11 +30,10 @@ from xlstm_jax.distributed.training.arguments import (
     frozen_trees,
 )
 from xlstm_jax.distributed.training.batch_axes import StepOfState
-from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.constant_arrays import with_constants
 from xlstm_jax.distributed.training.gradients import explained, traced_call
 from xlstm_jax.distributed.training.loss import ApplyFn
-from xlstm_jax.distributed.training.moments import EvaluationTrace, Results, run_checks
+from xlstm_jax.distributed.training.moments import CheckedStep, EvaluationTrace, Results, run_checks
 from xlstm_jax.distributed.training.padded_rows import OBSERVED, counting_padding, with_names
 from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.formatting import kind_of
@@ -157,7 +155,7 @@ class _Evaluation:
         # Each device has a local metric state, so the state is split over every axis of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         layout = self.layout.of_batch(batch)
-        in_specs = (placement.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
+        in_specs = (trees.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
         on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         returned, jaxpr = traced_call(on_mesh, (variables, batch, local))

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.processes.same_everywhere import compare, entries_of
 from xlstm_jax.distributed.processes.store import PEER_TIMEOUT_S, KeyValueStore, by_text, digest, exchange_in, named
 from xlstm_jax.introspection import warn_user

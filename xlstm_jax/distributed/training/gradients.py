@@ -23,13 +23,12 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.gather import mean_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
 from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
 from xlstm_jax.private_names import core
@@ -147,6 +146,25 @@ def local_result(
     return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
 
 
+def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
+    """Raises if the type of a loss or weight varies over other axes than the axes to average over."""
+    varying = collectives.varying_axes(value)
+    for axis in collectives.spread_axes(axes):
+        if collectives.is_tracked(axis) and axis not in varying:
+            raise ValueError(
+                f"{subject} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it "
+                "was reduced over that axis already, or depends on neither parameters nor batch. Return the local "
+                "value of this device, which is averaged here, and a constant weight as a Python number."
+            )
+    # JAX would sum the gradients of leaves that do not vary over such an axis, and no later mean would divide them.
+    for axis in collectives.spread_axes(sorted(varying - set(axes))):
+        raise ValueError(
+            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of "
+            f"replicated leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along "
+            f"which the batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
+        )
+
+
 @contextmanager
 def explained() -> Iterator[None]:
     """Enters a context for user code: JAX's errors about types and forward derivatives are raised with a cure added."""
@@ -173,7 +191,7 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Casts leaves to varying over the axes, except replica axes: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     boxes = [leaf_of(leaf) for leaf in leaves]
-    if not any(box.communication.replicas for box in boxes):
+    if not [box for box in boxes if box.communication.replicas]:
         return collectives.to_varying(leaves, spread)
     return [
         collectives.to_varying(leaf, [axis for axis in spread if axis not in box.communication.copied_axes])

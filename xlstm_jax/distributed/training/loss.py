@@ -27,7 +27,7 @@ from flax import struct
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import all_reduce_cells
 from xlstm_jax.formatting import kind_of
@@ -157,8 +157,8 @@ class Auxiliary(struct.PyTreeNode):
           TypeError: a leaf is an integer or not a number; names the leaf.
         """
         # A cell is a pytree to JAX. Treat it as a single leaf here, merged by its own method.
-        leaves, treedef = trees.flatten_with_path(aux, lambda node: isinstance(node, Cell))
-        is_cell = tuple(isinstance(leaf, Cell) for _, leaf in leaves)
+        leaves, treedef = trees.flatten_with_path(aux, Cell)
+        is_cell = tuple([isinstance(leaf, Cell) for _, leaf in leaves])
         means = {path: _as_mean(path, leaf) for path, leaf in leaves if not isinstance(leaf, Cell)}
         cells = [leaf for _, leaf in leaves if isinstance(leaf, Cell)]
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))

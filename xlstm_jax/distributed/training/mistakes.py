@@ -12,6 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,12 +28,23 @@ from xlstm_jax.distributed.data_parallel.modules import Stacks
 from xlstm_jax.distributed.data_parallel.modules.holders import recording_holders
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
-from xlstm_jax.distributed.optimizers import optax_introspection
-from xlstm_jax.distributed.optimizers.extra_args import check_callable
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
-from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
+from xlstm_jax.distributed.optimizers.transforms import (
+    HOLDERS_OF_MASKS,
+    LOOKAHEAD,
+    after_average,
+    check_callable,
+    check_transform,
+    decay_mask,
+    parts,
+    schedules,
+    sees_pairs,
+)
+from xlstm_jax.distributed.training.arguments import collections_of
+from xlstm_jax.distributed.training.moments import CreatedState
 from xlstm_jax.distributed.training.varying import Axes, all_named_axes
 from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, joined, listed
 from xlstm_jax.introspection import warn_user
@@ -112,14 +124,16 @@ def _warn(text: str, key: object = None) -> None:
 # -------------------------------------------------------------------------------------------------------- the optimizer
 
 
-def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
+def check_optimizer(tx: optax.GradientTransformation) -> None:
     """Checks an optimizer for mistakes, before ``create_train_state`` initialises its state.
 
     Raises:
+      TypeError: ``tx`` is not an optax transform.
       ValueError: as ``check_callable``; or a mask or labels are a tree with boxes, although optimizers receive
         parameters without boxes; or ``with_ema`` precedes another transform in a chain.
     """
-    transforms = check_callable(tx, caller)
+    check_transform(tx, "create_train_state")
+    transforms = check_callable(tx, "create_train_state")
     for part in transforms:
         for argument in ("mask", "param_labels"):
             tree = part.closure_values.get(argument)
@@ -130,7 +144,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str) -> None:
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
-    if "with_ema" in {part.name for part in transforms} and (after := optax_introspection.after_average(tx)):
+    if "with_ema" in {part.name for part in transforms} and (after := after_average(tx)):
         raise ValueError(
             f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
             "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
@@ -145,7 +159,7 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
         parameters.
     """
     transforms = check_callable(tx, "the step")
-    if optax_introspection.LOOKAHEAD in {part.name for part in transforms} and optax_introspection.sees_pairs(tx):
+    if LOOKAHEAD in {part.name for part in transforms} and sees_pairs(tx):
         raise ValueError(
             "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
             "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
@@ -167,12 +181,12 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             "docs/dtypes.md.",
             ("narrow", dtype),
         )
-    with_mask = [part for part in optax_introspection.parts(tx) if part.name in optax_introspection.HOLDERS_OF_MASKS]
+    with_mask = [part for part in parts(tx) if part.name in HOLDERS_OF_MASKS]
     if not with_mask:
         return
     shapes = jax.eval_shape(trainable, params)
     ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
-    for taken in filter(None, [optax_introspection.decay_mask(part, shapes) for part in with_mask]):
+    for taken in filter(None, [decay_mask(part, shapes) for part in with_mask]):
         if not any(taken.values()):
             _warn(
                 f"the mask of weight decay is False for all {len(taken)} parameters, {listed(taken)}: nothing decays. "
@@ -190,23 +204,26 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
             )
 
 
-def warn_of_options(tx: optax.GradientTransformation, weighted: bool, learning_rate: LearningRate | None) -> None:
-    """Warns of step options that do not fit the optimizer."""
-    transforms = optax_introspection.parts(tx)
-    for part in transforms:
-        if weighted and part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
+def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
+    """Warns of ``optax.MultiSteps`` in the optimizer of a step with a weighted loss."""
+    for part in parts(tx):
+        if part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
             _warn(
                 f"weighted=True with optax.MultiSteps(..., {count:.0f}): it averages gradients of {count:.0f} steps "
                 "equally, although the steps have different weights. Use make_train_step(..., num_minibatches="
                 f"{count:.0f}, weighted=True) on batches of {count:.0f} times the rows, which averages by weight."
             )
+
+
+def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
+    """Warns of a reported learning rate that is another schedule than the optimizer's."""
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
-    schedules = optax_introspection.schedules(transforms)
+    used_schedules = schedules(parts(tx))
     # With several schedules in a chain the user may report any of them, or their product.
-    product = [lambda count: math.prod(schedule(count) for schedule in schedules)]
+    product = [lambda count: math.prod(factor(count) for factor in used_schedules)]
     for schedule in filter(callable, rates):
-        if schedules and not any(_difference(schedule, other) is None for other in [*schedules, *product]):
-            count, reported, used = _difference(schedule, schedules[0]) or (0, 0.0, 0.0)
+        if used_schedules and not any(_difference(schedule, other) is None for other in [*used_schedules, *product]):
+            count, reported, used = _difference(schedule, used_schedules[0]) or (0, 0.0, 0.0)
             _warn(
                 f"learning_rate= of make_train_step is another schedule than the optimizer's: at update {count} it is "
                 f"{reported:.6g}, and the optimizer scales by {used:.6g}. It is only reported, and changes no update. "
@@ -335,6 +352,20 @@ def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
             return
 
 
+# Functions that return the facts of the model of a new state; the last is called. Filled by ``checks``.
+FACTS_OF_STATE: list[Callable[[CreatedState], ModelFacts]] = [lambda context: ModelFacts({}, {})]
+
+
+def warn_of_replicated_in_state(context: CreatedState) -> None:
+    """Warns if no parameter of a new state is split, or if at least 5 % of their bytes are not."""
+    warn_of_replicated(context.params, context.mesh, partial(FACTS_OF_STATE[-1], context))
+
+
+def warn_of_replicated_in_step(state: Any, mesh: AnyMesh, trace_again: Callable[[], None]) -> None:
+    """Warns of replicated parameters in the state of a step, which need not come from ``create_train_state``."""
+    warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
+
+
 def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
     """Returns the classes of the modules that run while ``trace()`` traces a step."""
     with recording_holders(getattr(apply_fn, "__self__", None)) as holders:
@@ -359,12 +390,14 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 # ------------------------------------------------------------------------------------------------------- axes and means
 
 
-def warn_of_idle_axes(mesh: AnyMesh, batch_axes: tuple[str, ...], state: PyTree, jaxpr: core.Jaxpr) -> None:
+def warn_of_idle_axes(
+    mesh: AnyMesh, batch_axes: tuple[str, ...], state: Any, extra_trees: PyTree, jaxpr: core.Jaxpr
+) -> None:
     """Warns of axes along which devices repeat the same work: no spec and no equation of ``jaxpr`` names them."""
     idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
     if not idle:
         return
-    leaves = [leaf for _, leaf in trees.sharded_leaves(state)]
+    leaves = [leaf for _, leaf in trees.sharded_leaves((state.params, collections_of(state), extra_trees))]
     idle -= {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
     if not idle or ("idle", mesh, idle) in _warned:
         return

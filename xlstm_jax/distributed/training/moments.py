@@ -1,11 +1,14 @@
-"""Table of the checks of a training, the moments at which checks run, and the types of their arguments.
+"""Moments of a training at which checks run, the table of checks, and ``CheckedStep``, the step that users call.
 
   run_checks(moment, context)   called where states, steps, gradients and evaluations are made
   CHECKS                        the rows (moment, function, page of docs/), registered by ``training.checks``
+  CheckedStep                   the ``jax.jit`` function of a step, with checks before and after each call
 
 A check raises for a certain mistake, warns of a possible mistake, and changes no number.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,16 +16,23 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.tree_util import tree_flatten
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
+from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
-from xlstm_jax.distributed.training.varying import Equations, read_equations
+from xlstm_jax.distributed.training.nan_inputs import looks_for_nans, naming_nans
+from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
+from xlstm_jax.equations import all_equations
+from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh
 from xlstm_jax.private_names import core
 
 Moment = Literal[
@@ -52,16 +62,20 @@ Moment = Literal[
 
 
 class TrainingCheck(NamedTuple):
-    """Check in the table: ``run_check(context)`` is called at ``moment``; ``page`` of docs/ has the details.
+    """Row of the table: a function, the moment at which the function is called, and the page of docs/ with details.
 
-    ``needs`` names an attribute of the context, as "step.extra_trees", without which (empty, None) the check has
-    nothing to look at, and is not called.
+    Attributes:
+      reads: attributes of the context that the function takes, as "step.extra_trees"; () to take the context itself.
+      needs: attribute of the context without which (empty, None) the check has nothing to look at, and is not called.
+      unless: attribute of the context, an option of the user that switches the check off.
     """
 
     moment: Moment
-    run_check: Callable[[Any], None]
+    run_check: Callable[..., None]
     page: str
+    reads: tuple[str, ...] = ()
     needs: str = ""
+    unless: str = ""
 
 
 class NewModel(NamedTuple):
@@ -70,6 +84,7 @@ class NewModel(NamedTuple):
     model: Model
     mesh: Mesh | AbstractMesh
     rng: PyTree
+    in_several_processes: bool
 
 
 class NewVariables(NamedTuple):
@@ -113,10 +128,6 @@ class StepTrace:
     local: PyTree
     extra_trees: Mapping[str, PyTree]
 
-    @property
-    def mesh(self) -> Mesh | AbstractMesh:
-        return self.layout.mesh
-
 
 @dataclass(frozen=True)
 class TracedStep:
@@ -142,6 +153,10 @@ class EvaluationTrace(NamedTuple):
     extra_trees: Mapping[str, PyTree]
 
 
+# Equations of which types do not prove enough: predicates, writes to references, and hidden programs.
+BEYOND_TYPES = {"cond", "while", "swap", "addupdate", *OPAQUE}
+
+
 @dataclass(frozen=True)
 class Results:
     """Argument of checks of the results of a traced ``shard_map``.
@@ -154,6 +169,20 @@ class Results:
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     collections: Mapping[str, PyTree]
+
+    @property
+    def unproved(self) -> bool:
+        """True if JAX's types do not prove that results without an axis in their specs are equal along the axis.
+
+        Types prove it if every ``shard_map`` of the program has ``check_vma=True``, and no equation depends on a
+        predicate or writes to a reference, of which types say nothing.
+        """
+        for eqn in all_equations(self.jaxpr.jaxpr.eqns):
+            if eqn.primitive.name in BEYOND_TYPES or "_prim" in eqn.params:
+                return True
+            if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
+                return True
+        return False
 
     @cached_property
     def equations(self) -> Equations:
@@ -216,13 +245,26 @@ class JittedStep(NamedTuple):
 
 
 class JittedCall(NamedTuple):
-    """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised."""
+    """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised.
+
+    ``is_irregular``: not exactly the needed arguments are passed, by position.
+    """
 
     step: JittedStep
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     named: dict[str, Any]
+    is_irregular: bool
     error: Exception | None = None
+
+    @property
+    def new_placements(self) -> tuple[Any, ...]:
+        """Shardings of the batch's leaves if some are on a mesh, and no earlier call has passed the check of them."""
+        leaves = jax.tree.leaves(self.named.get("batch"))
+        # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
+        shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
+        is_known = shardings in self.step.checked_inputs
+        return () if is_known or not [s for s in shardings if isinstance(s, NamedSharding)] else shardings
 
 
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
@@ -241,5 +283,128 @@ def run_checks(moment: Moment, context: Any) -> None:
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
     """Runs checks that have something to look at in the context."""
     for check in checks:
-        if not check.needs or attrgetter(check.needs)(context):
-            check.run_check(context)
+        if check.needs and not attrgetter(check.needs)(context):
+            continue
+        if check.unless and attrgetter(check.unless)(context):
+            continue
+        check.run_check(*([attrgetter(name)(context) for name in check.reads] or [context]))
+
+
+# ------------------------------------------------------------------------------------------------------ calls of a step
+
+
+class CheckedStep:
+    """Compiled step that checks each call; errors name the argument and leaf at fault.
+
+    Provides the methods of a ``jax.jit`` function: ``lower``, ``trace``, ``eval_shape``, ``clear_cache``.
+
+    Args:
+      step: the function to compile.
+      layout: the layout of its batch, with the mesh of the step.
+      arguments: names of the function's arguments by position.
+      like: function of the arguments that returns the arguments that the results replace; see ``on_auto_axes``.
+      needed: names of the arguments without which a call is refused; None: the arguments without a default.
+      counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
+        by kind; see ``counting_padding``.
+      options: options of ``jax.jit``.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        layout: BatchLayout,
+        arguments: tuple[str, ...] = ARGUMENTS,
+        *,
+        arguments_replaced: Callable[..., PyTree],
+        counting: Callable[[PyTree, tuple[Any, ...], dict[str, Any]], dict[str, list[str]]],
+        needed: tuple[str, ...] | None = None,
+        **options: Any,
+    ):
+        functools.update_wrapper(self, step)
+        self.options = options
+        self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=arguments_replaced), **options)
+        takes = inspect.signature(step).parameters
+        if needed is None:
+            needed = tuple(name for name in arguments if takes[name].default is inspect.Parameter.empty)
+        donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
+        self._step = JittedStep(layout, arguments, needed, donated, counting, set())
+        self._known: set[object] = set()  # the kinds of the calls so far
+        self._before_each, self._after_each = checks_at("call"), checks_at("returned")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.checked_call(self.jitted, *args, **kwargs)
+
+    def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
+        call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
+        # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
+        kind = _kind_of(call, explicit)
+        if is_new := kind not in self._known:
+            run_checks("names", call)
+        run_rows(self._before_each, call)
+        if is_new:
+            run_checks("new call", call)
+        if looks_for_nans():
+            # Exclude metrics and moments: a maximum starts at minus infinity.
+            params = getattr(call.named.get("state"), "params", None)
+            with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
+                returned = self._run(call, function, explicit=explicit, is_new=is_new)
+        else:
+            returned = self._run(call, function, explicit=explicit, is_new=is_new)
+        if is_new:
+            self._known.add(kind)
+        run_rows(self._after_each, call)
+        return returned
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self._run(self._new_call(args, kwargs), self.jitted.lower)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._run(self._new_call(args, kwargs), self.jitted.trace)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._new_call(args, kwargs), self.jitted.eval_shape)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` looks these up before `jitted` is set
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
+        """Returns the call with its arguments by name."""
+        named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
+        return JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
+
+    def _new_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
+        """Returns the call, after a check that its names are those of the step."""
+        call = self._call(args, kwargs)
+        run_checks("names", call)
+        return call
+
+    def _run(
+        self, call: JittedCall, function: Callable[..., Any], *, explicit: bool = False, is_new: bool = True
+    ) -> Any:
+        """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault.
+
+        With ``explicit`` axes of the mesh that is set, arguments and results are placed on this mesh.
+        """
+        if explicit:
+            args, kwargs = on_set_mesh((call.args, call.kwargs))
+            call = call._replace(args=args, kwargs=kwargs)
+        if is_new:
+            run_checks("placed", call)
+        try:
+            returned = function(*call.args, **call.kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            run_checks("refused", call._replace(error=error))
+            raise
+        return on_set_mesh(returned) if explicit else returned
+
+
+def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
+    """Returns what the checks of new calls depend on: names of arguments, structure and placement of the batch."""
+    leaves, structure = tree_flatten(call.named.get("batch"))
+    # Comparing shardings is faster than reading their specs. A tracer has none.
+    shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
+    mesh = jax.sharding.get_abstract_mesh() if explicit else None
+    return len(call.args), tuple(call.kwargs), type(call.kwargs.get("extra_trees")), structure, shardings, mesh

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import named_leaf, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.formatting import joined
 
 NAMED = 3  # maximum number of leaves named in the error

@@ -25,15 +25,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
-from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_variable
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
-from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad
@@ -152,7 +151,7 @@ def nnx_value_and_grad(
         axes = default_batch_axes(params, on_mesh)
         axes = axes if batch_axes is None else mesh_axes(on_mesh, batch_axes, "batch_axes")
         _check_rows(batch, num_shards(on_mesh, axes), axes)
-        of_params = placement.partition_specs(params, on_mesh)
+        of_params = trees.partition_specs(params, on_mesh)
         of_batch = jax.tree.map(lambda x: PartitionSpec(axes) if np.ndim(x) else WHOLE, batch)
         program = _Program(loss_fn, graphdef, is_node, axes, has_aux, weighted)
         run = jax.shard_map(

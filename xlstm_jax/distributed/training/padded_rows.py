@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
@@ -78,7 +78,7 @@ def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
         return checkpoint_name(x, f"{MARK}{kind}:{its}") if isinstance(x, jax.Array) else x
 
     # A cell consists of several arrays with a single name.
-    leaves, treedef = trees.flatten_with_path(tree, lambda node: isinstance(node, Cell))
+    leaves, treedef = trees.flatten_with_path(tree, Cell)
     return jax.tree.unflatten(treedef, [jax.tree.map(partial(with_name, path), leaf) for path, leaf in leaves])
 
 

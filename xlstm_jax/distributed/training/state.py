@@ -19,21 +19,25 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.common_types import AxisNames, Metrics, Model, PyTree
-from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.extension import reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
-from xlstm_jax.distributed.device_mesh.batch_layout import num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh, mesh_axes
-from xlstm_jax.distributed.optimizers.extra_args import GRAD, GRAD_FN, VALUE, VALUE_FN, taking_extra_args
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.optimizers.lookahead import with_slow_params
-from xlstm_jax.distributed.optimizers.optax_introspection import sees_pairs
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ON_DEVICES, Placement, Trained, sharded_optimizer
-from xlstm_jax.distributed.optimizers.state import given_state, trainable
+from xlstm_jax.distributed.optimizers.sharded_optimizer import (
+    ON_DEVICES,
+    Placement,
+    Trained,
+    given_state,
+    sharded_optimizer,
+    trainable,
+)
+from xlstm_jax.distributed.optimizers.transforms import GRAD, GRAD_FN, VALUE, VALUE_FN, sees_pairs, taking_extra_args
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import AppliedGradients, CreatedState, NewModel, NewVariables, run_checks
@@ -174,7 +178,7 @@ def init_sharded(
     # jit cannot split NumPy arrays over devices of several processes.
     inputs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs)
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
-    run_checks("values", NewModel(model, mesh, rng))
+    run_checks("values", NewModel(model, mesh, rng, jax.process_count() > 1))
     return init(rng, inputs)
 
 
@@ -194,7 +198,7 @@ def jitted_init(
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
     """
-    run_checks("model", NewModel(model, mesh, rng))
+    run_checks("model", NewModel(model, mesh, rng, jax.process_count() > 1))
     mesh = auto_mesh(mesh)
     given_axes = None if batch_axes is None else mesh_axes(mesh, batch_axes, "batch_axes")
 
@@ -210,7 +214,7 @@ def jitted_init(
 
     init = on_auto_axes(init, mesh)
     made = jax.eval_shape(init, rng, inputs)
-    out = placed(placement.shardings(made, mesh))
+    out = placed(trees.shardings(made, mesh))
     run_checks("shapes", NewVariables(made, mesh))
     axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
 
@@ -331,9 +335,9 @@ def abstract_train_state(
     optimizer = sharded_optimizer(state.tx, state.params, mesh, offload.wrap)
     of_state = state.replace(
         step=NamedSharding(mesh, PartitionSpec()),
-        params=placement.shardings(state.params, mesh),
+        params=trees.shardings(state.params, mesh),
         opt_state=optimizer.shardings(state.opt_state),
-        collections=placement.shardings(state.collections, mesh),
+        collections=trees.shardings(state.collections, mesh),
     )
     return trees.map_values(with_sharding, state, of_state)
 
@@ -357,7 +361,7 @@ def updated_state(
     updated = _replaced(state, after)
     if not collections:
         return updated, metrics
-    shardings = placement.shardings(after.collections, mesh)
+    shardings = trees.shardings(after.collections, mesh)
     return updated.replace(collections=jax.lax.with_sharding_constraint(after.collections, shardings)), metrics
 
 

@@ -10,15 +10,14 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
-from xlstm_jax.distributed.data_parallel import placement
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules import recording_stacks
-from xlstm_jax.distributed.data_parallel.wire.dtypes import common_dtype
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.norms import global_norm
-from xlstm_jax.distributed.optimizers.state import trainable, with_trainable
+from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable, with_trainable
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
 from xlstm_jax.distributed.training.arguments import (
     ExtraTrees,
@@ -31,11 +30,10 @@ from xlstm_jax.distributed.training.arguments import (
 )
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
-from xlstm_jax.distributed.training.checked_step import CheckedStep
 from xlstm_jax.distributed.training.constant_arrays import with_constants
 from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
-from xlstm_jax.distributed.training.moments import Results, StepTrace, TracedStep, run_checks
+from xlstm_jax.distributed.training.moments import CheckedStep, Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.single_axes import with_single_axes
 from xlstm_jax.distributed.training.state import State, updated_state
@@ -194,7 +192,7 @@ class StepOptions:
         extra_trees: ExtraTrees = None,
     ) -> tuple[Any, ...]:
         """Returns ``(state, metrics)``, or ``(state, metrics, local)`` with a metric: the function that is compiled."""
-        if (options_of_state := self.of_state(state, rng)) is not self:
+        if collections_of(state) and (options_of_state := self.of_state(state, rng)) is not self:
             return options_of_state.step(state, batch, rng, local, extra_trees=extra_trees)
         extra_trees = {} if extra_trees is None else extra_trees
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
@@ -260,7 +258,7 @@ class StepOptions:
         )
         layout = self.layout.of_batch(batch)
         specs, of_kept, of_extra_trees = [
-            placement.partition_specs(tree, mesh) for tree in (state.params, collections, extra_trees)
+            trees.partition_specs(tree, mesh) for tree in (state.params, collections, extra_trees)
         ]
         # Auxiliary numbers are replicated; each device has a local state of a metric.
         of_aux = replicated if self.metric is None else PartitionSpec(axes)
@@ -273,8 +271,11 @@ class StepOptions:
             collections: Mapping[str, PyTree],
             extra_trees: PyTree,
         ) -> BatchResult:
-            rng, extra_trees = None if rng is None else fold_rng_over_axis(rng, axes), frozen_trees(extra_trees)
-            fn = with_single_axes(without_key(self.loss.fn) if rng is None else self.loss.fn, axes)
+            rng = None if rng is None else fold_rng_over_axis(rng, axes)
+            extra_trees = frozen_trees(extra_trees) if extra_trees else {}
+            fn = without_key(self.loss.fn) if rng is None else self.loss.fn
+            if 1 in [mesh.shape[axis] for axis in axes]:
+                fn = with_single_axes(fn, axes)
 
             def loss_fn(params: PyTree, *rest: PyTree) -> LossOutput:
                 return fn(params, state.apply_fn, *rest, **extra_trees)

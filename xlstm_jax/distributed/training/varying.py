@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.equations import COLLECTIVES, all_equations, name_and_params, named_axes, scan_counts
 from xlstm_jax.private_names import core
 

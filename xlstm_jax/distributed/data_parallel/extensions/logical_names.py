@@ -19,9 +19,8 @@ from flax.core.spmd import composite_rules
 from flax.linen.partitioning import AxisMetadata
 from flax.linen.spmd import logical_to_mesh_axes
 
-from xlstm_jax.distributed.data_parallel.dim_names import READERS, DimNames
-from xlstm_jax.distributed.data_parallel.unconstrained_boxes import Unconstrained, read_without_constraints
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, axes_entry, entry_axes
+from xlstm_jax.distributed.data_parallel.boxes import READERS, DimNames, Unconstrained, read_without_constraints
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
 
 
 class _LogicallyNamed(Unconstrained, nn.LogicallyPartitioned):

@@ -27,12 +27,10 @@ from xlstm_jax.distributed.data_parallel.extension import Extension, Gathered, P
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered, shard_to_gather
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option, Wire
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
 from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType, gather_dims
-from xlstm_jax.distributed.data_parallel.wire.wires import Wire
 
 PACKED = "packed:"  # mark of a leaf that shares the axis order of its unit's parcel; followed by the leaf's depth
 

@@ -11,14 +11,10 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives, communication
-from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean
+from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS, cast_dtype, dtype_name, packed_format
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
-from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
 
-AVERAGING = tuple(
-    name for name, wire_format in WIRE_FORMATS.items() if wire_format.averages
-)  # formats for ``reduce_dtype``
 PACKED_TWICE = 2  # terms, then their mean
 
 
@@ -45,7 +41,8 @@ class Replicas(Copies):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", AVERAGING))
+        averaging = [name for name, wire_format in WIRE_FORMATS.items() if wire_format.averages]
+        object.__setattr__(self, "reduce_dtype", dtype_name(self.reduce_dtype, "reduce_dtype", averaging))
 
     @property
     def splits_optimizer_state(self) -> bool:

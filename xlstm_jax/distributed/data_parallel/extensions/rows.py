@@ -19,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.modules import unit
 from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.lookup import by_rows, look_up
 from xlstm_jax.introspection import is_unchanged
 from xlstm_jax.program_names import LOOKUP_SCOPE

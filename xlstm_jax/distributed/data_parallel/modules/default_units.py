@@ -1,4 +1,6 @@
-"""The default of ``where`` in ``shard_modules``: which modules of a model gather their parameters together.
+"""Rules that choose the units of a model from all of its modules at once, and the rule that is the default.
+
+``default_units`` is the default of ``where`` in ``shard_modules``.
 
 A parameter is gathered by the innermost unit around it. The units are
 
@@ -13,9 +15,66 @@ A block is large enough to be gathered while the block before it computes, and s
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, UnitRule, is_within
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+
+
+class SeenModule(NamedTuple):
+    """Module of a model, as a ``UnitRule`` reads it.
+
+    Attributes:
+      cls: the class of the module.
+      owns: whether the module has parameters beside those of modules within.
+      is_embedding: whether the module looks rows of a table up.
+      is_cell: whether a loop over time calls the module.
+      is_layer: whether ``nn.scan`` runs the module once for each of its layers.
+    """
+
+    cls: type[Any]
+    owns: bool
+    is_embedding: bool = False
+    is_cell: bool = False
+    is_layer: bool = False
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """Choice of units from all modules of a model at once.
+
+    ``choose`` takes the modules by path, and returns the units by path, each with the reason, as a text.
+    """
+
+    choose: Callable[[Mapping[str, SeenModule]], Mapping[str, str]]
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Returns whether ``path`` is the path ``outer`` of a module, or a path below; the model is at ""."""
+    return not outer or path == outer or path.startswith(f"{outer}/")
+
+
+_chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units", default=None)
+
+
+@contextmanager
+def recording_units() -> Iterator[dict[str, str]]:
+    """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
+    reasons: dict[str, str] = {}
+    with set_context(_chosen, reasons):
+        yield reasons
+
+
+def note_units(reasons: Mapping[str, str]) -> None:
+    """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
+    if (recorded := _chosen.get()) is not None:
+        recorded |= reasons
+
+
+# ----------------------------------------------------------------------------------------------------- the default rule
 
 # Smaller than the threshold of a model whose units are chosen by hand: at 2**18 about 6 % of a ResNet-50 would stay
 # whole on every device. Norms and biases of most models stay whole.

@@ -30,7 +30,13 @@ from xlstm_jax.distributed.data_parallel.extension import (
     initialising,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.modules.unit import Method, ModuleSystem, gather_here, running, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import (
+    Method,
+    ModuleSystem,
+    gather_here,
+    running,
+    shard_here,
+)
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Option
@@ -282,8 +288,7 @@ def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
     sets an interceptor and the code that looks for the interceptor.
     """
-    methods = linen_interceptors()
-    return [watcher for method in methods if isinstance(watcher := getattr(method, "__self__", None), kind)]
+    return [watcher for method in linen_interceptors if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
 def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from xlstm_jax.distributed.data_parallel.extension import arguments_from_extensions, initialising
+from xlstm_jax.distributed.data_parallel.extension import arguments_from, initialising
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
@@ -96,9 +96,8 @@ def _intercepted(plain: Method, sharding: Sharding) -> Method:
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A method that calls another one of the same model starts no new run.
-        if self.scope is None or any(
-            run.sharding is sharding and run.root == self.path for run in active_interceptors_of(LinenRun)
-        ):
+        runs = [(run.sharding, run.root) for run in active_interceptors_of(LinenRun)]
+        if self.scope is None or (sharding, self.path) in runs:
             return plain(self, *args, **kwargs)
         with nn.intercept_methods(sharding.run(sharding, self.path).intercept):
             return plain(self, *args, **kwargs)
@@ -144,12 +143,10 @@ class LinenRun:
         if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        args, kwargs = arguments_from_extensions(module, name, args, kwargs)
+        args, kwargs = arguments_from(None, module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
-        if any(
-            path == entered_path and (issubclass(cls, entered_cls) or issubclass(entered_cls, cls))
-            for entered_path, entered_cls in self._open_modules
-        ):
+        at_path = [entered_cls for entered_path, entered_cls in self._open_modules if entered_path == path]
+        if [other for other in at_path if issubclass(cls, other) or issubclass(other, cls)]:
             return method(*args, **kwargs)
         self._open_modules.append((path, cls))
         try:

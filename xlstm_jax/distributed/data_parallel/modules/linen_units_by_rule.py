@@ -15,9 +15,10 @@ from flax import linen as nn
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import collections_of_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, is_within, note_units
 from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, active_interceptors_of
 from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, do_nothing, parameters
-from xlstm_jax.distributed.data_parallel.modules.unit import SeenModule, is_within, note_units, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
 from xlstm_jax.introspection import inside_map_variables, is_batched

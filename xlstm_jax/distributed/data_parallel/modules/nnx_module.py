@@ -25,7 +25,7 @@ from flax.nnx.bridge import variables as bridge
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.dim_names import reader
+from xlstm_jax.distributed.data_parallel.boxes import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (

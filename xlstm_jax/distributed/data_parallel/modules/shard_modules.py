@@ -11,11 +11,15 @@ from flax import linen as nn
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames
-from xlstm_jax.distributed.data_parallel.modules.default_units import DEFAULT_UNITS, DEFAULT_UNITS_MIN_WEIGHT_SIZE
+from xlstm_jax.distributed.data_parallel.modules.default_units import (
+    DEFAULT_UNITS,
+    DEFAULT_UNITS_MIN_WEIGHT_SIZE,
+    UnitRule,
+)
 from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN, is_nnx
 from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, Selection, Sharding, sharded_model
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
-from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, UnitRule, as_predicate
+from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies

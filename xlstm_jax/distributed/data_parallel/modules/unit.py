@@ -15,11 +15,9 @@ Entering and leaving depend on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,13 +38,18 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     path_in_model,
     read_value,
 )
-from xlstm_jax.distributed.data_parallel.planned import PlannedLeaf, is_planning
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
-from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, plan_params, with_unit
+from xlstm_jax.distributed.data_parallel.shard import (
+    PlannedLeaf,
+    box_params,
+    box_shards,
+    is_planning,
+    plan_params,
+    with_unit,
+)
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
 from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
 from xlstm_jax.program_names import BLOCK_INPUT, GATHER_SCOPE
@@ -85,56 +88,6 @@ class ShardsItself(Protocol):
 # ------------------------------------------------------------------------------------------------------------- select
 
 
-class SeenModule(NamedTuple):
-    """Module of a model, as a ``UnitRule`` reads it.
-
-    Attributes:
-      cls: the class of the module.
-      owns: whether the module has parameters beside those of modules within.
-      is_embedding: whether the module looks rows of a table up.
-      is_cell: whether a loop over time calls the module.
-      is_layer: whether ``nn.scan`` runs the module once for each of its layers.
-    """
-
-    cls: type[Any]
-    owns: bool
-    is_embedding: bool = False
-    is_cell: bool = False
-    is_layer: bool = False
-
-
-@dataclass(frozen=True)
-class UnitRule:
-    """Choice of units from all modules of a model at once.
-
-    ``choose`` takes the modules by path, and returns the units by path, each with the reason, as a text.
-    """
-
-    choose: Callable[[Mapping[str, SeenModule]], Mapping[str, str]]
-
-
-def is_within(path: str, outer: str) -> bool:
-    """Returns whether ``path`` is the path ``outer`` of a module, or a path below; the model is at ""."""
-    return not outer or path == outer or path.startswith(f"{outer}/")
-
-
-_chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units", default=None)
-
-
-@contextmanager
-def recording_units() -> Iterator[dict[str, str]]:
-    """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
-    reasons: dict[str, str] = {}
-    with set_context(_chosen, reasons):
-        yield reasons
-
-
-def note_units(reasons: Mapping[str, str]) -> None:
-    """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
-    if (recorded := _chosen.get()) is not None:
-        recorded |= reasons
-
-
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     """Returns ``where`` of ``shard_modules`` as a function of path and module.
 
@@ -144,7 +97,7 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     # Classes first: a class is callable, too.
     classes = where if isinstance(where, tuple) else (where,)
     if classes and all(isinstance(cls, type) and issubclass(cls, system.module_class) for cls in classes):
-        return lambda path, module: isinstance(module, classes)
+        return lambda _, module: isinstance(module, classes)
     if callable(where) and not isinstance(where, (type, system.module_class)):
         return where
     raise TypeError(

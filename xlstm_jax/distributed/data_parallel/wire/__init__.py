@@ -1,6 +1,5 @@
-"""Communication between devices: names of axes, dtypes, packed bytes, collectives, and the gradient rule of a gather.
+"""Communication between devices: axes, dtypes, collectives, formats of sent shards, and the gradient rule of a gather.
 
-No file here depends on boxes. Each file imports only from earlier files in this list: ``axes``, ``dtypes``,
-``collectives``, ``copies``, ``quantized``, ``wires``, ``blocks``, ``formats``, ``communication``, ``tracing``,
-``gather_array``, ``lookup``, ``pieces``, ``transposes``.
+No file here depends on boxes. Each file imports only from earlier files in this list: ``collectives``, ``copies``,
+``quantized``, ``communication``, ``blocks``, ``formats``, ``gather_array``, ``lookup``, ``pieces``, ``transposes``.
 """

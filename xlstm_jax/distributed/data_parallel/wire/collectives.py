@@ -1,4 +1,4 @@
-"""All communication of the library: the only file that calls ``jax.lax`` collectives.
+"""All communication of the library: names of mesh axes, dtypes of sums, and the only calls of ``jax.lax`` collectives.
 
 *Types.* Under ``check_vma=True`` the type of a value lists the manual mesh axes over which the value varies. A
 reduction runs over exactly these axes: along any other axis the value is equal on each device, and a mean is a no-op.
@@ -14,8 +14,9 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from functools import reduce, wraps
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,113 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType, PyTree
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import widened
 from xlstm_jax.introspection import is_for_shapes
+
+# -------------------------------------------------------------------------------------------------------- names of axes
+
+AxisEntry = None | str | tuple[str, ...]
+
+
+def size_if_bound(axis: str) -> int:
+    """Returns the number of devices along a bound axis (inside ``shard_map``, say); 1 for an unbound axis."""
+    try:
+        return jax.lax.axis_size(axis)
+    except NameError:  # JAX's error of an axis that is not bound
+        return 1
+
+
+def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
+    """Returns an axis, or a sequence of axes, as a tuple of axes; a string is the name of a single axis.
+
+    Raises:
+      ValueError: no axis, a repeated axis, a non-string entry, or a set (sets have no order).
+    """
+    if isinstance(axis_name, set | frozenset):
+        raise ValueError(f"axis_name={axis_name!r}: a set has no order, and axes do; pass a tuple, outermost first.")
+    # A value of another type becomes a name, so that the check below raises and shows the value.
+    names = (axis_name,) if isinstance(axis_name, str) or not isinstance(axis_name, Sequence) else tuple(axis_name)
+    if not names or [name for name in names if not (isinstance(name, str) and name)]:
+        raise ValueError(
+            f"axis_name={axis_name!r} names no mesh axis; pass one, as 'fsdp', or several, as ('dp', 'fsdp')."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; name each mesh axis once.")
+    return names
+
+
+def entry_axes(entry: AxisEntry) -> tuple[str, ...]:
+    """Returns the axes of an entry of ``names``: ``None`` -> (), ``"a"`` -> ("a",), ``("a", "b")`` -> unchanged."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axes_entry(axes: tuple[str, ...]) -> AxisEntry:
+    """Returns the shortest entry for these axes: the inverse of ``entry_axes``."""
+    if not axes:
+        return None
+    return axes[0] if len(axes) == 1 else axes
+
+
+# ------------------------------------------------------------------------------------------------------- dtypes of sums
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def is_prng_key(value: Any) -> bool:
+    """Returns whether ``value`` is an array of typed PRNG keys."""
+    return jnp.issubdtype(value_dtype(value), jax.dtypes.prng_key)
+
+
+def value_dtype(value: Any) -> Any:
+    """Returns the dtype of an array, an abstract array, or a Python number."""
+    return value.dtype if hasattr(value, "dtype") else jnp.result_type(value)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns the default dtype of sums: float32 for narrower floats, else ``dtype``."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
+
+
+def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
+    """Lets a library function mix dtypes and ranks even if the user's JAX flags forbid promotion.
+
+    The flags apply while JAX traces. A backward rule is traced later, and needs a separate decorator.
+    """
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+@promoting
+def common_dtype(*dtypes: DTypeLike) -> Any:
+    """Returns the dtype to which JAX promotes ``dtypes``."""
+    return reduce(jnp.promote_types, dtypes)
+
+
+def widened(value: jax.Array) -> jax.Array:
+    """Returns the value in the dtype of sums: floats narrower than float32 in float32, any other value unchanged."""
+    return value.astype(wide_dtype(value.dtype))
+
+
+def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
+    """Returns a device's term of a mean over ``count`` devices that is summed in ``dtype``.
+
+    The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
+    """
+    # A narrow value is divided by a power of two in its narrow dtype, which gives the same bits: XLA takes the factor
+    # into the matrix product that makes the value, and saves a pass over the gradient.
+    if value.dtype == dtype != wide_dtype(dtype) and count & (count - 1) == 0:
+        return value * (1 / count)
+    return (widened(value) / count).astype(dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------- bound axes
 
 Key = TypeVar("Key")
 
@@ -41,11 +146,6 @@ def is_bound(axis: str) -> bool:
     except NameError:
         return False
     return True
-
-
-def _size(axis: str) -> int:
-    mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
-    return mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis)
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -89,7 +189,8 @@ def unbound_message(axis: str, caller: str) -> str:
 
 def axis_size(axes: Sequence[str]) -> int:
     """Returns the number of devices over the axes, the product of their sizes, as a Python int."""
-    return math.prod(map(_size, axes))
+    mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
+    return math.prod([mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis) for axis in axes])
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
@@ -117,6 +218,8 @@ def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     size = value.shape[dim] // count
     return lax.dynamic_slice_in_dim(value, axis_index(axes) * size, size, dim)
 
+
+# ---------------------------------------------------------------------------------------------------------------- types
 
 # Returns ``varying_axes`` of a value from its type: JAX 0.12 has `manual_axis_type`, JAX 0.10 `vma`.
 _has_axis_type = hasattr(jax.typeof(np.float32(0)), "manual_axis_type")
@@ -184,6 +287,9 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
     varying = getattr(abstract, "manual_axis_type", abstract)
     axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
     return to_varying(jnp.zeros(abstract.shape, dtype), axes)
+
+
+# ---------------------------------------------------------------------------------------------------------- collectives
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
@@ -272,7 +378,7 @@ def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array
     if dim and value.dtype.itemsize < 4:
         return jnp.moveaxis(reduce_scatter(jnp.moveaxis(value, dim, 0), 0, axes), 0, dim)
     for axis in spread_axes(axes):
-        size, n = value.shape[dim], _size(axis)
+        size, n = value.shape[dim], axis_size([axis])
         shards = value.reshape(*value.shape[:dim], n, size // n, *value.shape[dim + 1 :])
         shards = jnp.moveaxis(shards, dim, 0)
         matrices = shards.reshape(n, *_matrix_shape(shards.shape[1:]))
@@ -309,7 +415,7 @@ def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes over which a reduction would change the value or the type of ``value``."""
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
-    return tuple([a for a in axes if (a in varying if is_tracked(a) else _size(a) > 1)])
+    return tuple([a for a in axes if (a in varying if is_tracked(a) else axis_size([a]) > 1)])
 
 
 def _reduce_together(

@@ -1,28 +1,123 @@
-"""Communication options of a parameter: the dtypes of gather and reduce-scatter, and the copies of the shards.
+"""Communication of a leaf: ``Wire``, the format in which a gather sends shards, and the options ``Communication``.
 
+[Note: path of a shard through a gather]
+  stored     W[d_fsdp, f]                              each device keeps its shard
+  sent       Wire.send(shard)                          the shard was cast to the gather dtype before
+  arrived    all-gather of the sent arrays along dim Wire.along(d), in a stage per axis
+  used       W[d, f] = Wire.receive(arrived)           unpacked once, after the last stage
+  gradient   dW[d, f], reduce-scattered as if ``send`` and ``receive`` changed no value
+
+Callers (the gather ``gather_array`` with its backward rule, the scan ``prefetch`` with gathers ahead, plans) use only
+these methods and depend on no format. Formats that users select by ``gather_dtype`` are ``WireFormat``s in separate
+files, registered in ``WIRE_FORMATS`` with a row each in ``formats``. A feature computes wires from a module's state as
+an ``Extension`` of a unit.
+
+The box of a leaf holds the options, ``Communication``:
   gather          shards are sent in ``gather_dtype``; default: the stored dtype
   reduce-scatter  gradients are summed in ``grad_scatter_dtype``; default: float32, or the leaf's dtype if wider
   copies          gradients of copies of a shard are averaged as ``Copies`` defines
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
-``WIRE_FORMATS`` are formats for sending only: a gathered value has the leaf's dtype.
+A value gathered in a ``WireFormat`` has the leaf's dtype.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.formats import WIRE_FORMATS
-from xlstm_jax.distributed.data_parallel.wire.wires import Unchanged, Wire
 from xlstm_jax.formatting import shortened
 from xlstm_jax.program_names import INTER_HOST_AXES
+
+
+class Wire(Protocol):
+    """Format in which a gather sends a leaf's shards. A pytree: arrays of the format (a scale, say) are children.
+
+    ``rounds_again``: True if sending a received value a second time rounds the value again.
+    """
+
+    rounds_again: ClassVar[bool]
+
+    def send(self, shard: jax.Array) -> jax.Array:
+        """Returns the array to send in place of the shard ``[..., d / N, ...]``."""
+        ...
+
+    def along(self, dim: int) -> int:
+        """Returns the dim along which sent arrays are concatenated, for a leaf split along ``dim``."""
+        ...
+
+    def receive(self, arrived: jax.Array) -> jax.Array:
+        """Returns the value ``[..., d, ...]`` from the sent arrays of N devices, concatenated in device order."""
+        ...
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Unchanged:
+    """Wire that sends shards unchanged."""
+
+    rounds_again: ClassVar[bool] = False
+
+    def send(self, shard: jax.Array) -> jax.Array:
+        return shard
+
+    def along(self, dim: int) -> int:
+        return dim
+
+    def receive(self, arrived: jax.Array) -> jax.Array:
+        return arrived
+
+
+class WireFormat:
+    """Format for sending only, selected by ``gather_dtype``: a gathered value has the dtype of its leaf.
+
+    Subclasses implement ``wire``, ``itemsize`` and ``nbytes``. A format that can also average gradients of copies
+    sets ``averages = True`` and implements ``mean_of_terms`` and ``mean_error``.
+    """
+
+    averages: ClassVar[bool] = False
+
+    def supports_dtype(self, dtype: DType) -> bool:
+        """Returns whether values of this dtype are sent in the format; values of other dtypes are sent unchanged."""
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+
+    def wire(self, shape: tuple[int, ...], dtype: DType, dim: int) -> Wire:
+        """Returns the wire for shards of this shape and dtype, gathered along ``dim``."""
+        raise NotImplementedError
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes sent per value, on average, in an array without padding."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
+        """Returns the bytes that a device sends for a shard of this shape, gathered along ``dim``."""
+        raise NotImplementedError
+
+    def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """Returns the sum of float32 terms over the devices of ``axes``: bitwise equal on these devices, also by type.
+
+        Each device has divided its value by the number of devices, so the sum is a mean.
+        """
+        raise NotImplementedError
+
+    def mean_error(self, terms: np.ndarray) -> np.ndarray:
+        """Returns for each term the largest error of a single rounding."""
+        raise NotImplementedError
+
+
+WIRE_FORMATS: dict[str, WireFormat] = {}  # by the names that users pass; filled by ``formats``
+
+
+# ---------------------------------------------------------------------------------------------------- options of a leaf
 
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
 SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}

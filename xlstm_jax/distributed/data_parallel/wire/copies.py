@@ -16,8 +16,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.dtypes import term_of_mean
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, term_of_mean
 
 
 @dataclass(frozen=True)

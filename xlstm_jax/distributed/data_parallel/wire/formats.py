@@ -1,4 +1,4 @@
-"""Registry of the formats for ``gather_dtype`` in addition to floating dtypes: a row per format.
+"""Formats for ``gather_dtype`` in addition to floating dtypes: a row per format, added to ``WIRE_FORMATS``.
 
 To add a format, write a subclass of ``WireFormat`` in a new file and add a row; to remove one, remove both.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.wire.blocks import Blocks
-from xlstm_jax.distributed.data_parallel.wire.wires import WireFormat
+from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS
 
-WIRE_FORMATS: dict[str, WireFormat] = {
+WIRE_FORMATS |= {
     "int8": Blocks("int8"),
     "float8_e4m3fn": Blocks("float8_e4m3fn"),
 }

@@ -22,7 +22,7 @@ from jax import Array
 
 from xlstm_jax.accelerators import kind_of_mesh, tpu_of
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.dtypes import promoting
+from xlstm_jax.distributed.data_parallel.wire.collectives import promoting
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:

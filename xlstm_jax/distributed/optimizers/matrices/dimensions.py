@@ -23,7 +23,7 @@ from optax.contrib import MuonDimensionNumbers
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.placement import stored_shape
+from xlstm_jax.distributed.data_parallel.trees import stored_shape
 from xlstm_jax.formatting import kind_of, listed
 
 # Flax's names of vectors, which have more dims in stacked layers, and a part of Flax's names of tables.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 
 Axes = tuple[str, ...]

@@ -19,15 +19,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, stored_value
-from xlstm_jax.distributed.data_parallel.placement import partition_specs
 from xlstm_jax.distributed.data_parallel.store import Store, with_zeros_behind
+from xlstm_jax.distributed.data_parallel.trees import partition_specs
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.tracing import set_context
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
-from xlstm_jax.distributed.optimizers.sharded_optimizer import ParameterLayout, parameter_layout
-from xlstm_jax.distributed.optimizers.state import StateBox
+from xlstm_jax.distributed.optimizers.sharded_optimizer import ParameterLayout, StateBox, parameter_layout
 
 Values = dict[str, jax.Array]
 OfGroups = Callable[[Sequence[MatrixGroup], Values, Mapping[str, PyTree]], tuple[Values, dict[str, PyTree]]]

@@ -13,7 +13,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup
 from xlstm_jax.distributed.optimizers.matrices.layout import (
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.optimizers.matrices.layout import (
     report_matrices,
 )
 from xlstm_jax.distributed.optimizers.matrices.owners import from_owners, to_owners
-from xlstm_jax.distributed.optimizers.optax_introspection import check_transform
+from xlstm_jax.distributed.optimizers.transforms import check_transform
 
 
 class UnshardedMatricesState(NamedTuple):

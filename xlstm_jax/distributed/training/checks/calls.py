@@ -30,20 +30,19 @@ from xlstm_jax.formatting import kind_of
 def check_names(call: JittedCall) -> None:
     """Raises a ``TypeError`` if a call lacks an argument of the step, or has an argument unknown to the step."""
     step, args, kwargs = call.step, call.args, call.kwargs
-    if kwargs or len(args) != len(step.needed):
-        written = f"step({', '.join(step.needed)})"
-        by_place = step.arguments[: len(args)]
-        for name in step.needed:
-            if name not in by_place and name not in kwargs:
-                raise TypeError(f"{written} was called without {name!r}. Pass {ARGUMENT_HINTS[name]}.")
-        unknown = [name for name in kwargs if name not in step.arguments and name != "extra_trees"]
-        rest = "Further trees come by name, as extra_trees={'teacher': params}, and all else in the batch."
-        if unknown:
-            raise TypeError(f"{written} has no argument {unknown[0]!r}. {rest}")
-        if len(args) > len(step.arguments):
-            raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
-        if twice := [name for name in by_place if name in kwargs]:
-            raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
+    written = f"step({', '.join(step.needed)})"
+    by_place = step.arguments[: len(args)]
+    for name in step.needed:
+        if name not in by_place and name not in kwargs:
+            raise TypeError(f"{written} was called without {name!r}. Pass {ARGUMENT_HINTS[name]}.")
+    unknown = [name for name in kwargs if name not in step.arguments and name != "extra_trees"]
+    rest = "Further trees come by name, as extra_trees={'teacher': params}, and all else in the batch."
+    if unknown:
+        raise TypeError(f"{written} has no argument {unknown[0]!r}. {rest}")
+    if len(args) > len(step.arguments):
+        raise TypeError(f"{written} was called with {len(args)} arguments. {rest}")
+    if twice := [name for name in by_place if name in kwargs]:
+        raise TypeError(f"{written} was given {twice[0]!r} twice, by its place and by its name. Pass it once.")
     if (extra_trees := call.named.get("extra_trees")) is not None and not isinstance(extra_trees, Mapping):
         raise TypeError(
             f"extra_trees is {kind_of(extra_trees)}; pass a dict of trees by the names that the function takes them "
@@ -75,8 +74,7 @@ def compare_first_batch(call: JittedCall) -> None:
 
 def check_placed(call: JittedCall) -> None:
     """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
-    batch = call.named.get("batch")
-    shardings = tuple(map(_sharding, jax.tree.leaves(batch)))
+    batch, shardings = call.named["batch"], call.new_placements
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
             f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
@@ -84,6 +82,7 @@ def check_placed(call: JittedCall) -> None:
             "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
             "'cp'), say, to both."
         )
+    call.step.checked_inputs.add(shardings)
 
 
 def raise_for_leaf(call: JittedCall) -> None:
@@ -104,10 +103,6 @@ def warn_of_padded_call(call: JittedCall) -> None:
     if any(is_padded for _, is_padded in padded) and ("padded", treedef, padded) not in call.step.checked_inputs:
         call.step.checked_inputs.add(("padded", treedef, padded))
         warn_of_padding(batch, call.step.counting(batch, call.args, call.kwargs))
-
-
-def _sharding(leaf: Any) -> Any:
-    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
@@ -131,7 +126,7 @@ def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
                 f"{where} is a leaf of the state too, and a step takes over the memory of its state. Pass a copy: "
                 "jax.tree.map(jnp.copy, state.params). (ema_params returns a copy.)"
             )
-        its = _sharding(leaf)
+        its = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         if not is_box(leaf) and isinstance(its, NamedSharding) and not its.is_fully_replicated:
             raise ValueError(
                 f"{where} of shape {np.shape(leaf)} has no box and is split as {its.spec}: every device would gather "

@@ -1,17 +1,11 @@
-"""Check of a new state that warns of replicated parameters; the reasons come from a sharding plan of the model."""
+"""Reasons for the warning of replicated parameters in a new state: from a sharding plan of the model."""
 
 from xlstm_jax.distributed.data_parallel.modules.holders import recording_holders
 from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
-from xlstm_jax.distributed.training.mistakes import ModelFacts, warn_of_replicated
-from xlstm_jax.distributed.training.moments import CreatedState, TrainingCheck
-
-
-def warn_of_replicated_state(context: CreatedState) -> None:
-    """Warns if no parameter of a new state is split, or if at least 5 % of their bytes are not."""
-    if not context.allow_replicated:
-        warn_of_replicated(context.params, context.mesh, lambda: facts_of_plan(context))
+from xlstm_jax.distributed.training.mistakes import FACTS_OF_STATE, ModelFacts
+from xlstm_jax.distributed.training.moments import CreatedState
 
 
 def facts_of_plan(context: CreatedState) -> ModelFacts:
@@ -23,4 +17,4 @@ def facts_of_plan(context: CreatedState) -> ModelFacts:
     return ModelFacts(reasons, holders)
 
 
-REPLICATED_PARAMETERS = TrainingCheck("state", warn_of_replicated_state, "mistakes.md")
+FACTS_OF_STATE.append(facts_of_plan)

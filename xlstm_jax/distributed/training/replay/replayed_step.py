@@ -32,13 +32,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.processes.devices import Device
 from xlstm_jax.distributed.resilience.disagreement import DisagreementError, named_devices
 from xlstm_jax.distributed.training.arguments import ExtraTrees
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
-from xlstm_jax.distributed.training.checked_step import CheckedStep
+from xlstm_jax.distributed.training.moments import CheckedStep
 from xlstm_jax.distributed.training.replay.watched_sends import watched
 from xlstm_jax.distributed.training.step import StepOptions, TrainStep
 from xlstm_jax.explicit_axes import outside_set_mesh

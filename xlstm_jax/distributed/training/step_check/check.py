@@ -29,11 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
+from xlstm_jax.distributed.data_parallel.gather import wrong_averages_pass
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.wire.tracing import OVERWRITTEN
-from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, batch_layout, num_shards
-from xlstm_jax.distributed.device_mesh.checks import auto_mesh
+from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout, num_shards
 from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.constant_arrays import with_constants

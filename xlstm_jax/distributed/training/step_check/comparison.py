@@ -34,7 +34,7 @@ from rich.progress import Progress
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.wire.dtypes import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.training.step_check.one_device import Reference
 from xlstm_jax.formatting import format_axes
 

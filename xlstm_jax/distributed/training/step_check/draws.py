@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
 from xlstm_jax.equations import all_equations, named_axes
 from xlstm_jax.private_names import core, define_prng_impl
 

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import true_value
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.state import owner_of_state, trainable
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.optimizers.sharded_optimizer import owner_of_state, trainable
+from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.state import State
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state

@@ -27,21 +27,20 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel import placement, trees
+from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import named_wires
 from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.wire.axes import axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.tracing import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, is_prng_key, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
+from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import Inputs
 from xlstm_jax.distributed.training.loss import LossFunction
-from xlstm_jax.distributed.training.minibatches import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
@@ -344,7 +343,7 @@ class OneDevice:
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """Returns a function, run on the mesh, for each device's loss sum and weight, averaged over minibatches."""
-        devices, axes = self.devices, placement.spread_spec([self.axes], self.mesh)
+        devices, axes = self.devices, trees.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         collections = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
@@ -359,7 +358,7 @@ class OneDevice:
             return jax.tree.map(lambda x: x[None], mean_over(on_minibatch, minibatches, collections).values)
 
         # Parameters enter unsharded, split only over the axes of the model itself.
-        in_specs = (of_live, of_weights, of_batch, placement.partition_specs(collections, self.mesh), WHOLE, axes)
+        in_specs = (of_live, of_weights, of_batch, trees.partition_specs(collections, self.mesh), WHOLE, axes)
         places: dict[str, Any] = {"in_specs": in_specs, "out_specs": axes}
         spread: Callable[..., Any] = jax.shard_map(local, mesh=self.mesh, check_vma=False, **places)
 
@@ -458,6 +457,6 @@ def _rounded_on_mesh(leaf: Sharded, mesh: Mesh) -> Any:
     over = leaf.gathered_axes
     if not over or leaf.communication.format_of(leaf.value) is None:
         return None
-    specs = placement.partition_specs(leaf, mesh), _spec_of_model(leaf)
+    specs = trees.partition_specs(leaf, mesh), _spec_of_model(leaf)
     gather = partial(jax.shard_map, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False)
     return jax.jit(gather(lambda leaf: trees.stored_values(gather_params(leaf, over))))(leaf)

@@ -19,8 +19,8 @@ from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import is_box
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.state import is_state_box
+from xlstm_jax.distributed.optimizers.sharded_optimizer import is_state_box
+from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
 from xlstm_jax.distributed.training.state import sharded_opt_state
 
 

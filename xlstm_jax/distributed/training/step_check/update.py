@@ -34,9 +34,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import true_value
-from xlstm_jax.distributed.data_parallel.wire.dtypes import is_prng_key, value_dtype
-from xlstm_jax.distributed.optimizers.extra_args import taking_extra_args
-from xlstm_jax.distributed.optimizers.state import trainable
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
+from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
+from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ

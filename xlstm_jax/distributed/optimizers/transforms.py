@@ -1,0 +1,360 @@
+"""Optax transforms as a training step calls them: the parts of a transform, and the extra arguments of its update.
+
+*Parts.* optax.adamw(schedule, mask=mask)  ->  chain(scale_by_adam, masked(add_decayed_weights), scale_by_schedule)
+
+Optax has no list of parts, so this module reads the closures of optax's functions. The names appear in errors, warnings
+and records; no computed value depends on them.
+
+*Extra arguments.* A training step has four (``make_train_step`` makes them, on global arrays):
+
+  value        the loss                                                             polyak_sgd, momo, reduce_on_plateau
+  grad         the gradients before any transform                                   line searches
+  value_fn     the loss of this batch for other parameters                          line searches, lbfgs
+  grad_fn      the gradients of this batch for other parameters, (params, index)    sam(opaque_mode=True)
+
+Optax requires every transform with extra arguments to accept and ignore unneeded arguments (``**extra_args``). Some
+transforms of optax, such as ``optax.contrib.sam``, and many custom transforms do not.
+"""
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from xlstm_jax.common_types import PyTree
+from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.formatting import joined, kind_of
+from xlstm_jax.introspection import closure
+
+# ------------------------------------------------------------------------------------------------- parts of a transform
+
+
+def check_transform(tx: Any, caller: str) -> None:
+    """Raises a ``TypeError`` if ``tx`` is not an optax transform: a pair of functions ``init`` and ``update``."""
+    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
+        raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
+
+
+TRANSFORMS = (optax.GradientTransformation, optax.MultiSteps)
+LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
+# Transforms that pass their parameters on unchanged, so that a lookahead inside gets its pairs.
+HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
+
+
+HOLDERS_OF_MASKS = frozenset({"masked", "inject_hyperparams"})  # parts that may have a mask of weight decay
+
+
+class Part(NamedTuple):
+    """Part of a transform: the name of the function that made the part, and the values in its closure by name.
+
+    ``update`` is None for a factory that ``inject_hyperparams`` calls in each update; ``made_by`` is the module.
+    """
+
+    name: str
+    closure_values: dict[str, Any]
+    update: Callable[..., Any] | None
+    made_by: str
+
+
+def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
+    """Returns the list of transforms in an ``optax.chain``, nested chains flattened; [tx] for any other transform."""
+    # In optax only `chain` closes over variables of these names.
+    inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
+    if not (inits and updates):
+        return [tx]
+    return [link for pair in zip(inits, updates, strict=True) for link in links(optax.GradientTransformation(*pair))]
+
+
+def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
+    """Returns the name of the function that made a transform, with inner transforms: ``masked(scale_by_trust_ratio)``.
+
+    With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
+    """
+    closure_values = _held(tx)
+    if isinstance(closure_values.get("tx"), TRANSFORMS):  # a transform wrapped by with_extra_args_support
+        return name_of(closure_values["tx"], flags)
+    inside = [name_of(part, flags) for part in _inside(tx, closure_values)]
+    factory = _factory(closure_values)
+    inside += [factory.name] if factory else []
+    inside += sorted(name for name, value in closure_values.items() if value is True) if flags else []
+    own_name = _own_name(tx)
+    return f"{own_name}({', '.join(inside)})" if inside else own_name
+
+
+def parts(tx: optax.GradientTransformation) -> list[Part]:
+    """Returns a ``Part`` for a transform and for each transform within, outermost first."""
+    global _last_read
+    # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
+    if _last_read is None or _last_read[0] is not tx:
+        _last_read = tx, _parts(tx)
+    return _last_read[1]
+
+
+_last_read: tuple[optax.GradientTransformation, list[Part]] | None = None
+
+
+def _parts(tx: optax.GradientTransformation) -> list[Part]:
+    closure_values = _held(tx)
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
+        return _parts(closure_values["tx"])
+    result = [Part(_own_name(tx), closure_values, tx.update, getattr(tx.update, "__module__", ""))]
+    if factory := _factory(closure_values):
+        result.append(factory)
+    for part in _within(tx, closure_values):
+        result += _parts(part)
+    return result
+
+
+def sees_pairs(tx: optax.GradientTransformation) -> bool:
+    """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
+    if LOOKAHEAD not in [part.name for part in parts(tx)]:
+        return False
+    closure_values = _held(tx)
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
+        return sees_pairs(closure_values["tx"])
+    name, factory = _own_name(tx), _factory(closure_values)
+    if name == LOOKAHEAD or (factory and factory.name == LOOKAHEAD):
+        return True
+    return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, closure_values)))
+
+
+def around_lookahead(tx: optax.GradientTransformation) -> str | None:
+    """Returns the name of a transform around ``optax.lookahead`` that does not pass pairs of weights on, or None."""
+    closure_values = _held(tx)
+    if isinstance(closure_values.get("tx"), TRANSFORMS):
+        return around_lookahead(closure_values["tx"])
+    if _own_name(tx) == WITH_SLOW_PARAMS or sees_pairs(tx):
+        return None
+    within = _within(tx, closure_values)
+    if any(map(sees_pairs, within)):
+        return _own_name(tx)
+    return next(filter(None, map(around_lookahead, within)), None)
+
+
+def after_average(tx: optax.GradientTransformation) -> str | None:
+    """Returns the name of the transform after a ``with_ema`` in a chain, at any depth, or None."""
+    for link, following in itertools.pairwise(links(tx)):
+        if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
+            return name_of(following)
+    return next(filter(None, map(after_average, _inside(tx, _held(tx)))), None)
+
+
+def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
+    """Returns factors of updates as functions of the update count: schedules, then constants; [] if all constant."""
+    result: list[Callable[[Any], Any]] = []
+    factors: list[Any] = []
+    for part in of_parts:
+        # `optax.scale_by_learning_rate` is `scale_by_schedule` for a function and `scale` for a number.
+        if part.name == "scale_by_schedule":
+            result.append(part.closure_values["step_size_fn"])
+        elif part.name == "scale" and isinstance(part.closure_values.get("step_size"), int | float):
+            factors.append(optax.constant_schedule(part.closure_values["step_size"]))
+        if injected := part.closure_values.get("sched_hps", {}).get("learning_rate"):
+            result.append(injected.schedule_fn)
+    return result + factors if result else []
+
+
+def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
+    """Returns, by path, whether the mask of weight decay of a part of an optimizer includes a parameter.
+
+    ``params`` has shapes without boxes. None: the part has no mask of weight decay, or the mask raises for shapes.
+    """
+    mask = part.closure_values.get("mask")
+    if part.name == "inject_hyperparams":  # keeps the mask among the arguments that are not numbers
+        mask = part.closure_values.get("other_hps", {}).get("mask")
+    elif part.name != "masked" or name_of(part.closure_values["inner"]) != "add_decayed_weights":
+        return None
+    if mask is None:
+        return None
+    try:
+        tree = mask(params) if callable(mask) else mask
+        taken = jax.tree.map(lambda takes, below: jax.tree.map(lambda _: bool(takes), below), tree, params)
+    # The user's function may raise anything on bare shapes. Optax calls it later with values, and shows its error then.
+    except Exception:
+        return None
+    return dict(trees.leaves_with_path(taken))
+
+
+def _own_name(tx: optax.GradientTransformation) -> str:
+    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the factory's name.
+    return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
+
+
+def _factory(closure_values: Mapping[str, Any]) -> Part | None:
+    """Returns the part for a factory that ``inject_hyperparams`` calls; for a ``functools.partial`` of its function."""
+    made = closure_values.get("inner_factory")
+    made = getattr(made, "func", made)
+    name = getattr(made, "__name__", None)
+    return Part(name, {}, None, getattr(made, "__module__", "")) if name else None
+
+
+def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    """Returns all transforms that a transform contains, under any name: ``inner``, ``adv_optimizer``."""
+    transforms = [link for link in links(tx) if link is not tx]
+    for value in closure_values.values():
+        transforms += _transforms_of(value)
+    return transforms
+
+
+def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
+    """Returns the transforms in a value: the value itself, or entries of lists, tuples and dicts."""
+    # A transform is a tuple, too.
+    if isinstance(value, TRANSFORMS):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [tx for item in value for tx in _transforms_of(item)] if isinstance(value, list | tuple) else []
+
+
+def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
+    """Returns the transforms to which a transform passes updates: ``inner``, ``transforms``, links of a chain."""
+    # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
+    several = closure_values.get("transforms")
+    inside = [
+        closure_values.get("inner"),
+        closure_values.get("_opt"),
+        *(several.values() if isinstance(several, Mapping) else ()),
+    ]
+    return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if isinstance(part, TRANSFORMS)]
+
+
+def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
+    """Returns by name the closure variables of ``tx.update``, or the attributes if it is a method."""
+    owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
+    return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)
+
+
+# ------------------------------------------------------------------------------------------------------ extra arguments
+
+VALUE, GRAD, VALUE_FN, GRAD_FN = "value", "grad", "value_fn", "grad_fn"
+STEP_EXTRA_ARGS = (VALUE, GRAD, VALUE_FN, GRAD_FN)
+VAR_POSITIONAL, VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+NUM_USUAL_ARGS = 3  # gradients, state and parameters
+
+# the wording of Python's errors
+UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'")
+# The wording of optax's line searches, which pass unknown arguments on to `value_fn`.
+UNCONSUMED = re.compile(r"These arguments were not consumed by `value_fn`: \['(\w+)'")
+MISSING = re.compile(r"([\w.<>]+)\(\) missing \d+ required (?:keyword-only|positional) arguments?: (.*)")
+
+PER_EXAMPLE = (
+    "takes a gradient for every example, and a step has the mean over all of them. Clip and add noise without it, by "
+    "optax.clip_by_global_norm and optax.add_noise, which is no differential privacy; or call it in a step of your own "
+    "on jax.vmap(jax.grad(loss), (None, 0)) of one device"
+)
+# Transforms of optax that need arguments unknown to a step, with the reason. docs/optimizers.md lists them.
+REFUSED = {
+    "differentially_private_aggregate": PER_EXAMPLE,
+    "dpsgd": PER_EXAMPLE,
+    "process": PER_EXAMPLE,  # of optax.experimental.aggregating
+    "hutchinson_estimator_diag_hessian": (
+        "differentiates the loss (obj_fn) twice, and the gather of a parameter has a first derivative only. Pass "
+        "sophia(..., hessian_diagonal_fn=tx) with a transform that estimates the diagonal from gradients, as "
+        "optax.stateless(lambda grads, params: jax.tree.map(jnp.square, grads)), or take optax.adamw"
+    ),
+}
+
+
+def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Makes a transform that passes on only the extra arguments that ``tx`` accepts.
+
+    Replaces ``optax.with_extra_args_support``, which passes either all extra arguments or none.
+
+    >>> own = lambda updates, state, params=None, *, scale=2.0: (jax.tree.map(lambda u: scale * u, updates), state)
+    >>> tx = optax.chain(optax.GradientTransformationExtraArgs(optax.init_empty_state, own), optax.sgd(0.1))
+    >>> updates, state = taking_extra_args(tx).update(jnp.ones(2), tx.init(jnp.ones(2)), value=1.0, scale=3.0)
+    >>> updates
+    Array([-0.3, -0.3], dtype=float32)
+    """
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
+        takes, passed = _parameters(tx.update), dict(extra_args)
+        if takes is not None and VAR_KEYWORD not in [parameter.kind for parameter in takes]:
+            names = {parameter.name for parameter in takes if parameter.kind is not parameter.POSITIONAL_ONLY}
+            passed = {name: x for name, x in extra_args.items() if name in names}
+        while True:
+            try:
+                return tx.update(updates, state, params, **passed)
+            except TypeError as error:
+                # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does
+                # not show: call them, and drop the arguments that they reject.
+                refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
+                if refused is None or refused[1] not in passed:
+                    raise _with_names(error, extra_args, passed) from error
+                if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in parts(tx)):
+                    raise ValueError(
+                        "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
+                        "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
+                    ) from error
+                del passed[refused[1]]
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # no signature, such as for a built-in function
+        return None
+
+
+def _with_names(error: TypeError, extra_args: dict[str, Any], passed: dict[str, Any]) -> TypeError:
+    """Returns the error to raise in place of a ``TypeError`` of an update: names a missing extra argument, if any."""
+    missing = MISSING.search(str(error))
+    if missing is None or not extra_args:
+        return error
+    all_names = re.findall(r"'(\w+)'", missing[2])
+    names = [name for name in all_names if name not in passed]
+    who, needed = missing[1].partition(".")[0], joined([f"{name}=" for name in names or all_names])
+    if not names:
+        # Optax passes extra arguments to a GradientTransformationExtraArgs only.
+        return TypeError(
+            f"{who}, a part of the optimizer, needs {needed}, and optax hands it no extra arguments. Make it by "
+            "optax.GradientTransformationExtraArgs(init, update) in place of optax.GradientTransformation, and let "
+            "what stands around it take **extra_args."
+        )
+    if set(names) & extra_args.keys():
+        return TypeError(
+            f"{who}, a part of the optimizer, needs {needed}, and another part takes no argument of that name: "
+            "neither can be called. Let the update of the other part take **extra_args, as optax asks of it."
+        )
+    return TypeError(_needs_more(who, needed))
+
+
+def _needs_more(who: str, needed: str) -> str:
+    return (
+        f"the update of {who} needs {needed}, and a training step has "
+        f"{joined([f'{name}=' for name in STEP_EXTRA_ARGS])}. "
+        "Give the argument a default, or keep its value in the optimizer's state (optax.inject_hyperparams), and set "
+        "it there between steps."
+    )
+
+
+def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
+    """Checks, before tracing, that a step can call the optimizer; returns the transforms within (``Part``).
+
+    Raises:
+      ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
+        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on.
+    """
+    transforms = parts(tx)
+    for part in transforms:
+        if part.name in REFUSED and part.made_by.startswith("optax"):
+            raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
+        # Arguments that the update requires, and that neither optax nor a step provides.
+        further = (_parameters(part.update) or [])[NUM_USUAL_ARGS:] if part.update else []
+        named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
+        if needed := [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]:
+            raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
+    if LOOKAHEAD in {part.name for part in transforms} and (around := around_lookahead(tx)):
+        raise ValueError(
+            f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
+            f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
+            "xlstm_jax.distributed.optimizers."
+        )
+    return transforms
