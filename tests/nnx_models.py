@@ -48,6 +48,21 @@ class Model(nnx.Module):
         return self.last(x)
 
 
+class Einsum(nnx.Module):
+    """Product with a parameter of any rank, whose shape other modules read: the layer of Flax's ``examples/gemma``."""
+
+    def __init__(self, equation: str, shape: tuple[int, ...], *, rngs: nnx.Rngs):
+        self.equation = equation
+        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w[...])
+
+    @property
+    def shape(self):
+        return self.w.shape
+
+
 class LanguageModelBlock(nnx.Module):
     """Base class of the NNX versions of ``models.TransformerBlock`` and ``models.RecurrentBlock``."""
 

@@ -1,7 +1,8 @@
 """A process of two that trains under a set mesh: ``python -m tests.set_mesh_process KIND FOLDER RANK COUNT PORT``.
 
 KIND is "explicit" or "mixed". Creates a state, takes two steps, evaluates, saves, and resumes from the checkpoint for
-two more steps; prints the losses, the value of the evaluation, and the types of a parameter outside of the step.
+two more steps, each of which is replayed; publishes the weights twice and exports them; prints the losses, the value of
+the evaluation, and the types of a parameter outside of the step.
 """
 
 import json
@@ -17,14 +18,18 @@ from jax.sharding import AxisType
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
+    check_replicas,
     create_train_state,
+    export_safetensors,
     initialize_distributed,
     make_eval_step,
     make_train_step,
+    replayed,
     shard_batch,
     shard_modules,
     simulate_cpu_devices,
 )
+from xlstm_jax.distributed.checkpoint import publish
 from xlstm_jax.distributed.metrics import StandardDeviation, make_log_step
 
 AXES = ("dp", "fsdp")
@@ -67,7 +72,7 @@ def main(kind: str, folder: str, rank: int, count: int, port: str) -> None:
         eval_step, log_step = make_eval_step(errors, mesh, metric=metric), make_log_step(metric, mesh, AXES)
         losses = []
 
-        def train(state):
+        def train(state, step=step):
             for _ in range(2):
                 state, metrics = step(state, shard_batch(own, mesh, AXES))
                 losses.append(float(metrics["loss"]))
@@ -80,7 +85,14 @@ def main(kind: str, folder: str, rank: int, count: int, port: str) -> None:
             checkpointer.wait()
             like = abstract_train_state(model, TX, mesh, jax.random.key(SEED), whole["x"])
             restored = checkpointer.restore(like.replace(apply_fn=state.apply_fn, tx=state.tx))
-        kernel = train(restored).params["Dense_1"]["kernel"].value
+        replays = replayed(step, every=1)
+        state = train(restored, replays)
+        check_replicas(state)
+        published = [publish(state.params, f"{folder}/published")]
+        halved = jax.tree.map(lambda x: x / 2, state.params)
+        published.append(publish(halved, f"{folder}/published", since=published[0]))
+        export_safetensors(state.params, f"{folder}/exported")
+        kernel = state.params["Dense_1"]["kernel"].value
         out |= {
             "losses": losses,
             "deviation": float(value),
@@ -88,6 +100,8 @@ def main(kind: str, folder: str, rank: int, count: int, port: str) -> None:
             "resharded": str(jax.typeof(jax.sharding.reshard(kernel, jax.P()))),
             "product": str(jax.typeof(jnp.ones((2, 8)) @ kernel)),
             "devices": jax.device_count(),
+            "replays": replays.replays,
+            "published": published,
         }
     print(json.dumps(out))
 

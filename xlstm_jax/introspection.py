@@ -2,11 +2,12 @@
 
 The functions read frames, closures and tracers. No other module of the library reads frames, closures or tracers
 (``tests/house/test_layers.py``); imports of private names are in ``private_names``. If a release hides the state, the
-functions return their negative result.
+functions return their negative result. The module also holds texts of errors of JAX.
 """
 
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -126,6 +127,15 @@ def recomputes(cls: type[nn.Module]) -> bool:
     """
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
 
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+# A fragment of JAX's error for a program with a callback that returns values, whose arguments are on explicit axes, and
+# whose products are on axes of type Auto.
+TWO_MESHES = "mesh should be the same across the entire program"
+# JAX's error for a collective over axes along some of which the operand varies by its type, and along others not. The
+# groups are the collective, the type of the operand, and the axes.
+MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 
 # ------------------------------------------------------------------------------------------------------------- traces
 

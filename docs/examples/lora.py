@@ -197,9 +197,10 @@ def merged(params):
     """W + A B in place of W, A and B."""
     if not isinstance(params, dict):
         return params
-    if "lora_a" not in params:
+    adapter = params.get("lora", params)  # NNX has a module "lora" here
+    if "lora_a" not in adapter:
         return {name: merged(leaf) for name, leaf in params.items()}
-    change = params["lora_a"] @ params["lora_b"]
+    change = adapter["lora_a"] @ adapter["lora_b"]
     return {"kernel": params["kernel"] + change, "bias": params["bias"]}
 
 

@@ -12,6 +12,7 @@ from flax.linen import partitioning
 
 from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, plain
 from xlstm_jax.distributed import (
+    DeviceMeshManager,
     abstract_train_state,
     create_train_state,
     init_sharded,
@@ -242,6 +243,34 @@ def test_logical_names_of_nnx_variables_are_mapped_by_the_axis_rules():
         assert leaf_of(state.params["up"]["kernel"]).names == ("fsdp", None, None)
         state, _ = make_train_step(loss_fn, mesh, AXES, allow_replicated=True)(state, X, jax.random.key(0))
         assert_same_params(state.opt_state, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_nnx_variables_split_by_rules_over_other_axes_than_those_of_their_unit_are_gathered(check_vma):
+    """ "mlp" lies over an axis that the unit does not name, and the module reads unsharded kernels."""
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            def kernel(*names):
+                init = nnx.initializers.lecun_normal()
+                return nnx.with_partitioning(init, names, sharding_rules=(("embed", None), ("mlp", "model")))
+
+            self.up = nnx.Linear(8, 16, kernel_init=kernel("embed", "mlp"), rngs=rngs)
+            self.down = nnx.Linear(16, 8, kernel_init=kernel("mlp", "embed"), rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    mesh = DeviceMeshManager.create_device_mesh({"data": 2, "model": 4})
+    model = nnx_model(Mlp)
+    start = unbox(model.init(jax.random.key(0))["params"])
+    want, grads = jax.jit(jax.value_and_grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
+    sharded = shard_modules(model, nnx.Linear, "data", min_weight_size=8)
+    state = create_train_state(sharded, KEPT, mesh, jax.random.key(0), X)
+    assert state.params["up"]["kernel"].names == ("data", "model")
+    state, metrics = make_train_step(loss_fn, mesh, check_vma=check_vma)(state, X, jax.random.key(0))
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_same_params(state.opt_state, grads)
 
 
 def test_partition_specs_maps_logical_names_to_axes_of_the_given_mesh():

@@ -544,6 +544,19 @@ def test_axes_of_nnx_variables_are_read_from_each_metadata_key_of_flax(key):
     assert model.init(KEY)["params"]["kernel"].names == ("tp", None)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_that_another_model_has_split_gather_themselves_in_a_model_without_units(check_vma):
+    mesh, model = mesh_of(2, 4), twin(False, False)
+    state = create_train_state(sharded(model), optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES)
+    start = jax.device_get(unbox(state.params))
+    want, grads = jax.value_and_grad(mean_loss)(start, nnx_model(model).apply, BATCH)
+    step = make_train_step(mean_loss, mesh, AXES, check_vma=check_vma)
+    state, metrics = step(state.replace(apply_fn=nnx_model(model).apply), BATCH, KEY)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads))
+    assert mean_loss(start, nnx_model(model).apply, jax.tree.map(lambda x: x[:2], BATCH)) != want  # guard
+
+
 def test_nnx_model_raises_for_missing_variables_and_for_writes_to_split_parameters():
     model = sharded()
     variables = model.init(KEY, BATCH["x"])

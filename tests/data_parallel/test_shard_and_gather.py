@@ -10,8 +10,15 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, FLOAT32_ROUNDING, equations, mesh_of, on_mesh
-from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, sync_gradients
+from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, equations, mesh_of, on_mesh
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    gather_params,
+    partition_specs,
+    shard_params,
+    sync_gradients,
+    value_and_grad,
+)
 from xlstm_jax.distributed.data_parallel import gather_array_with_mean_grads
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
@@ -427,3 +434,31 @@ def test_sync_gradients_averages_float16_and_bfloat16_in_float32():
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("types", [("Explicit", "Explicit"), ("Auto", "Explicit"), ("Auto", "Auto")], ids=str)
+@pytest.mark.parametrize("where", ["arrays", "jit"])
+def test_shard_params_under_a_set_mesh_splits_global_arrays_and_trains_as_on_one_device(where, types):
+    """Parameters of functions, without a model: each device keeps its shards, and boxes gather themselves when read."""
+    rng = np.random.default_rng(0)
+    params = {"w": np.float32(rng.normal(size=(16, 32))), "b": np.zeros(32, np.float32), "odd": np.ones((9, 9))}
+    x = np.float32(rng.normal(size=(16, 16)) * (1 + np.arange(16)[:, None] % 3))
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2) + jnp.mean(params["odd"] ** 2)
+
+    want, grads = jax.value_and_grad(loss)(jax.tree.map(np.float32, params), x)
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=tuple(getattr(jax.sharding.AxisType, one) for one in types))
+    with jax.set_mesh(mesh):
+        shard = lambda params: shard_params(params, "fsdp", 64)  # noqa: E731
+        boxed = (jax.jit(shard) if where == "jit" else shard)(jax.tree.map(np.float32, params))
+        assert boxed["w"].names == (None, "fsdp") and not is_box(boxed["odd"]) and not is_box(boxed["b"])
+        if where == "arrays":
+            assert boxed["w"].value.addressable_shards[0].data.shape == (16, 8)
+        specs = partition_specs(boxed, mesh)
+        run = jax.shard_map(value_and_grad(loss, AXES), in_specs=(specs, P(AXES)), out_specs=(P(), specs))
+        value, got = jax.jit(run)(boxed, jax.device_put(x, P(AXES)))
+        with pytest.raises(ValueError, match="'other' is not a bound mesh axis; no mesh axis is bound here"):
+            shard_params(params, "other")
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert_same_params(jax.device_get(unbox(got)), grads)

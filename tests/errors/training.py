@@ -1069,6 +1069,14 @@ ROWS = [
         "pcast(",
     ),
     losses(
+        "constrained-activation",
+        of_dense(lambda x: lax.with_sharding_constraint(x, jax.P(AXES))),
+        ValueError,
+        "the model constrains the sharding of an activation",
+        "spec=P(",
+        "Leave the constraint out where the axes are manual",
+    ),
+    losses(
         "vmapped-axis",
         of_rows(Vmapped(("v", *AXES)), with_statistics),
         ValueError,

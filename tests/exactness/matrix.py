@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from tests.commit import commit_hash
 from tests.exactness.case import Case, Moment, compare, compare_trees, of_one_device, trained
 from tests.exactness.model import ROWS as BATCH_ROWS
-from tests.exactness.rows import BY_NAME, COLUMNS, FAULTS, REFUSED, ROWS, SET_COLUMNS, VMA, Row, why_apart
+from tests.exactness.rows import (
+    BY_NAME,
+    COLUMNS,
+    FAULTS,
+    REFUSED,
+    ROUNDED_PAIRS,
+    ROWS,
+    SET_COLUMNS,
+    VMA,
+    Row,
+    why_apart,
+)
 from tests.support import FLOAT32_ROUNDING
 
 # A share of the batch, as often as it takes to have as many rows.
@@ -45,7 +56,8 @@ class Cell:
     def tolerance(self) -> float:
         """That of the row that rounds; of two that round, the sum."""
         wide = [row.tolerance for row in self.rows if row.tolerance != FLOAT32_ROUNDING]
-        return sum(wide) or FLOAT32_ROUNDING
+        of_pair = ROUNDED_PAIRS.get(frozenset(row.name for row in self.rows), 0.0)
+        return sum(wide) or of_pair or FLOAT32_ROUNDING
 
     @property
     def refused(self) -> str:

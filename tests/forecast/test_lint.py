@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import math
+import pickle
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -716,6 +717,14 @@ def test_raise_if_lists_all_findings():
         lint.raise_if(findings)
     assert raised.value.findings == tuple(findings) and isinstance(raised.value, ValueError)
     assert not [str(finding) for finding in findings if str(finding) not in str(raised.value)]
+
+
+def test_lint_error_of_another_process_has_the_same_text_findings_and_notes():
+    error = LintError([Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype.", bytes=2**20)])
+    error.add_note("in the step of layer 3")
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error) and str(copy).startswith("1 finding\nwide-gather: head/kernel")
+    assert copy.findings == error.findings and copy.__notes__ == ["in the step of layer 3"]
 
 
 def test_raise_if_considers_only_the_named_rules_and_raises_for_unknown_rules():

@@ -10,17 +10,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from tests.support import assert_same_params
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
+    init_sharded,
     make_train_step,
     nnx_model,
     partition_specs,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.model_parallel import split_modules
 
 WIDTH, VOCAB = 16, 32
@@ -182,6 +185,100 @@ class Scale(nnx.Module):
 
     def __call__(self, x):
         return x * self.weight
+
+
+# -------------------------------------------------------------------------------------------- beside names of the model
+
+RULES = (("embed", "fsdp"), ("mlp", None), ("heads", ("tensor", "fsdp_transpose")), ("vocab", "tp"), ("head_dim", None))
+
+
+class Named(nnx.Module):
+    """Dims have logical names, or mesh axes; ``by`` is where the names stand, and their rules."""
+
+    def __init__(self, rngs, by):
+        self.embed = nnx.Embed(VOCAB, WIDTH, embedding_init=self.named(by, "vocab", "embed"), rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        kernel = {"kernel_init": self.named(by, "embed", "mlp"), "bias_init": self.named(by, "mlp", of_bias=True)}
+        self.up = nnx.Linear(WIDTH, 32, rngs=rngs, **kernel)
+        self.down = nnx.Linear(32, WIDTH, use_bias=False, kernel_init=self.named(by, "mlp", "embed"), rngs=rngs)
+        heads = {"kernel_init": self.named(by, "embed", "heads", "head_dim")}
+        self.query = nnx.LinearGeneral(WIDTH, (4, 8), use_bias=False, rngs=rngs, **heads)
+        names = ("heads", "head_dim", "embed")
+        self.out = nnx.LinearGeneral((4, 8), WIDTH, axis=(-2, -1), kernel_init=self.named(by, *names), rngs=rngs)
+
+    def named(self, by, *names, of_bias=False):
+        init = nnx.initializers.zeros_init() if of_bias else nnx.initializers.lecun_normal()
+        if by == "axes":  # the names of mesh axes in their place
+            names = tuple({"embed": "fsdp", "vocab": "tp"}.get(name) for name in names)
+        rules = {"sharding_rules": RULES} if by == "rules of variables" else {}
+        return nnx.with_partitioning(init, names, **rules)
+
+    def __call__(self, tokens):
+        x = self.norm(self.embed(tokens))
+        x = x + self.out(jnp.tanh(self.query(x)))
+        x = x + self.down(nnx.gelu(self.up(x)))
+        return self.embed.attend(x)
+
+
+BY, UNITS = ("rules of variables", "rules in force", "axes"), ("before", "after", "none")
+NAMED_SPLIT = {"embed": "vocabulary", "up|query": "column", "down|out": "row"}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("by, units", [(by, units) for by in BY for units in UNITS if (by, units) != ("axes", "none")])
+def test_a_split_model_whose_dims_have_names_trains_as_on_one_device(by, units, check_vma):
+    """Names that rules map to axes are gathered, and the dims of ``split_modules`` stay split."""
+    make = partial(Named, by=by)
+    model = nnx_model(make)
+    if units == "before":
+        model = shard_modules(model, min_weight_size=32)
+    model = split_modules(model, NAMED_SPLIT)
+    if units == "after":
+        model = shard_modules(model, min_weight_size=32)
+    mesh = mesh_of(fsdp=2, tp=2)
+    with nn.logical_axis_rules(RULES if by == "rules in force" else ()):
+        state, losses = trained_on_a_mesh(model, mesh, loss_fn, TOKENS, check_vma)
+    with nnx.use_eager_sharding(False):  # names are no axes of the one device
+        _, wanted, want = trained_on_one_device(make, cross_entropy, TOKENS)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same_params(state.params, want)
+    for path, names in {
+        "embed/embedding": ("tp", "fsdp"),
+        "up/kernel": ("fsdp", "tp"),
+        "up/bias": ("tp",),
+        "down/kernel": ("tp", "fsdp"),
+        "query/kernel": ("fsdp", "tp", None),
+        "out/kernel": ("tp", None, "fsdp"),
+    }.items():
+        layer, name = path.split("/")
+        assert state.params[layer][name].names == names, path
+        assert leaf_of(state.params[layer][name]).model_axes == ("tp",), path
+
+
+def test_names_that_rules_map_to_the_axis_of_another_dim_are_refused():
+    def init(split, rules):
+        def make(rngs):
+            kernel = nnx.with_partitioning(nnx.initializers.ones, ("a", "b"), sharding_rules=rules)
+            return nnx.Sequential(nnx.Linear(WIDTH, 32, kernel_init=kernel, rngs=rngs))
+
+        model = split_modules(nnx_model(make), {"layers/0": split})
+        params = init_sharded(model, mesh_of(fsdp=2, tp=2), KEY, batch_axes="fsdp")["params"]
+        return params["layers"]["0"]["kernel"].names
+
+    assert init("column", (("a", None), ("b", "tp"))) == (None, "tp")  # the same axis
+    assert init("column", (("a", "fsdp"), ("b", ("absent", "tp")))) == ("fsdp", "tp")
+    assert init("row", (("a", None), ("b", "fsdp"))) == ("tp", "fsdp")
+    with pytest.raises(
+        ValueError, match=r"'layers/\*/kernel' is split along dim 1 over 'tp' .* by their rules \('tp', None\)"
+    ):
+        init("column", (("a", "tp"), ("b", None)))
+    with pytest.raises(
+        ValueError, match=r"'layers/\*/kernel' is split along dim 1 .* by their rules \(None, 'fsdp'\).*leave dim 1"
+    ):
+        init("column", (("a", None), ("b", "fsdp")))
+
+
+# --------------------------------------------------------------------------------------------- between the split layers
 
 
 def test_gradients_of_an_inside_module_are_summed_and_without_it_refused():

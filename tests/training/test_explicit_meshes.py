@@ -363,6 +363,31 @@ def test_evaluation_under_an_explicit_mesh_equals_an_auto_mesh(kind):
         assert float(value * 2) == pytest.approx(2 * want, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
+def test_padded_rows_are_evaluated_and_trained_with_weight_zero_under_an_explicit_mesh(kind):
+    def eval_fn(params, apply_fn, batch):
+        return {"values": (apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2, "weight": batch["weight"]}
+
+    def loss_fn(params, apply_fn, batch):
+        found = eval_fn(params, apply_fn, batch)
+        return jnp.sum(found["values"].mean(-1) * found["weight"]), jnp.sum(found["weight"])
+
+    mesh, rows = mesh_called(kind), jax.tree.map(lambda x: x[:13], jax.device_get(data()))
+    metric, plain_model = WeightedMean(), MODELS["linen"][1]
+    params = jax.jit(plain_model.init)(KEY, data()["x"])["params"]
+    want = jnp.mean((plain_model.apply({"params": params}, rows["x"]) - rows["y"]) ** 2)
+    with jax.set_mesh(mesh):
+        batch, real = shard_batch(rows, mesh, AXES, pad=True)
+        batch = batch | {"weight": real}
+        state = state_on(mesh)
+        local = make_eval_step(
+            lambda *args: jax.tree.map(lambda x: x if x.ndim == 1 else x.mean(-1), eval_fn(*args)), mesh, metric=metric
+        )(state, batch, metric.empty(AXES, mesh))
+        np.testing.assert_allclose(make_log_step(metric, mesh, AXES)(local)[0], want, rtol=1e-5)
+        _, metrics = make_train_step(loss_fn, mesh, weighted=True)(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("model", [MODEL, Linen(fsdp(uneven="pad"), hidden=15)], ids=["split", "padded"])
 def test_checkpoints_and_safetensors_round_trip_under_an_explicit_mesh(mesh, tmp_path, model):
     state = state_on(mesh, model)

@@ -17,13 +17,16 @@ import optax
 import pytest
 from flax import nnx
 
+from tests.nnx_models import Einsum
 from tests.support import mesh_of
 from xlstm_jax.distributed import (
+    DeviceMeshManager,
     create_nnx_module,
     nnx_model,
     nnx_value_and_grad,
     shard_modules,
 )
+from xlstm_jax.distributed.model_parallel import split_modules
 
 # As in Flax's guides: dropout is off, statistics change, and metrics read the logits.
 PLAIN = """
@@ -198,29 +201,14 @@ class Config:
     kinds: tuple = (Kind.LOCAL, Kind.GLOBAL)
 
 
-class Product(nnx.Module):
-    """Parameter of any rank, whose shape other modules read."""
-
-    def __init__(self, equation, shape, *, rngs):
-        self.equation = equation
-        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
-
-    def __call__(self, x):
-        return jnp.einsum(self.equation, x, self.w[...])
-
-    @property
-    def shape(self):
-        return self.w[...].shape
-
-
 class Attention(nnx.Module):
     """Grouped queries, norms of queries and keys, a window, a soft cap, sown scores, and a cache that is passed in."""
 
     def __init__(self, config, kind, *, rngs):
         self.config, self.kind = config, kind
-        self.out = Product("BTNH,NHD->BTD", (config.heads, config.dim, WIDTH), rngs=rngs)
-        self.q = Product("BTD,NDH->BTNH", (config.heads, WIDTH, config.dim), rngs=rngs)
-        self.kv = Product("BSD,CKDH->CBSKH", (2, config.kv_heads, WIDTH, config.dim), rngs=rngs)
+        self.out = Einsum("BTNH,NHD->BTD", (config.heads, config.dim, WIDTH), rngs=rngs)
+        self.q = Einsum("BTD,NDH->BTNH", (config.heads, WIDTH, config.dim), rngs=rngs)
+        self.kv = Einsum("BSD,CKDH->CBSKH", (2, config.kv_heads, WIDTH, config.dim), rngs=rngs)
         self._norms = nnx.Dict(q=nnx.RMSNorm(config.dim, rngs=rngs), k=nnx.RMSNorm(config.dim, rngs=rngs))
         self.offset = nnx.data(jnp.ones(()))  # an array without a variable
 
@@ -293,7 +281,7 @@ def decoder_loss(net, tokens, positions, mask):
 
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow")  # as examples/gemma does
-@pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Product, Embedder, nnx.Linear), False)])
+@pytest.mark.parametrize("where, check_vma", [((Layer, Embedder), True), ((Einsum, Embedder, nnx.Linear), False)])
 def test_decoder_in_the_manner_of_gemma_trains_and_decodes_as_on_one_device(where, check_vma):
     length = TOKENS.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length), TOKENS.shape)
@@ -444,6 +432,62 @@ def test_variable_that_would_differ_between_devices_is_refused(check_vma):
     net = create_nnx_module(Leaking, 0, mesh=mesh_of(2, 4))
     with pytest.raises(ValueError, match=r"'mean' would differ from device to device"):
         nnx_value_and_grad(lambda net, x: net(x).mean(), check_vma=check_vma)(net, X)
+
+
+@pytest.mark.parametrize("kind", ["no mesh", "Explicit"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axis_name, sizes", [("fsdp", (4, 2)), (None, (8, 1)), ("fsdp", (1, 8))], ids=str)
+def test_module_of_split_layers_trains_as_on_one_device(axis_name, sizes, check_vma, kind):
+    """``split_modules``: a bias is split over the axis of the layers alone, and so is each kernel without units."""
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(WIDTH, 32, rngs=rngs), nnx.Linear(32, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    def error(net, x):
+        return jnp.mean((net(x) - x[:, ::-1]) ** 2)
+
+    types = (jax.sharding.AxisType.Explicit if kind == "Explicit" else jax.sharding.AxisType.Auto,) * 2
+    mesh, plain = jax.make_mesh(sizes, ("fsdp", "tp"), axis_types=types), Mlp(nnx.Rngs(0))
+    wanted = trained(plain, nnx.value_and_grad, X, loss=error)
+    model = split_modules(nnx_model(Mlp), {"up": "column", "down": "row"})
+    model = model if axis_name is None else shard_modules(model, nnx.Linear, axis_name, 32)
+    with jax.set_mesh(mesh) if kind == "Explicit" else contextlib.nullcontext():
+        net = create_nnx_module(model, 0, mesh=mesh)
+        losses = trained(net, partial(nnx_value_and_grad, check_vma=check_vma), X, loss=error)
+        got = values_of(net)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for path, value in values_of(plain).items():
+        np.testing.assert_allclose(got[path], value, rtol=1e-5, atol=1e-6, err_msg=path)
+    bias = net.up.bias.get_raw_value()
+    assert bias.addressable_shards[0].data.size * sizes[1] == bias.size  # guard
+
+
+def test_module_that_computes_with_shards_of_named_axes_as_if_they_were_unsharded_is_refused():
+    """As in a guide of Flax: names of mesh axes in the metadata, for a program that the compiler splits."""
+
+    class Annotated(nnx.Module):
+        def __init__(self, rngs):
+            up, down = (nnx.with_partitioning(nnx.initializers.normal(), names) for names in names_of_layers)
+            self.up = nnx.Linear(WIDTH, 32, use_bias=False, kernel_init=up, rngs=rngs)
+            self.down = nnx.Linear(32, WIDTH, use_bias=False, kernel_init=down, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jnp.tanh(self.up(x)))
+
+    names_of_layers = (None, "model"), ("model", None)
+    mesh = DeviceMeshManager.create_device_mesh({"data": 2, "model": 4})
+    model = shard_modules(nnx_model(Annotated), nnx.Linear, "data", 32)
+    net = create_nnx_module(model, 0, mesh=mesh)
+    for check_vma, words in (
+        (True, r"the loss varies over 'model'"),
+        (False, r"'loss'.* would differ .* \('model',\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2), check_vma=check_vma)(net, X)
 
 
 def test_calls_that_fit_nothing_are_refused():

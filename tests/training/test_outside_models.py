@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from tests.nnx_models import Einsum
 from tests.support import AXES, assert_same_params
 from xlstm_jax.distributed import (
     create_train_state,
@@ -63,19 +64,6 @@ class GemmaConfig:
     logits_cap: float = 50.0
     final_cap: float = 30.0
     sows: bool = False
-
-
-class Einsum(nnx.Module):
-    def __init__(self, equation: str, shape: tuple[int, ...], *, rngs: nnx.Rngs):
-        self.equation = equation
-        self.w = nnx.Param(nnx.initializers.normal(0.2)(rngs.params(), shape))
-
-    def __call__(self, x):
-        return jnp.einsum(self.equation, x, self.w[...])
-
-    @property
-    def shape(self):
-        return self.w.shape
 
 
 class RMSNorm(nnx.Module):

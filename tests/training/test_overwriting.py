@@ -31,7 +31,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.extensions import fp8_products
-from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
 from xlstm_jax.forecast import forecast
@@ -396,6 +396,30 @@ def test_compiled_fp8_steps_gather_half_the_bytes_of_bfloat16(check_vma, topolog
 
 def without_collections(params, apply_fn, x, rng):
     return loss_fn(params, apply_fn, x, rng, {})[0]
+
+
+@pytest.mark.parametrize("gather_dtype", [NARROW, pytest.param(None, marks=pytest.mark.slow)])
+def test_frozen_fp8_kernels_in_an_nnx_model_match_a_single_device(gather_dtype):
+    """Products of Linen layers in an NNX model, of which one kernel is frozen; NNX itself has no fp8 products."""
+    linen = shard_modules(Fp8(), nn.Dense, "fsdp", 64, gather_dtype)
+    model = nnx_model(lambda rngs: nnx.bridge.lazy_init(nnx.bridge.ToNNX(linen, rngs=rngs), X))
+    tx, mesh = optax.sgd(0.05), mesh_of(2, 4)
+    trainable = {"trainable": nnx.PathContains("Dense_0")}
+    state = create_train_state(model, tx, mesh, jax.random.key(0), X, batch_axes=AXES, **trainable)
+    assert not state.params["Dense_1"]["kernel"].trainable and leaf_of(state.params["Dense_0"]["kernel"]).trainable
+
+    def loss(params, apply_fn, x, rng, collections):
+        return loss_fn(params, partial(apply_fn, rngs={"default": rng}), x, rng, collections)
+
+    start = {"params": jax.device_get(unbox(state.params)), **jax.device_get(state.collections)}
+    step = make_train_step(loss, mesh, AXES)
+    only_last = optax.multi_transform({True: tx, False: optax.set_to_zero()}, {"Dense_0": True, "Dense_1": False})
+    for params, scales in on_one_device(only_last, 1, OPS[0], start=start):
+        state, _ = step(state, X, jax.random.key(2))
+        assert_alike(state, params, scales)
+    kernels = [np.asarray(unbox(state.params)[name]["kernel"]) for name in ("Dense_0", "Dense_1")]
+    changed = [not np.array_equal(k, start["params"][f"Dense_{i}"]["kernel"]) for i, k in enumerate(kernels)]
+    assert changed == [True, False]  # guard
 
 
 @pytest.mark.slow

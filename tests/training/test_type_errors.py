@@ -74,6 +74,17 @@ def test_error_for_mixed_types_in_cond_under_vmap_does_not_mention_gelu():
     trace(nn.Dense(8), of_dense(by_row), check_vma=False)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_train_step_raises_for_a_constrained_activation_with_a_cure(check_vma):
+    def constrained(x, is_manual=True):
+        manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return jax.lax.with_sharding_constraint(x, jax.P(AXES)) if manual == is_manual else x
+
+    with pytest.raises(ValueError, match=r"constrains the sharding of an activation .*P\(.*if not .*manual_axes"):
+        trace(nn.Dense(8), of_dense(constrained), check_vma=check_vma)
+    trace(nn.Dense(8), of_dense(lambda x: constrained(x, False)), check_vma=check_vma)  # the cure
+
+
 def test_train_step_raises_for_cond_branches_of_two_types_with_a_cure():
     def one_constant(x):
         return jax.lax.cond(jax.lax.psum(x.sum(), AXES) > 0, lambda: x.sum(), lambda: 0.0)

@@ -56,7 +56,10 @@ class Terminated(SystemExit):
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Converts SIGTERM to an exception, so that the command ends its child processes before it exits."""
+    """Within the context SIGTERM raises ``Terminated`` with exit code 143, so that ``finally`` blocks run.
+
+    They end child processes and remove folders. Only the main thread may enter the context.
+    """
 
     def end(number: int, frame: object) -> NoReturn:
         raise Terminated(128 + number)

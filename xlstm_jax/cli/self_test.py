@@ -105,9 +105,10 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def difference(got: PyTree, want: PyTree) -> float:
-    """Returns the largest difference of two trees, each leaf relative to the largest entry of the leaf in ``want``.
+    """Returns the largest difference of two trees, each leaf's relative to the largest entry of that leaf in ``want``.
 
-    A leaf below 1e-6 of the largest entry of the tree counts relative to this entry.
+    For a leaf of rounding errors (at most 1e-6 of the largest entry of all of ``want``) the difference is relative to
+    that largest entry. NaN if all of ``want`` is 0.
     """
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])

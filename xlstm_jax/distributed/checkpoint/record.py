@@ -360,10 +360,12 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
     """Finds the parameters in a saved state; returns the prefix of their paths, such as "train/params/", or "".
 
     With ``path`` the prefix is the path and a slash. If ``path`` is None, the parameters are the part called "params"
-    with exactly the leaves ``names``, or the full record. ``where`` names the step in errors.
+    with exactly the leaves ``names``, or the full record. If neither has exactly these leaves, the only part called
+    "params" is returned, and ``check_fits`` names the leaves that differ. ``where`` names the step in errors.
 
     Raises:
-      ValueError: no part, or more than one part, fits.
+      ValueError: the record has no part at ``path``; several parts have exactly the leaves ``names``; or none has, and
+        not exactly one part is called "params".
     """
     if path is not None:
         part = f"{path.strip('/')}/" if path else ""

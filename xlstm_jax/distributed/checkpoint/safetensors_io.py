@@ -176,7 +176,7 @@ class TensorToWrite(NamedTuple):
     def values(self) -> np.ndarray:
         """Gathers the unsharded tensor, in every process."""
         leaf, layer = self.to_gather()
-        values = self.read(_whole(leaf if layer is None else leaf[layer]))
+        values = self.read(_whole(leaf, layer))
         return np.ascontiguousarray(self.place.to_tensor(values))
 
     def to_gather(self) -> tuple[Any, int | None]:
@@ -315,8 +315,10 @@ def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: in
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-def _whole(leaf: Any) -> np.ndarray:
-    """Returns a leaf as an unsharded NumPy array; gathers it if other processes hold shards."""
+@outside_set_mesh  # to index an array and to gather it are programs of the mesh of the array
+def _whole(leaf: Any, layer: int | None) -> np.ndarray:
+    """Returns a leaf, or a layer of it, as an unsharded NumPy array; gathers it if other processes hold shards."""
+    leaf = leaf if layer is None else leaf[layer]
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
     if not (leaf.is_fully_addressable or leaf.is_fully_replicated):

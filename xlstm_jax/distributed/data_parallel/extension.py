@@ -118,7 +118,7 @@ class Extension:
         return default_orders
 
     def reorder_axes(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-        """Returns the boxed parameters of an entire model; a leaf over several axes may have another axis order."""
+        """Returns the boxed parameters of an entire model; may change the order of the mesh axes that split a leaf."""
         return params
 
     def avoids_gather(self, box: Sharded) -> bool:
@@ -250,7 +250,7 @@ def axis_orders(
 
 
 def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns the boxed parameters of an entire model, with the axis order of each leaf as extensions choose."""
+    """Returns the boxed parameters of an entire model; extensions choose the order of mesh axes that split a leaf."""
     if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
     for cls in with_hook("reorder_axes"):

@@ -44,6 +44,7 @@ from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, UNEVEN, L
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (
     AxisEntry,
+    as_axis_names,
     axes_entry,
     entry_axes,
     is_prng_key,
@@ -60,13 +61,17 @@ def shard_params(
 ) -> PyTree:
     """Splits parameters over a mesh axis: every device keeps its shard of each sufficiently large leaf.
 
-    Call it inside ``shard_map``, on values that are equal along the axis. To initialise a model use
-    ``training.init_sharded``, which never holds the full tree on a device.
+    Call it inside ``shard_map``, on values that are equal along the axis; or outside, under ``jax.set_mesh``, on global
+    arrays, which are placed on the mesh. To initialise a model use ``training.init_sharded``, which never holds the
+    full tree on a device.
 
     >>> shard = lambda w: shard_params(w, "fsdp", min_weight_size=64)
     >>> boxed = jax.shard_map(shard, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(None, "fsdp"))(jnp.ones((16, 32)))
     >>> boxed.names, boxed.value.addressable_shards[0].data.shape  # what one of 4 devices keeps
     ((None, 'fsdp'), (16, 8))
+    >>> with jax.set_mesh(mesh):
+    ...     shard(jnp.ones((16, 32))).value.sharding.spec
+    PartitionSpec(None, 'fsdp')
 
     Args:
       params: leaves [..., d, ...], bare or boxed; boxes with further axes (tensor parallel) are kept and extended.
@@ -79,10 +84,16 @@ def shard_params(
       The tree. A leaf is split along the largest dim that the axis divides and that no other axis splits, and boxed as
       ``nn.Partitioned`` with value [..., d / N, ...]. Other leaves are returned unchanged, including PRNG keys.
     Raises:
-      ValueError: an axis is not bound; lists the axes that are.
+      ValueError: an axis is not bound, and no mesh with the axes is set; lists the axes that are bound.
     """
-    axes = collectives.bound_axes(axis_name, caller="shard_params")
-    return box_shards(params, ShardPolicy(axes, min_weight_size, uneven=uneven))
+    axes, around = as_axis_names(axis_name), jax.sharding.get_abstract_mesh()
+    policy = ShardPolicy(axes, min_weight_size, uneven=uneven)
+    if not around.manual_axes and around.shape.keys() >= set(axes):
+        boxed = box_params(params, {axis: around.shape[axis] for axis in axes}, policy)
+        specs = trees.partition_specs(boxed, around)
+        return trees.map_values(lambda leaf, spec: jax.device_put(leaf.value, spec), boxed, specs)
+    collectives.check_bound(axes, caller="shard_params")
+    return box_shards(params, policy)
 
 
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:

@@ -124,7 +124,7 @@ def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh lacks an axis.
+      ValueError: the mesh lacks an axis; names ``argument``. Or as ``as_axis_names``, whose text says ``axis_name``.
     """
     check_mesh(mesh)
     axes = as_axis_names(axis_names)

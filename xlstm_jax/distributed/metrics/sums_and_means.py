@@ -2,7 +2,8 @@
 
 Sums, extrema and means take values of any shape, [b, ...], and ``weight``: a scalar, or an array with the leading dims
 of the values, [b] or [b, ...]. Rows with weight 0 (padding) are ignored, NaN included. A weight of another shape raises
-a ``ValueError``.
+a ``ValueError``. ``Throughput`` takes items and seconds, ``GlobalNorm`` a tree, ``Compose`` the arguments of each named
+metric.
 
 In the examples ``metric.result(metric.observe(values))`` is the value of one batch on one device. In a training step
 use ``empty``, ``update``, ``sync`` and ``compute``.
@@ -155,9 +156,10 @@ class Perplexity(WeightedMean):
 class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over every device; initially 0.
 
-    Every device adds local items and seconds, so the ratio of the sums is the rate of one device; with
-    ``devices=mesh.size`` the value is the rate of the full mesh. Items are integers (floats raise a ``TypeError``).
-    Time is measured on the host: pass the duration of the previous step as an argument of the step.
+    Every device adds local items and seconds, so the ratio of the sums is the rate of one device. ``devices`` is the
+    number of devices that the batch is split over, the product of the sizes of the axes of ``empty``: 8 on a mesh
+    {"dp": 2, "fsdp": 4}, and also on {"dp": 2, "fsdp": 4, "tp": 2}. Time is measured on the host: pass the duration of
+    the previous step as an argument of the step. Items are integers or bools; floats raise a ``TypeError``.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))

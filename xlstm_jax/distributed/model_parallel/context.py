@@ -9,8 +9,9 @@ get the keys K[b, t, g, d] (g heads) and values:
                              the softmax is merged in float32
 
 JAX differentiates gather and ulysses: the transpose of an all-gather is a reduce-scatter, of an all-to-all an
-all-to-all. The ring has a backward rule of its own. The rule keeps query, key, value, result, and a single number for
-each query, and sends keys around the ring a second time, with their gradients.
+all-to-all. The ring has a backward rule of its own. The rule keeps query, key, value, segment ids, result, and a single
+number for each query, and sends keys, values and segment ids around the ring a second time, with the gradients of keys
+and values.
 
 Under a causal mask in the contiguous layout, the first device has almost no work and the last device the most. In the
 zigzag layout (``sequence_layout``) all devices have equal work.
@@ -303,13 +304,17 @@ def _ring_fwd(
 
 @promoting
 def _ring_bwd(options: _Options, residuals: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
-    """Computes the gradients while keys, values and their gradients go around the ring; recomputes the logits."""
+    """Returns the gradients of query, key and value in their shapes and dtypes, and None for the segment ids.
+
+    Keys, values and their gradients go around the ring; logits are recomputed, and ``normalizer``, the logsumexp of the
+    logits of each query, makes them a softmax.
+    """
     query, key, value, segments, out, normalizer = residuals
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = normalizer.dtype
     d_out_blocks = _query_blocks(d_out, key.shape[2], options)
-    # The sum over all keys of p (dO V^T), which the softmax gradient subtracts, equals O dO: known before the first
-    # key.
+    # The softmax gradient subtracts sum_keys p (dO V^T), which equals the sum of O * dO over the features, so it needs
+    # no key.
     correction = (_query_blocks(out, key.shape[2], options).astype(wide) * d_out_blocks.astype(wide)).sum(-1)
     of_result = d_out_blocks, normalizer, correction
     d_query, *d_arrived = (jnp.zeros_like(x, wide) for x in (blocks, *arrived[:2]))

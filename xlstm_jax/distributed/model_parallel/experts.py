@@ -358,7 +358,7 @@ def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[
 
 
 class Experts(nn.Module):
-    """Mixture of ``num_experts`` copies of a Linen module; each token goes to ``top_k`` of the copies.
+    """Mixture of ``num_experts`` modules, each with parameters of its own; each token goes to ``top_k`` of them.
 
     >>> class MLP(nn.Module):
     ...     @nn.compact

@@ -24,11 +24,13 @@ from flax import nnx
 from flax.nnx.nn import dtypes
 from jax import Array
 
+from xlstm_jax.distributed.data_parallel.boxes import reader
 from xlstm_jax.distributed.data_parallel.modules.default_units import is_within
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     NAMES_IN_METADATA,
     NNX,
+    OWN_AXES,
     gathered,
     is_split,
     is_variable,
@@ -38,7 +40,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
 )
 from xlstm_jax.distributed.data_parallel.modules.unit import public_methods
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes, is_prng_key
 from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
@@ -222,19 +224,30 @@ def _name_axis(layer: Any, split: _Split) -> None:
 
 
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
-    """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there."""
+    """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there.
+
+    A logical name of the dim is replaced: the layer computes with its share of this dim, whatever the rules say.
+    """
     metadata = variable.get_metadata()
     chosen = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
     # nnx.vmap adds leading dims of layers.
     names = (None,) * (variable.get_raw_value().ndim - len(chosen)) + chosen
     dim += len(names) - ndim
-    if names[dim] not in (None, split.axis_name) or (names[dim] is None and split.axis_name in names):
+    # Logical names are mapped by rules. Without a mesh (the model is only inspected) rules need not be in force, and
+    # any name may be a logical one.
+    entries, _ = reader().names_in_metadata(names, metadata.get("sharding_rules"))
+    taken = {axis for entry in (*entries[:dim], *entries[dim + 1 :]) for axis in entry_axes(entry)}
+    of_mesh = jax.sharding.get_abstract_mesh().shape
+    others = [axis for axis in entry_axes(entries[dim]) if axis != split.axis_name and axis in of_mesh]
+    if split.axis_name in taken or others:
+        mapped = "" if entries == names else f", by their rules {entries}"
         raise ValueError(
             f"'{split.path}/{name}' is split along dim {dim} over {split.axis_name!r} by split_modules, and the names "
-            f"of its metadata are {names}. Other dims may have other axes: leave dim {dim} and {split.axis_name!r} to "
-            "split_modules."
+            f"of its metadata are {names}{mapped}. Other dims may have other axes: leave dim {dim} and "
+            f"{split.axis_name!r} to split_modules."
         )
-    variable.set_metadata(out_sharding=(*names[:dim], split.axis_name, *names[dim + 1 :]))
+    out_sharding = (*names[:dim], split.axis_name, *names[dim + 1 :])
+    variable.set_metadata(**{"out_sharding": out_sharding, OWN_AXES: (split.axis_name,)})
 
 
 # ------------------------------------------------------------------------------------------------------------- classes

@@ -60,7 +60,7 @@ def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routi
 def load_balancing_loss(
     routing: Routing, batch_axes: AxisNames | tuple[()] = (), row_weights: Array | None = None
 ) -> Array:
-    """Returns E times the sum over experts of (share of the choices) x (mean probability): 1 if balanced, at most E.
+    """Returns E times the sum over experts of (share of the choices) x (mean probability): 1 if balanced, <= E / k.
 
     Shares are over the global batch. The mean of the returned values over devices is the loss of the global batch, and
     the mean of the gradients is its gradient: add the value to the device's loss like any mean over the device's

@@ -43,26 +43,28 @@ VALUES_SHOWN = 6  # of an array in an error
 def assert_same_everywhere(
     value: PyTree, what: str = "configuration", *, timeout_s: float = AGREEMENT_TIMEOUT_S
 ) -> None:
-    """Raises in every process, within seconds, if processes call it with different values.
+    """Raises in every process, within seconds of the last call, if processes call it with different values.
 
     Call it in every process, after ``initialize_distributed`` and before the model is built: processes with different
-    configurations run different programs and wait for each other forever, and processes with different seeds train a
-    mixture. In a single process the function does nothing.
+    configurations run different programs and wait for each other forever, and processes with different seeds start
+    from different weights. In a single process nothing is compared; a leaf that cannot be compared still raises.
 
     Args:
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
         and similar leaves. Functions and classes are compared by name, modules and packages by their source files: pass
         ``{"config": config, "seed": seed, "code": [my_package, xlstm_jax]}``. The comparison also includes the versions
         of Python and of the numerical packages, and the settings of JAX that change a computation: options of
-        ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS (see ``COMPARED_OPTIONS``).
+        ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS, NVIDIA_TF32_OVERRIDE (see ``COMPARED_OPTIONS``).
       what: the name of the value in the error.
       timeout_s: how long to wait for a late process.
     Raises:
-      ValueError: the values differ; names key path, both values, and their processes.
+      ValueError: the values differ; lists up to 12 leaves by path, each with its values (up to 80 characters) in the
+        8 largest groups of equal processes, and the processes of each value.
       TimeoutError: processes are missing after ``timeout_s``; names the processes.
-      TypeError: a leaf cannot be compared between processes; names its path.
+      TypeError: a leaf cannot be compared between processes; names its path. Processes without such a leaf wait for
+        ``timeout_s`` and raise TimeoutError.
 
-    >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # raises in both of two processes with other seeds
+    >>> assert_same_everywhere({"lr": 1e-3, "seed": 0})  # two processes with the seeds 0 and 1: both raise
     """
     versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in COMPARED_PACKAGES}
     entries = entries_of(value) | {f"version of {name}": version for name, version in versions.items()} | jax_settings()

@@ -6,10 +6,11 @@ mean           sum_j W_j g_j / sum_j W_j, in float32 or wider: ``mean_over``, a 
 gradients      made from the mean by the strategy; gradients of replicated leaves are then averaged over devices
 
 Three strategies choose when gradients are reduced over devices; the results are equal. Bytes sent per step, for m
-minibatches and P bytes of split parameters (two gathers and one reduce-scatter):
+minibatches and P bytes of split parameters that are sent in float32:
 
-  "reduce_each"           m * 3P                 memory: as for one minibatch
-  "reduce_once"           2P                     memory: unsharded weights and float32 gradients on every device
+  "reduce_each"           m * 3P                 two gathers, one reduce-scatter; memory: as for one minibatch
+  "reduce_once"           2P                     one gather, one reduce-scatter (in float32); memory: unsharded weights
+                                                 and float32 gradients on every device
   "reduce_replicas_once"  m * 3P, and the reduction over replicas of the shards once instead of m times
 
 A reference on one device uses the same loop, for slices (device, minibatch) of a batch.
@@ -166,7 +167,11 @@ class ReduceOnce(ReduceEach):
 
 
 class ReduceReplicasOnce(ReduceEach):
-    """Strategy in which every minibatch gathers and reduce-scatters; replicas are averaged after the last minibatch."""
+    """Strategy in which every minibatch gathers and reduce-scatters within a group of devices that has one copy.
+
+    Gradients are averaged over the groups that hold copies of the shards once, after the last minibatch. ``weights``
+    raises a ValueError if no parameter has copies.
+    """
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
         if not any(leaf.communication.copied_axes for leaf in trees.differentiable(params)):
@@ -240,8 +245,9 @@ def accumulate_gradients(
       rng: a key, folded with the minibatch index if num_minibatches > 1; None is passed on.
       num_minibatches: m, which must divide b.
       accumulation: when to reduce gradients over devices; the result is the same. "reduce_each": in every minibatch.
-        "reduce_once": gathers parameters before the first minibatch and reduces gradients after the last, which saves
-        (m - 1) / m of the traffic, but each device holds the unsharded weights and their float32 gradients.
+        "reduce_once": gathers parameters before the first minibatch and reduces gradients after the last, so a step
+        sends each parameter and each gradient once, but each device holds the unsharded weights and their float32
+        gradients.
         "reduce_replicas_once": in every minibatch, but over replicas of the shards after the last.
       has_aux: whether the loss function also returns a tree of numbers. Floats and bools are averaged over minibatches
         and devices like the loss; with ``weighted`` they are sums, divided by the global weight. A cell

@@ -20,7 +20,6 @@ import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.tree_util import tree_flatten
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
@@ -32,7 +31,8 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh
+from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh
+from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
 
 Moment = Literal[
@@ -258,13 +258,15 @@ class JittedCall(NamedTuple):
     error: Exception | None = None
 
     @property
-    def new_placements(self) -> tuple[Any, ...]:
-        """Shardings of the batch's leaves if some are on a mesh, and no earlier call has passed the check of them."""
-        leaves = jax.tree.leaves(self.named.get("batch"))
-        # Cache by sharding: comparing shardings is faster than reading specs, so a step pays a few microseconds.
-        shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
-        is_known = shardings in self.step.checked_inputs
-        return () if is_known or not [s for s in shardings if isinstance(s, NamedSharding)] else shardings
+    def placements(self) -> tuple[Any, ...]:
+        """Shardings of the batch's leaves; () if no leaf is on a mesh."""
+        shardings = tuple(map(sharding_of, jax.tree.leaves(self.named.get("batch"))))
+        return shardings if [s for s in shardings if isinstance(s, NamedSharding)] else ()
+
+
+def sharding_of(leaf: Any) -> Any:
+    """Returns the sharding of a leaf; None for a tracer, and for a leaf that is no ``jax.Array``."""
+    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
 
 
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
@@ -276,12 +278,12 @@ def checks_at(moment: Moment) -> list[TrainingCheck]:
 
 
 def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment."""
+    """Runs the checks of a moment in the order of the table."""
     run_rows(checks_at(moment), context)
 
 
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs checks that have something to look at in the context."""
+    """Runs checks, each only where the context has something to look at."""
     for check in checks:
         if check.needs and not attrgetter(check.needs)(context):
             continue
@@ -329,6 +331,7 @@ class CheckedStep:
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
         self._known: set[object] = set()  # the kinds of the calls so far
+        self._runs_outside = False  # of a mesh that is set with explicit axes
         self._before_each, self._after_each = checks_at("call"), checks_at("returned")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,6 +340,7 @@ class CheckedStep:
     def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
         call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
+        function = self._where_it_compiles(function) if explicit else function
         # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
         kind = _kind_of(call, explicit)
         if is_new := kind not in self._known:
@@ -355,6 +359,24 @@ class CheckedStep:
             self._known.add(kind)
         run_rows(self._after_each, call)
         return returned
+
+    def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns ``function``, which is called as if no mesh were set if JAX refuses to compile it under the mesh.
+
+        JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
+        """
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if not self._runs_outside:
+                try:
+                    return function(*args, **kwargs)
+                except ValueError as error:  # before the program runs and donates
+                    if TWO_MESHES not in str(error):
+                        raise
+                    self._runs_outside = True
+            return outside_set_mesh(function)(*args, **kwargs)
+
+        return called
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         return self._run(self._new_call(args, kwargs), self.jitted.lower)
@@ -402,9 +424,9 @@ class CheckedStep:
 
 
 def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
-    """Returns what the checks of new calls depend on: names of arguments, structure and placement of the batch."""
-    leaves, structure = tree_flatten(call.named.get("batch"))
-    # Comparing shardings is faster than reading their specs. A tracer has none.
-    shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
+    """Returns the data that checks of new calls depend on: names of arguments, structure and placement of the batch."""
+    leaves, structure = jax.tree.flatten(call.named.get("batch"))
+    # Comparing shardings is faster than reading their specs.
+    shardings = tuple(map(sharding_of, leaves))
     mesh = jax.sharding.get_abstract_mesh() if explicit else None
     return len(call.args), tuple(call.kwargs), type(call.kwargs.get("extra_trees")), structure, shardings, mesh

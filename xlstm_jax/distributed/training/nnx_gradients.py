@@ -16,7 +16,7 @@ the mesh again.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_variable
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
@@ -35,8 +35,9 @@ from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
-from xlstm_jax.distributed.training.gradients import explained, fold_rng_over_axis, value_and_grad
+from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call, value_and_grad
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.moments import Results, run_checks
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
 from xlstm_jax.formatting import format_axes, listed
@@ -148,21 +149,27 @@ def nnx_value_and_grad(
                 "nnx.Optimizer, as nnx.Param or nnx.LoRAParam."
             )
         params = {"live": live, "rest": rest}
-        axes = default_batch_axes(params, on_mesh)
+        boxed = jax.tree.map(boxed_leaf, params, is_leaf=is_variable)
+        axes = default_batch_axes(boxed, on_mesh)
         axes = axes if batch_axes is None else mesh_axes(on_mesh, batch_axes, "batch_axes")
         _check_rows(batch, num_shards(on_mesh, axes), axes)
-        of_params = trees.partition_specs(params, on_mesh)
+        of_params = trees.partition_specs(boxed, on_mesh)
         of_batch = jax.tree.map(lambda x: PartitionSpec(axes) if np.ndim(x) else WHOLE, batch)
         program = _Program(loss_fn, graphdef, is_node, axes, has_aux, weighted)
         run = jax.shard_map(
             program.on_device,
             mesh=on_mesh,
             in_specs=(of_params, of_batch),
-            out_specs=(WHOLE, of_params["live"], WHOLE, PartitionSpec(axes), WHOLE),
+            out_specs=_OfDevices(WHOLE, of_params["live"], WHOLE, PartitionSpec(axes), WHOLE),
             check_vma=check_vma,
         )
-        with explained():
-            loss, grads, means, rows, changed = on_auto_axes(run, on_mesh)(params, batch)
+
+        def checked(params: PyTree, batch: PyTree) -> _OfDevices:
+            results, jaxpr = traced_call(run, (params, batch))
+            run_checks("results", Results(results, jaxpr, on_mesh, axes, {}))
+            return results
+
+        loss, grads, means, rows, changed = on_auto_axes(checked, on_mesh)(params, batch)
         loss, grads, means, changed = typed_like((loss, grads, means, changed), (None, live, None, None))
         _write(nodes, changed)
         return (loss, program.aux_of(means, _typed_rows(rows, axes))) if has_aux else loss, grads[0]
@@ -210,11 +217,24 @@ def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
 
 
 def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns rows that are split over the axes with this type, under a mesh that is set with explicit axes."""
+    """Returns ``rows`` (split along dim 0) with a type that names ``axes``, if all axes of the set mesh are explicit.
+
+    Otherwise ``rows`` are returned unchanged.
+    """
     around = jax.sharding.get_abstract_mesh()
     if set(around.axis_types) != {AxisType.Explicit}:
         return rows
     return jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(axes)), rows)
+
+
+class _OfDevices(NamedTuple):
+    """Results of the program of all devices; names for errors."""
+
+    loss: Any
+    grads: Any
+    aux: Any
+    rows: Any
+    changed: Any
 
 
 class _Program:
@@ -233,7 +253,7 @@ class _Program:
         self.has_aux, self.weighted = has_aux, weighted
         self.aux: tuple[Any, list[bool]] | None = None  # tree of the auxiliary output; for each leaf, if it has rows
 
-    def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> tuple[Any, ...]:
+    def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> _OfDevices:
         """Returns loss, gradients, means and rows of the auxiliary output, and changed variables by path."""
         trainable, frozen = params["live"], params["rest"]
 
@@ -244,7 +264,8 @@ class _Program:
         run = value_and_grad(local_loss, self.axes, has_aux=True, weighted=self.weighted)
         (loss, (aux, changed)), grads = run(trainable, frozen, batch)
         means, rows = self.split_aux(aux, batch)
-        return loss, grads, collectives.pmean(means, [self.axes] * len(means)), rows, self.equal(changed, params, batch)
+        means = collectives.pmean(means, [self.axes] * len(means))
+        return _OfDevices(loss, grads, means, rows, self.equal(changed, params, batch))
 
     def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
         """Calls the loss function on this device: returns loss, auxiliary output, and changed variables by path."""

@@ -38,6 +38,7 @@ from xlstm_jax.distributed.metrics.sums_and_means import Compose, Max, Min
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.varying import Axes, propagate_labels
 from xlstm_jax.equations import COLLECTIVES, named_axes
+from xlstm_jax.explicit_axes import on_auto_axes
 
 ROWS, WEIGHTS, GLOBAL = Axes({"(rows that pad)"}), Axes({"(their weights)"}), Axes({"(reduced weights)"})
 STATISTICS = Axes({"(sums of rows without weights)"})
@@ -131,7 +132,7 @@ def counting_padding(
             return [Axes()] * len(eqn.outvars)
         return None
 
-    propagate_labels(jax.jit(step).trace(*args, **kwargs).jaxpr, of_inputs, look)
+    propagate_labels(jax.jit(on_auto_axes(step)).trace(*args, **kwargs).jaxpr, of_inputs, look)
     counts: dict[str, dict[str, Axes]] = defaultdict(lambda: defaultdict(Axes))
     for name, labels in reached.items():
         kind, _, path = name.partition(":")

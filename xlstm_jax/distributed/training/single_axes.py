@@ -17,8 +17,7 @@ from typing import Any
 import jax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-
-REFUSED = "can only accept axis_name which corresponds to one of varying"  # JAX's text
+from xlstm_jax.introspection import MIXED_AXES
 
 
 def with_single_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
@@ -34,7 +33,7 @@ def with_single_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[
             return fn(*args, **others)
         except ValueError as error:
             single = [axis for axis in axes if collectives.axis_size((axis,)) == 1 and collectives.is_tracked(axis)]
-            if REFUSED not in str(error) or not single:
+            if not MIXED_AXES.search(str(error)) or not single:
                 raise
 
         def cast(x: Any) -> Any:

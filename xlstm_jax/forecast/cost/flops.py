@@ -181,7 +181,10 @@ class _Seen:
 
 
 def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
-    """Counts the FLOP of a jaxpr, with shapes as the jaxpr has them."""
+    """Returns the FLOP of products and convolutions by (name, dtype, in a kernel), over all devices.
+
+    Local work in ``shard_map`` is multiplied by its devices. ``prefix`` begins the names. Adds findings to ``seen``.
+    """
     counted: Counts = defaultdict(float)
     for eqn in _live(jaxpr):
         primitive = eqn.primitive.name
@@ -194,7 +197,7 @@ def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
         elif primitive in OPAQUE:
             seen.opaque.append(f"{name}/{primitive}")
         elif primitive == "cond":
-            # One branch runs; the count must be an upper bound over all runs.
+            # One branch runs; take the one with the most FLOP: an upper bound, except for loops of unknown length.
             branches = [_within(eqn, branch, f"{name}/cond/branch_0_fun", seen) for branch in eqn.params["branches"]]
             inside = max(branches, key=lambda branch: sum(branch.values()))
         else:

@@ -164,7 +164,10 @@ class Links:
         return np.asarray(self.coords)[self._groups(axes)[0]]
 
     def _lines(self, axes: Sequence[str]) -> dict[int, "_Line"]:
-        """Returns how a group of TPUs lies along each torus dim on which its devices differ."""
+        """Returns, by torus dim on which chips of a group differ, their number and stride, and if they close a ring.
+
+        Assumes equal strides. TPUs only.
+        """
         assert self.topology is not None  # a TPU
         chips, lines = np.unique(self._coords(axes), axis=0), {}
         for dim, (size, wraps) in enumerate(zip(self.topology.shape, self.topology.wraps, strict=True)):

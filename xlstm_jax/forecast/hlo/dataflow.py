@@ -19,7 +19,10 @@ MAX_VISITED = 2000  # values per search; the operations around a collective are 
 
 @dataclass(frozen=True)
 class Value:
-    """The result of the instruction ``name``, or an element of a tuple: (1, 0) is the first element of the second."""
+    """The result of the instruction ``name``, or an element of a result that is a tuple.
+
+    ``element=(1, 0)`` is element 0 of element 1; () is the whole result.
+    """
 
     computation: Computation
     name: str

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.distributed.checkpoint.safetensors_io import to_host
 from xlstm_jax.distributed.processes.devices import Device
+from xlstm_jax.explicit_axes import outside_set_mesh
 
 Index: TypeAlias = tuple[slice, ...]
 
@@ -74,6 +75,7 @@ class _Piece(NamedTuple):
     device: Device
 
 
+@outside_set_mesh  # shards are on one device, and the all-to-all has another mesh
 def received(sources: Sequence[Source | None]) -> np.ndarray | None:
     """Returns the unsharded values of this process's source, after an all-to-all. Every process must make the call.
 

@@ -43,6 +43,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     make_unit,
     modules_of,
     path_of,
+    policy_of_reads,
     with_arrays_as_data,
     with_leaf,
 )
@@ -299,14 +300,20 @@ class NnxModel:
     def _unit_of_param(self) -> dict[str, str]:
         """Path of the unit that gathers a parameter (the innermost unit around it), by the parameter's path."""
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
-        of_linen = [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
         # Parameters inside a Linen module (nnx.bridge.ToNNX) are gathered by the wrappers of that module.
         around = {
-            path: [module for module in (*self.units, *of_linen) if not module or path.startswith(f"{module}/")]
+            path: [
+                module for module in (*self.units, *self._linen_modules) if not module or path.startswith(f"{module}/")
+            ]
             for path in params
         }
         innermost = {path: max(modules, key=len) for path, modules in around.items() if modules}
         return {path: unit for path, unit in innermost.items() if unit in self.units}
+
+    @functools.cached_property
+    def _linen_modules(self) -> list[str]:
+        """Paths of the modules that contain a Linen module."""
+        return [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
         """Traces the model; returns, by path, each parameter's shape in its unit, and if only a lookup reads it."""
@@ -340,6 +347,8 @@ class NnxModel:
                 f"{sorted({other.partition('/')[0] for other in leaves})}. Pass all that model.init returns."
             )
         policy = self.units.get(self._unit_of_param[path]) if path in self._unit_of_param else None
+        if policy is None and name == "params" and not any(is_within(path, module) for module in self._linen_modules):
+            policy = policy_of_reads(leaves[full])
         return with_leaf(leaf, leaves[full], policy) if is_variable(leaf) else leaves[full]
 
 

@@ -40,11 +40,13 @@ from xlstm_jax.distributed.data_parallel.modules.unit import (
 )
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 
 COLLECTIONS = {nnx.Param: "params", nnx.BatchStat: "batch_stats", nnx.Cache: "cache", nnx.Intermediate: "intermediates"}
 NAMES_IN_METADATA = ("out_sharding", "sharding_names", "sharding")  # in this and in earlier releases of Flax
 BOX, POLICY = "split_box", "shard_policy"  # metadata of a split variable: its box without value, the gathering policy
 OF_LINEN = "linen_meta_type"  # metadata of an ``nnx.bridge`` variable: the class of a box that a Linen module has made
+OWN_AXES = "axes_of_split_modules"  # metadata: axes among the names over which the module computes with shards
 # Metadata of a variable: a function that a unit calls with the parameter's shape in the unit, and whether the method is
 # a row lookup.
 NOTE_SHAPE = "note_shape"
@@ -228,10 +230,10 @@ def collection_of(leaf: Any) -> str | None:
 def leaves_of(module: nnx.Module) -> dict[str, Any]:
     """Returns the leaves of a module in the library's form, by path as in ``params/blocks/0/kernel``."""
     leaves = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
-    return {f"{name}/{path}": _leaf(leaf) for name, path, leaf in leaves if name is not None}
+    return {f"{name}/{path}": boxed_leaf(leaf) for name, path, leaf in leaves if name is not None}
 
 
-def _leaf(variable: Any) -> Any:
+def boxed_leaf(variable: Any) -> Any:
     """Returns the value of a variable; boxed if the variable is split or its metadata name mesh axes, else bare."""
     if not is_variable(variable):
         return variable
@@ -245,21 +247,35 @@ def _leaf(variable: Any) -> Any:
     mesh_names, are_logical = reader().names_in_metadata(tuple(names), metadata.get("sharding_rules"))
     if not any(mesh_names):
         return value
-    # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters.
-    return Sharded(value, mesh_names) if are_logical else meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
+    # Mesh axes in metadata are the model's own (tensor parallel). Logical names: the model uses unsharded parameters,
+    # except along the axes that ``split_modules`` has entered.
+    if not are_logical:
+        return meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
+    own = [axis for entry in mesh_names for axis in entry_axes(entry) if axis in metadata.get(OWN_AXES, ())]
+    return Sharded(value, mesh_names, model_axes=tuple(own))
+
+
+def policy_of_reads(leaf: Any) -> ShardPolicy | None:
+    """Returns the policy of a split leaf that no unit gathers; ``None`` for other leaves.
+
+    Rules for logical names have split the leaf, or units of the model that has initialised the variables. The leaf
+    gathers itself when it is read.
+    """
+    axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
+    return ShardPolicy(axes, 0) if axes else None
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     """Returns the variable with the value of ``leaf``: as a split, a plain or a bridged variable.
 
-    A split variable, if ``policy`` splits the leaf, or, without a policy, the logical names of the variable do. A plain
-    variable, if nothing splits the leaf. Otherwise a variable in the form of ``nnx.bridge``, whose boxes gather
-    themselves.
+    A split variable, if ``policy`` splits the leaf. A plain variable, if nothing splits the leaf. Otherwise a variable
+    in the form of ``nnx.bridge``, which carries the box: of a Linen module, whose boxes gather themselves; or of a
+    parameter that the module itself splits (tensor parallel), which reads the shard, and needs the box for ``unbind``.
     """
-    box, metadata = leaf_of(leaf), variable.get_metadata()
-    if policy is None and OF_LINEN not in metadata and any(metadata.get(key) for key in NAMES_IN_METADATA):
-        # Split by the rules for its logical names (such a leaf is a ``Sharded``), without a unit: gathered when read.
-        policy = ShardPolicy(box.gathered_axes, 0) if box.gathered_axes and isinstance(leaf, Sharded) else None
+    box = leaf_of(leaf)
+    if policy and isinstance(leaf, Sharded) and not all(map(policy.has_axis, box.gathered_axes)):
+        # Rules have split the leaf over further axes, and the module reads the unsharded parameter.
+        policy = replace(policy, axis_name=box.gathered_axes)
     if policy and any(map(policy.has_axis, box.axes)):
         communication = box.communication.filled_from(policy.communication)
         split = variable.copy(box.value, **{BOX: box.replace(value=None, communication=communication), POLICY: policy})
@@ -267,7 +283,6 @@ def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
         return split
     if not box.axes and OF_LINEN not in variable.get_metadata():
         return variable.copy(read_value(box))
-    # A variable of a Linen module under ``nnx.bridge.ToNNX``, which gathers boxes of this form itself.
     box = box if isinstance(leaf, Sharded) else Sharded(box.value, (None,) * np.ndim(box.value))
     metadata = {name: value for name, value in box.to_nnx_metadata().items() if name != "value"}
     return variable.copy(box.value, **metadata | {OF_LINEN: type(box)})

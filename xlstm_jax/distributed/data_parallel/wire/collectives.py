@@ -212,7 +212,10 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
 
 
 def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices."""
+    """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices.
+
+    n must divide d: the caller checks.
+    """
     if (count := axis_size(axes)) == 1:
         return value
     size = value.shape[dim] // count

@@ -62,9 +62,10 @@ class Pieces:
         return collectives.axis_size(self.axes) if self.dim == self.piece_dim else 1
 
     def entries(self, start: jax.Array | int, size: int, places: jax.Array | None = None) -> jax.Array:
-        """Returns the indices along dim ``piece_dim`` of the ``places`` of a piece (default: every place); int32.
+        """Returns the indices along dim ``piece_dim`` (in the padded matrix) of ``places`` of a piece; int32.
 
-        The piece has ``size`` entries per device, from the device's entry ``start`` on.
+        An index of ``self.size`` or more is padding. A piece has the entries ``start`` to ``start + size``: of each
+        device's part if ``piece_dim`` is split, otherwise of the matrix. ``places`` None: every place of the piece.
         """
         places = jnp.arange(size * self.parts, dtype=jnp.int32) if places is None else places.astype(jnp.int32)
         return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size

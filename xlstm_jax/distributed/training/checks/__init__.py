@@ -127,7 +127,7 @@ CHECKS[:] = [
     TrainingCheck("call", calls.check_others_of_call, ERRORS, needs="kwargs"),
     TrainingCheck("call", calls.check_donated, ERRORS),
     TrainingCheck("new call", calls.compare_first_batch, "processes.md"),
-    TrainingCheck("placed", calls.check_placed, ERRORS, needs="new_placements"),
+    TrainingCheck("placed", calls.check_placed, ERRORS, needs="placements"),
     TrainingCheck("refused", calls.raise_for_leaf, ERRORS),
     TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
     AVERAGED_ONCE,

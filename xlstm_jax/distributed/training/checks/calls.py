@@ -74,7 +74,7 @@ def compare_first_batch(call: JittedCall) -> None:
 
 def check_placed(call: JittedCall) -> None:
     """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
-    batch, shardings = call.named["batch"], call.new_placements
+    batch, shardings = call.named["batch"], call.placements
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
             f"{named_leaf('batch', path)} of shape {np.shape(leaf)} is placed as {leaf.sharding.spec}, which "
@@ -82,7 +82,6 @@ def check_placed(call: JittedCall) -> None:
             "Place it by shard_batch, or pass NumPy arrays; to split a sequence, pass batch_spec=P(('dp', 'fsdp'), "
             "'cp'), say, to both."
         )
-    call.step.checked_inputs.add(shardings)
 
 
 def raise_for_leaf(call: JittedCall) -> None:

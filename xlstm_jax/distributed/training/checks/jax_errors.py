@@ -8,11 +8,12 @@ import jax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.formatting import listed, one_line
+from xlstm_jax.introspection import MIXED_AXES
 
 # Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"
-MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*), axes: \((.*)\) and input state")
 KERNEL = "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be `None`"
+CONSTRAINT = "passed to with_sharding_constraint can only refer to Auto axes"
 FORWARD, FORWARD_RULE = "can't apply forward-mode autodiff (jvp) to a custom_vjp", "rule for 'custom_lin'"
 BRANCHES, TYPES = "branches must have equal output types", "manual axis types do not match"
 CARRY, VARYING = "carry input and carry output must have equal types, but they differ", "to='varying'"
@@ -46,6 +47,12 @@ def _with_cure(error: Exception) -> Exception | None:
             "a collection), and another returns what varies: "
             f"{text.partition(' The output')[2].partition(' This might')[0].strip(' ,.')}. Pass check_vma=False, which "
             "returns the same gradients, or return pcast(result, axes, to='varying') of jax.lax from both branches."
+        )
+    if CONSTRAINT in text:
+        return ValueError(
+            "the model constrains the sharding of an activation (jax.lax.with_sharding_constraint), and within a step "
+            f"each device holds its own rows: {text.partition(' Got ')[2].partition(' and mesh')[0]}. Leave the "
+            "constraint out where the axes are manual: if not jax.sharding.get_abstract_mesh().manual_axes."
         )
     if KERNEL in text:
         return ValueError(

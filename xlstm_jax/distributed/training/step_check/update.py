@@ -339,7 +339,10 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 
 def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the updates ``actual`` differ from ``expected``, the optimizer's on one device."""
+    """Yields a finding if the updates ``actual`` differ from ``expected``, those of the optimizer on one device.
+
+    Allows rounding: ``perturbed()`` repeats the updates on one device with inputs changed by ``eps``, see the module.
+    """
     wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
         yield (

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -52,7 +53,7 @@ class Finding:
 
 
 class LintError(ValueError):
-    """Error of a step with findings; the text lists the findings, ``findings`` has them as data.
+    """Error of a step with findings; the text lists the findings, ``findings`` is a tuple of ``Finding``.
 
     >>> from xlstm_jax.forecast.training import lint
     >>> found = Finding("wide-gather", "head/kernel", "travels as f32.", "Pass gather_dtype=bfloat16.", bytes=2**20)
@@ -65,6 +66,10 @@ class LintError(ValueError):
     def __init__(self, findings: Sequence[Finding]) -> None:
         super().__init__("\n".join([_counted(findings), *map(str, findings)]))
         self.findings = tuple(findings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is unpickled (in another process, say) by a call with its text, unless the arguments are given.
+        return type(self), (self.findings,), self.__dict__
 
 
 def table(findings: Sequence[Finding]) -> RenderableType:
