@@ -188,6 +188,7 @@ EXCUSED = {
     "distributed/training/batch_axes.py:__getattr__": "the protocol of attributes",
     "distributed/training/moments.py:__getattr__": "the protocol of attributes",
     "distributed/training/moments.py:_run": "goes on as it came: JAX's own",
+    "distributed/training/moments.py:called": "goes on as it came: JAX's own",
     "distributed/training/single_axes.py:called": "goes on as it came: JAX's own",
     "distributed/training/carries/carry.py:from_inputs": "an interface; carries have it",
     "distributed/training/carries/carry.py:start": "an interface; carries have it",
