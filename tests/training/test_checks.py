@@ -112,7 +112,7 @@ def test_checks_of_a_kind_of_call_run_once_and_of_each_call_every_time(monkeypat
     """Calls of a known kind skip the checks that see nothing else; another kind is checked, also after good calls."""
     met = Counter()
     rows = [
-        check._replace(run_check=lambda context, check=check: (met.update([check.moment]), check.run_check(context)))
+        check._replace(run_check=lambda *context, check=check: (met.update([check.moment]), check.run_check(*context)))
         for check in CHECKS
     ]
     monkeypatch.setattr(TABLE, rows)
