@@ -40,7 +40,7 @@ def check_transform(tx: Any, caller: str) -> None:
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
 
 
-TRANSFORMS = (optax.GradientTransformation, optax.MultiSteps)
+TRANSFORMS: tuple[type[Any], ...] = (optax.GradientTransformation, optax.MultiSteps)
 LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
 # Transforms that pass their parameters on unchanged, so that a lookahead inside gets its pairs.
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
