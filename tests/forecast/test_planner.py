@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import AxisType
 
 from tests.forecast.test_forecast import Block, loss_fn, rendered
 from xlstm_jax.distributed import Offload, shard_module_params
@@ -596,3 +597,22 @@ def test_fit_trial_reports_a_build_step_without_offload_passed_on(passes_on, mon
     assert found.best is None and len(problems) == 1
     said = "nothing of this step lies on the host: pass Workload(..., offload=options.offload) in build_step"
     assert problems.pop().startswith(said) != passes_on
+
+
+@pytest.mark.libtpu
+def test_fit_under_a_set_mesh_of_other_devices_forecasts_the_same_bytes():
+    def found():
+        return fit(_small_step, "v5e:2x2", meshes=[{"fsdp": 4}], jobs=1, cache=False).trials[0].forecast.total_bytes
+
+    without = found()
+    for types in ((AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2):
+        with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=types)):
+            assert found() == without, f"under a set mesh of {types}"
+
+
+def _small_step(options):
+    model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(256)
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+    return Workload(
+        model, optax.adamw(1e-3), x, lambda params, apply_fn, x, rng: (apply_fn({"params": params}, x) ** 2).mean()
+    ).build_step(options.mesh)

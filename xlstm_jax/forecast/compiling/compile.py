@@ -341,7 +341,8 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
     program.
     """
     try:
-        with traceback_in_locations_limit(0), traced_for_chip(topology.chip):
+        outside = outside_other_mesh((call.args, dict(call.kwargs)))
+        with traceback_in_locations_limit(0), traced_for_chip(topology.chip), outside:
             exporting = export.export(call.step, platforms=[topology.platform], disabled_checks=[*ALLOWED, RAGGED])
             exported = exporting(*call.args, **call.kwargs)
     except ValueError as error:
