@@ -153,6 +153,26 @@ def test_train_step_under_debug_nans_raises_for_a_nan_with_the_argument_name():
         step(kept_state(), BATCH | {"y": np.full_like(BATCH["y"], np.inf)}, KEY)
 
 
+def test_compiled_step_under_debug_nans_names_the_argument_or_says_that_the_step_makes_the_nan():
+    """JAX repeats a compiled step, whose arguments are donated by then; the error must not be about the donation."""
+
+    def root(params, apply_fn, batch, rng):
+        return mean_loss(params, apply_fn, batch, rng) + jnp.mean(jnp.sqrt(batch["y"]))
+
+    step, bad = make_train_step(root, MESH, AXES), np.array(BATCH["x"])
+    bad[5, 2] = np.nan
+    good = BATCH | {"y": np.ones_like(BATCH["y"])}
+    state, _ = step(jax.tree.map(jnp.copy, kept_state()), good, KEY)  # compiles
+    with jax.debug_nans(True):
+        with pytest.raises(ValueError, match=r"jax_debug_nans: batch\['x'\] of shape .* holds NaN at index \(5, 2\)"):
+            step(jax.tree.map(jnp.copy, state), good | {"x": bad}, KEY)
+        with pytest.raises(FloatingPointError, match="the step makes a NaN .* on one device, docs/howto/find_a_nan"):
+            step(jax.tree.map(jnp.copy, state), good | {"y": -good["y"]}, KEY)
+        step(state, good, KEY)
+        with pytest.raises(ValueError, match=r"state.* was handed to a step before"):
+            step(state, good, KEY)  # guard: a donated state is still named
+
+
 def test_train_step_under_debug_nans_accepts_a_nan_masked_by_the_loss():
     """A NaN in missing labels, which the loss masks, passes under ``jax.debug_nans``."""
 

@@ -21,6 +21,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.formatting import joined
 
 NAMED = 3  # maximum number of leaves named in the error
+DELETED = "Array has been deleted"  # begin of JAX's error
 
 
 def looks_for_nans() -> bool:
@@ -30,20 +31,35 @@ def looks_for_nans() -> bool:
 
 @contextmanager
 def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
-    """Replaces JAX's ``RecursionError`` in this context by a ``ValueError`` that names the NaN in ``arguments``."""
+    """Replaces the error of JAX's search for a NaN in this context by an error that names the NaN in ``arguments``.
+
+    JAX repeats a step whose result has a NaN. The repetition ends in a ``RecursionError`` or, for a step that has
+    donated its arguments, in an error about deleted arrays.
+
+    Raises:
+      ValueError: an argument has a NaN or an infinity; names the leaf.
+      FloatingPointError: no argument has one, so the step makes the value.
+    """
     # Search before the call, since the call may donate the buffers of its arguments.
     lines = list(_found(arguments))
     try:
         yield
-    except RecursionError:
-        if not lines:
+    except RuntimeError as error:  # RecursionError is one
+        is_deleted = DELETED in str(error)
+        if not (is_deleted or isinstance(error, RecursionError)) or not (lines or is_deleted):
             raise
+        if not lines:
+            raise FloatingPointError(
+                "the step makes a NaN or an infinity, and none of batch and parameters has one. JAX cannot repeat a "
+                "step that has donated its arguments, and so names no operation: differentiate the plain model with "
+                "this batch on one device, docs/howto/find_a_nan.md."
+            ) from None
         option, where = lines[0]
         others = [place for _, place in lines[1:NAMED]]
         raise ValueError(
             f"{option}: {where} before the step computes anything, and JAX could name no operation. Fix the source of "
             f"this argument{f' (or {joined(others)})' if others else ''}; JAX then finds values that the step makes."
-        ) from None  # the RecursionError has hundreds of causes
+        ) from None  # a RecursionError has hundreds of causes
 
 
 def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
