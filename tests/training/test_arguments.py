@@ -166,7 +166,7 @@ def test_compiled_step_under_debug_nans_names_the_argument_or_says_that_the_step
     with jax.debug_nans(True):
         with pytest.raises(ValueError, match=r"jax_debug_nans: batch\['x'\] of shape .* holds NaN at index \(5, 2\)"):
             step(jax.tree.map(jnp.copy, state), good | {"x": bad}, KEY)
-        with pytest.raises(FloatingPointError, match="the step makes a NaN .* on one device, docs/howto/find_a_nan"):
+        with pytest.raises(FloatingPointError, match=r"the step makes a NaN .* on one device, docs/howto/find_a_nan"):
             step(jax.tree.map(jnp.copy, state), good | {"y": -good["y"]}, KEY)
         step(state, good, KEY)
         with pytest.raises(ValueError, match=r"state.* was handed to a step before"):
