@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support import fsdp
 from xlstm_jax.distributed.training.replay.replayed_step import ReplayedStep, Run
 
 SITES = ("activation", "weight", "cotangent", "gradient")
@@ -119,3 +120,14 @@ class FaultyDense(nn.Module):
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.width))
         bias = self.param("bias", nn.initializers.normal(0.5), (self.width,))
         return self.faults.activation(jnp.tanh(x @ self.faults.weight(kernel) + bias))
+
+
+class FaultyModel(nn.Module):
+    """Two sharded layers, of which the first has the faults."""
+
+    faults: Faults
+
+    @nn.compact
+    def __call__(self, x):
+        x = fsdp(FaultyDense, min_weight_size=64)(16, self.faults, name="first")(x)
+        return fsdp(nn.Dense, min_weight_size=64)(8, name="second")(x)

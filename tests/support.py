@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_module_params, unbox
-from xlstm_jax.distributed.data_parallel.trees import path_string
+from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, path_string
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.equations import name_and_params
 
@@ -181,6 +182,12 @@ def assert_same_params(got: Any, want: Any, tolerance: float = FLOAT32_ROUNDING)
         largest = scale if largest < 1e-6 * scale else largest
         worst = np.abs(g - w).max(initial=0)
         assert worst <= tolerance * largest, f"{path_string(path)}: off by {worst:.3g}, largest entry {largest:.3g}"
+
+
+def split_share(params: Any) -> float:
+    """Returns the share of the values of parameters that are split over devices."""
+    leaves = [leaf_of(leaf) for _, leaf in leaves_with_path(params)]
+    return sum(leaf.value.size for leaf in leaves if leaf.axes) / sum(leaf.value.size for leaf in leaves)
 
 
 def bits(tree: Any) -> Any:

@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
 
-from tests.support import AXES, assert_same_params
+from tests.support import AXES, assert_same_params, split_share
 from xlstm_jax.distributed import (
     check_step,
     create_nnx_module,
@@ -30,8 +30,6 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY, ROWS, STEPS = jax.random.key(0), 16, 2
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-2))
@@ -367,9 +365,7 @@ def test_model_of_a_newcomer_trains_by_five_lines_as_on_a_single_device(name, ki
 
 def assert_split_and_uneven(state, case, losses):
     """Guards: nearly all values are split, and devices have different rows."""
-    leaves = [leaf_of(leaf) for _, leaf in leaves_with_path(state.params)]
-    split = sum(leaf.value.size for leaf in leaves if leaf.axes)
-    assert split > 0.95 * sum(leaf.value.size for leaf in leaves)
+    assert split_share(state.params) > 0.95
     assert not np.allclose(of_one_device(case, 1, slice(2))[0], losses[0], rtol=1e-3)
 
 
@@ -457,5 +453,4 @@ def test_mixer_in_linen_trains_by_five_lines_as_on_a_single_device(kind, check_v
             got.append(float(metrics["loss"]))
     np.testing.assert_allclose(got, losses, rtol=1e-5)
     assert_same_params(unbox(jax.device_get(state.params)), params)
-    leaves = [leaf_of(leaf) for _, leaf in leaves_with_path(state.params)]
-    assert sum(leaf.value.size for leaf in leaves if leaf.axes) > 0.9 * sum(leaf.value.size for leaf in leaves)
+    assert split_share(state.params) > 0.9

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from tests.nnx_models import Einsum
-from tests.support import AXES, assert_same_params
+from tests.support import AXES, assert_same_params, split_share
 from xlstm_jax.distributed import (
     create_train_state,
     make_train_step,
@@ -29,8 +29,6 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
 ROWS, LENGTH, VOCAB, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, LAYERS = 16, 8, 32, 16, 4, 2, 8, 48, 2
@@ -357,7 +355,5 @@ def test_model_from_outside_trains_as_nnx_on_a_single_device(case, kind, check_v
     np.testing.assert_allclose(got, losses, rtol=1e-5)
     assert_same_params(unbox(jax.device_get(state.params)), want)
     # Guards: nearly all values are split, and devices have different rows.
-    leaves = [leaf_of(leaf) for _, leaf in leaves_with_path(state.params)]
-    split = sum(leaf.value.size for leaf in leaves if leaf.axes)
-    assert split > 0.95 * sum(leaf.value.size for leaf in leaves)
+    assert split_share(state.params) > 0.95
     assert not np.allclose(of_one_device(case, 1, slice(2))[0], losses[0], rtol=1e-3)

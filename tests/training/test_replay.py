@@ -19,7 +19,7 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 from tests import replay_trials
-from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
+from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyModel
 from tests.support import AXES, Model, bits_equal, fsdp, in_case, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     LoopGuard,
@@ -39,15 +39,6 @@ from xlstm_jax.distributed.resilience import DisagreementError
 
 DEVICES = 4
 KEY = jax.random.key(3)
-
-
-class FaultyModel(nn.Module):
-    faults: Faults
-
-    @nn.compact
-    def __call__(self, x):
-        x = fsdp(FaultyDense, min_weight_size=64)(16, self.faults, name="first")(x)
-        return fsdp(nn.Dense, min_weight_size=64)(8, name="second")(x)
 
 
 class NnxDense(nnx.Module):

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import AxisType
 
-from tests.flipped_bits import ALWAYS, Faults, FaultyDense
+from tests.flipped_bits import ALWAYS, Faults, FaultyModel
 from tests.support import AXES, assert_same_bits, bits, data, fsdp, mean_loss, plain, train_on_one_device, unbox
 from xlstm_jax.distributed import (
     LoopGuard,
@@ -166,15 +166,6 @@ def test_publications_in_another_layout_are_followed_and_read_under_a_set_mesh(k
 
 
 # --------------------------------------------------------------------------------------------------- a device that errs
-
-
-class FaultyModel(nn.Module):
-    faults: Faults
-
-    @nn.compact
-    def __call__(self, x):
-        x = fsdp(FaultyDense, min_weight_size=64)(16, self.faults, name="first")(x)
-        return fsdp(nn.Dense, min_weight_size=64)(8, name="second")(x)
 
 
 @pytest.mark.parametrize("kind, how", EACH_MESH)

@@ -64,7 +64,7 @@ class MinibatchResult(NamedTuple):
       grads: gradients, averaged likewise; the means stay in float32 or wider.
       weight: the weight of the minibatch.
       carries: the states for the next minibatch.
-      each: arrays that are not averaged. ``mean_over`` stacks them over minibatches along a leading dim.
+      stacked: arrays that are not averaged. ``mean_over`` stacks them over minibatches along a leading dim.
     """
 
     values: PyTree

@@ -304,7 +304,8 @@ class CheckedStep:
       step: the function to compile.
       layout: the layout of its batch, with the mesh of the step.
       arguments: names of the function's arguments by position.
-      like: function of the arguments that returns the arguments that the results replace; see ``on_auto_axes``.
+      arguments_replaced: function of the arguments that returns the arguments that the results replace; see ``like`` of
+        ``on_auto_axes``.
       needed: names of the arguments without which a call is refused; None: the arguments without a default.
       counting: ``counting(batch, args, kwargs)`` returns the names of results that ignore the weights of padded rows,
         by kind; see ``counting_padding``.
