@@ -99,27 +99,32 @@ def on_auto_axes(
 
 
 def typed_like(results: PyTree, like: PyTree) -> PyTree:
-    """Returns results of ``on_auto_axes`` with the types of the arguments to be replaced by the results.
+    """Returns results of ``on_auto_axes`` with the types of arguments, or with the type of a spec on the set mesh.
+
+    On a mesh of explicit and Auto axes only the spec ``P()`` gives results a type.
 
     Args:
       results: the results, of types without a sharding.
-      like: the arguments to be replaced, leaf by leaf; None for replicated results. A tuple has arguments or None for
+      like: the arguments to be replaced, leaf by leaf; or the spec of each result. A tuple has arguments or a spec for
         each entry of the tuple of results.
     """
     if type(like) is tuple:
         return tuple(map(typed_like, results, like))
     leaves, structure = jax.tree.flatten(results)
-    if like is None:
+    if isinstance(like, PartitionSpec):
         around = jax.sharding.get_abstract_mesh()
-        is_set = has_explicit_axes(around)
-        typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
-    else:
-        # Leaves are paired by order, not by structure, because a step may change static fields of a state.
-        arguments = jax.tree.leaves(like)
-        # JAX 0.12 pairs donated arguments with typed results by bytes alone, and refuses to run if one of a pair is in
-        # host memory. Without types XLA makes the pairs, and `on_set_mesh` places the results after the call.
-        typed = leaves if any(map(_is_on_host, arguments)) else list(map(_with_type_of, leaves, arguments))
-    return jax.tree.unflatten(structure, typed)
+        if not has_explicit_axes(around):
+            return results
+        of_spec = NamedSharding(around, like)
+        return jax.tree.unflatten(structure, [_with_type(leaf, of_spec, not any(like)) for leaf in leaves])
+    # Leaves are paired by order, not by structure, because a step may change static fields of a state.
+    arguments = jax.tree.leaves(like)
+    # JAX 0.12 pairs donated arguments with typed results by bytes alone, and refuses to run if one of a pair is in
+    # host memory. Without types XLA makes the pairs, and `on_set_mesh` places the results after the call.
+    if not any(map(_is_on_host, arguments)):
+        shardings = [jax.typeof(argument).sharding for argument in arguments]
+        leaves = list(map(_with_type, leaves, shardings))
+    return jax.tree.unflatten(structure, leaves)
 
 
 def unsplit_over(x: Any, axes: Container[str]) -> Any:
@@ -292,10 +297,11 @@ def _is_on_host(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def _with_type_of(leaf: Any, argument: Any) -> Any:
-    sharding = jax.typeof(argument).sharding
+def _with_type(leaf: Any, sharding: NamedSharding, is_replicated: bool = False) -> Any:
+    """Returns the array with the sharding in its type; on a mesh with Auto axes only if the array is replicated."""
+    mesh = sharding.mesh.abstract_mesh
     # On a mesh of explicit and Auto axes the type of a dim may name only some of the dim's axes, and XLA would gather
     # the dim over the remaining axes. Results then keep their type, and `on_set_mesh` places them after the call.
-    if set(sharding.mesh.axis_types) != {AxisType.Explicit}:
+    if not has_explicit_axes(mesh) or (AxisType.Auto in mesh.axis_types and not is_replicated):
         return leaf
-    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))
+    return jax.sharding.reshard(leaf, NamedSharding(mesh, sharding.spec))

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
@@ -169,10 +169,10 @@ def nnx_value_and_grad(
             run_checks("results", Results(results, jaxpr, on_mesh, axes, {}))
             return results
 
-        loss, grads, means, rows, changed = on_auto_axes(checked, on_mesh)(params, batch)
-        loss, grads, means, changed = typed_like((loss, grads, means, changed), (None, live, None, None))
+        results = on_auto_axes(checked, on_mesh)(params, batch)
+        loss, grads, means, rows, changed = typed_like(tuple(results), (WHOLE, live, WHOLE, PartitionSpec(axes), WHOLE))
         _write(nodes, changed)
-        return (loss, program.aux_of(means, _typed_rows(rows, axes))) if has_aux else loss, grads[0]
+        return (loss, program.aux_of(means, rows)) if has_aux else loss, grads[0]
 
     return value_and_grads
 
@@ -214,17 +214,6 @@ def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
                 f"devices along {format_axes(axes)} do not divide its {np.shape(leaf)[0]} rows. Pad the rows to "
                 f"{-(-np.shape(leaf)[0] // count) * count}, and give padded rows the weight 0 in the loss."
             )
-
-
-def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns ``rows`` (split along dim 0) with a type that names ``axes``, if all axes of the set mesh are explicit.
-
-    Otherwise ``rows`` are returned unchanged.
-    """
-    around = jax.sharding.get_abstract_mesh()
-    if set(around.axis_types) != {AxisType.Explicit}:
-        return rows
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(axes)), rows)
 
 
 class _OfDevices(NamedTuple):
