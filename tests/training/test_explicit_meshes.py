@@ -1,6 +1,5 @@
 """Training, and what surrounds it, under ``jax.set_mesh`` with explicit, Auto and mixed axes."""
 
-from contextlib import contextmanager
 from functools import partial
 
 import jax
@@ -8,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.mesh_types import MESHES, MODELS, TX, Linen, has_types_of, is_explicit, mesh_called, set_globally
 from tests.support import (
     AXES,
     FLOAT32_ROUNDING,
@@ -21,7 +19,6 @@ from tests.support import (
     data,
     fsdp,
     mean_loss,
-    plain,
     train_on_one_device,
 )
 from xlstm_jax.distributed import (
@@ -37,74 +34,19 @@ from xlstm_jax.distributed import (
     import_safetensors,
     make_eval_step,
     make_train_step,
-    nnx_model,
     partition_specs,
     plan_sharding,
     shard_batch,
-    shard_modules,
     unbox,
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import has_explicit_axes
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
 STEPS = 3
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = {
-    "explicit": ((2, 4), AXES, (EXPLICIT, EXPLICIT)),
-    "explicit fsdp": ((2, 4), AXES, (AUTO, EXPLICIT)),
-    "explicit dp": ((2, 4), AXES, (EXPLICIT, AUTO)),
-    "auto": ((2, 4), AXES, (AUTO, AUTO)),
-    "one explicit axis": ((8,), ("fsdp",), (EXPLICIT,)),
-    "one auto axis": ((8,), ("fsdp",), (AUTO,)),
-}
-
-
-class Linen(nn.Module):
-    """Two layers; ``wrap`` is applied to each."""
-
-    wrap: type | partial = plain
-    hidden: int = 16
-
-    @nn.compact
-    def __call__(self, x):
-        return self.wrap(nn.Dense)(4)(nn.tanh(self.wrap(nn.Dense)(self.hidden)(x)))
-
-
-class Nnx(nnx.Module):
-    """The NNX version of ``Linen``."""
-
-    def __init__(self, rngs):
-        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.tanh(self.first(x)))
-
-
-MODELS = {
-    "linen": (Linen(fsdp()), Linen()),
-    "nnx": (shard_modules(nnx_model(Nnx), nnx.Linear, "fsdp", min_weight_size=32), nnx_model(Nnx)),
-}
 MODEL = MODELS["linen"][0]
-# A norm over all gradients, and moments: both are wrong if computed from shards.
-TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-
-
-def mesh_called(name):
-    shape, axes, types = MESHES[name]
-    return jax.make_mesh(shape, axes, axis_types=types)
-
-
-@contextmanager
-def set_globally(mesh):
-    jax.set_mesh(mesh)
-    try:
-        yield
-    finally:
-        jax.set_mesh(None)
 
 
 def batch_of(mesh):
@@ -134,17 +76,14 @@ def of_one_device(model=MODELS["linen"][1], share=slice(None)):
     return jax.device_get(params), losses
 
 
-REFERENCE = {name: of_one_device(model) for name, (_, model) in MODELS.items()}
+KINDS_OF_MODELS = ("linen", "nnx")
+REFERENCE = {name: of_one_device(MODELS[name][1]) for name in KINDS_OF_MODELS}
 
 
 def assert_trained_as_on_one_device(state, losses, name="linen"):
     params, want = REFERENCE[name]
     np.testing.assert_allclose(losses, want, rtol=FLOAT32_ROUNDING)
     assert_same_params(unbox(jax.device_get(state.params)), params)
-
-
-def is_explicit(x):
-    return has_explicit_axes(jax.typeof(x).sharding.mesh)
 
 
 def implicit_leaves(tree):
@@ -163,7 +102,7 @@ def mesh():
 # ------------------------------------------------------------------------------------------------------------ exactness
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", MESHES)
 def test_training_under_jax_set_mesh_matches_a_single_device(kind, check_vma, name):
@@ -172,10 +111,10 @@ def test_training_under_jax_set_mesh_matches_a_single_device(kind, check_vma, na
         state, losses, step = trained(mesh, MODELS[name][0], check_vma=check_vma)
     assert_trained_as_on_one_device(state, losses, name)
     assert step.jitted._cache_size() == 1  # types of results are those of arguments: nothing compiles twice
-    assert {is_explicit(x) for x in jax.tree.leaves(state)} == {EXPLICIT in MESHES[kind][2]}
+    assert has_types_of(kind, state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
 def test_training_under_a_globally_set_mesh_matches_a_single_device(kind, name):
     with set_globally(mesh_called(kind)):
@@ -230,13 +169,13 @@ def test_create_train_state_accepts_example_inputs_made_under_the_mesh(mesh):
 def test_parameters_have_explicit_types_outside_the_step(mesh):
     assert not implicit_leaves(state_on(mesh, MODEL).params)  # of a new state, too
     state, _, _ = trained(mesh)
-    kernel = state.params["Dense_1"]["kernel"].value
+    kernel = state.params["last"]["kernel"].value
     assert str(jax.typeof(kernel)) == "float32[8,16@fsdp]"
     assert str(jax.typeof(jnp.ones((2, 8)) @ kernel)) == "float32[2,16@fsdp]"
     assert str(jax.typeof(jax.sharding.reshard(kernel, P()))) == "float32[8,16]"
     halved = state.replace(params=jax.tree.map(lambda x: x / 2, state.params))
     state, metrics = make_train_step(mean_loss, mesh, AXES)(halved, batch_of(mesh), KEY)
-    assert is_explicit(state.params["Dense_1"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
+    assert is_explicit(state.params["last"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
 
 
 def test_state_created_without_a_set_mesh_trains_on_under_the_mesh(mesh):
@@ -317,7 +256,7 @@ def test_custom_step_with_apply_gradients_trains_under_an_explicit_mesh(mesh, tx
         (Linen(fsdp(uneven="pad"), hidden=15), {}),
         (Linen(fsdp(axis_name=AXES)), {}),
         (MODEL, {"offload": Offload()}),
-        (MODEL, {"trainable": lambda path: "Dense_0" not in path}),
+        (MODEL, {"trainable": lambda path: "first" not in path}),
     ],
     ids=["padding", "two axes", "offload", "frozen"],
 )
@@ -430,7 +369,7 @@ def test_plans_and_forecasts_are_equal_with_and_without_a_set_mesh(mesh):
         plans = [plan_sharding(MODEL, sizes, jnp.ones((16, 8)), tx=TX) for sizes in (mesh.shape, {"dp": 4, "fsdp": 8})]
         absent = DeviceMeshManager.create_abstract_mesh({"dp": 4, "fsdp": 4})
         state = abstract_train_state(MODEL, TX, absent, KEY, jnp.ones((16, 8)), batch_axes=AXES)
-        shape = state.params["Dense_0"]["kernel"].value.sharding.shard_shape((8, 16))
+        shape = state.params["first"]["kernel"].value.sharding.shard_shape((8, 16))
         return [str(plan) for plan in plans], shape, forecast(step, *args).total_bytes
 
     under = looked_at(mesh)
