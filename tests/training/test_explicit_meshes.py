@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.mesh_types import MESHES, MODELS, TX, Linen, has_types_of, is_explicit, mesh_called, set_globally
+from tests.mesh_types import EXPLICIT, MESHES, MODELS, TX, Linen, has_types_of, is_explicit, mesh_called, set_globally
 from tests.support import (
     AXES,
     FLOAT32_ROUNDING,
@@ -29,11 +30,13 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     check_replicas,
     check_step,
+    create_nnx_module,
     create_train_state,
     export_safetensors,
     import_safetensors,
     make_eval_step,
     make_train_step,
+    nnx_value_and_grad,
     partition_specs,
     plan_sharding,
     shard_batch,
@@ -42,6 +45,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
+from xlstm_jax.explicit_axes import on_auto_axes
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
@@ -207,6 +211,81 @@ def test_train_step_runs_inside_jit_and_scan_under_an_explicit_mesh(mesh):
 
     state, losses = run(state_on(mesh))
     assert_trained_as_on_one_device(state, losses)
+
+
+MIXED = ["explicit fsdp", "explicit dp"]
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_step_in_a_program_on_mixed_axes_returns_arrays_with_the_types_of_the_state(kind):
+    """The carry of a scan must have equal types; arrays of a step are combined with arrays of the program."""
+    mesh = mesh_called(kind)
+    with jax.set_mesh(mesh):
+        step, state, batch = make_train_step(mean_loss, mesh, AXES), state_on(mesh), batch_of(mesh)
+
+        @jax.jit
+        def run(state):
+            def body(state, _):
+                after, metrics = step(state, batch, KEY)
+                moved = jax.tree.map(lambda new, old: jnp.max(abs(new - old)), after.params, state.params)
+                return after, (metrics["loss"] * 1, moved)
+
+            return jax.lax.scan(body, state, length=STEPS)
+
+        types = jax.tree.map(jax.typeof, state)
+        state, (losses, moved) = run(state)
+        assert jax.tree.leaves(jax.tree.map(jax.typeof, state)) == jax.tree.leaves(types)
+    assert_trained_as_on_one_device(state, losses)
+    assert min(map(jnp.min, jax.tree.leaves(moved))) > 0
+
+
+@pytest.mark.parametrize("kind", [*MIXED, "explicit"])
+def test_gradients_of_an_nnx_module_have_the_types_of_its_parameters(kind):
+    """In ``nnx.jit`` an optimizer combines the gradients with parameters; rows have the explicit axes of the batch."""
+    rows = jax.device_get(data())
+    mesh = mesh_called(kind)
+
+    def loss_fn(module, batch):
+        errors = jnp.mean((module(batch["x"]) - batch["y"]) ** 2, -1)
+        return errors.mean(), {"rows": errors, "mean": errors.mean()}
+
+    @nnx.jit
+    def step(module, optimizer, batch):
+        (loss, aux), grads = nnx_value_and_grad(loss_fn, has_aux=True)(module, batch)
+        weighed = jax.tree.map(lambda param, grad: param + grad, nnx.state(module, nnx.Param), grads)
+        optimizer.update(module, grads)
+        return loss, aux["rows"] * aux["mean"], weighed
+
+    params, want = REFERENCE["nnx"]
+    with jax.set_mesh(mesh):
+        module = create_nnx_module(MODELS["nnx"][0], KEY, mesh=mesh)
+        optimizer = nnx.Optimizer(module, TX, wrt=nnx.Param)
+        found = [step(module, optimizer, rows) for _ in range(STEPS)]
+        explicit = tuple(axis for axis, of_axis in zip(AXES, MESHES[kind][2], strict=True) if of_axis == EXPLICIT)
+        assert jax.typeof(found[0][1]).sharding.spec == P(explicit)
+    np.testing.assert_allclose([loss for loss, _, _ in found], want, rtol=FLOAT32_ROUNDING)
+    np.testing.assert_allclose(np.mean(found[0][1]), want[0] ** 2, rtol=FLOAT32_ROUNDING)
+    assert_same_params(unbox(jax.device_get(MODELS["nnx"][1].unbind(module)["params"])), params)
+
+
+@pytest.mark.parametrize("kind", [*MIXED, "explicit", "auto"])
+def test_results_are_typed_by_a_spec_or_by_the_arguments_that_they_replace(kind):
+    x = np.arange(32.0, dtype=np.float32).reshape(16, 2)
+    names = tuple(axis for axis, of_axis in zip(AXES, MESHES[kind][2], strict=True) if of_axis == EXPLICIT)
+
+    with jax.set_mesh(mesh_called(kind)):
+        replaced = jax.device_put(x, P("fsdp")) if "fsdp" in names else jnp.asarray(x)
+        typed = on_auto_axes(
+            lambda replaced, x: (replaced * 2, x * 2, x.sum(0)),
+            like=lambda replaced, x: (replaced, P(AXES), P()),
+            on_mixed_axes=True,
+        )
+        results = jax.jit(typed)(replaced, jnp.asarray(x))
+        for result, want in zip(results, (2 * x, 2 * x, x.sum(0)), strict=True):
+            np.testing.assert_array_equal(result, want)
+        if names:
+            of_replaced = P("fsdp", None) if "fsdp" in names else P(None, None)
+            assert [jax.typeof(y).sharding.spec for y in results] == [of_replaced, P(names, None), P(None)]
 
 
 def test_train_step_compiled_from_abstract_arguments_trains_under_an_explicit_mesh(mesh):

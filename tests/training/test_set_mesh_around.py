@@ -171,6 +171,41 @@ def test_loss_with_a_function_of_the_host_trains_and_evaluates_under_a_set_mesh(
     assert bool(seen) == (name != "pure")
 
 
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("where", ["loss", "program"])
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
+def test_function_of_the_host_in_a_program_around_the_step_trains_or_is_refused(kind, where, name):
+    """JAX refuses callbacks that return values, if explicit axes and axes of type Auto are in one program."""
+    seen, mesh = [], mesh_called(kind)
+
+    def loss(params, apply_fn, batch):
+        value = mean_loss(params, apply_fn, batch)
+        measured = CALLBACKS[name](jax.lax.stop_gradient(value), seen) if where == "loss" else None
+        return value if measured is None else value + 0 * jax.lax.stop_gradient(measured)
+
+    with jax.set_mesh(mesh):
+        state, step = create_train_state(MODELS["linen"][0], TX, mesh, KEY, batch()["x"]), make_train_step(loss, mesh)
+
+        @jax.jit
+        def program(state, batch):
+            state, metrics = step(state, batch)
+            measured = CALLBACKS[name](metrics["loss"], seen) if where == "program" else None
+            return state, metrics["loss"] if measured is None else measured
+
+        if name != "debug" and kind != "auto":
+            ours = f"{name}_callback, and is called inside a jax.jit of yours .*Call the step outside of jax.jit"
+            with pytest.raises(ValueError, match=ours if where == "loss" else "mesh should be the same"):
+                program(state, batch())
+            return
+        losses = []
+        for _ in range(2):
+            state, loss_of_step = program(state, batch())
+            losses.append(float(loss_of_step))
+    params = jax.jit(Linen().init)(KEY, batch()["x"])["params"]
+    np.testing.assert_allclose(losses, train_on_one_device(Linen(), TX, params, mean_loss, data(), 2)[2], rtol=1e-5)
+    assert bool(seen) == (name != "pure")
+
+
 # ------------------------------------------------------------------------------------------------- the page with a loop
 
 PAGE = Path(__file__).parents[2] / "docs" / "examples" / "whole_loop.py"
