@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 
 from tests.support import KEPT, assert_same_params, train_on_one_device
-from xlstm_jax.distributed import DeviceMeshManager, create_train_state, make_train_step, shard_modules, unbox
+from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step, shard_modules, unbox
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.model_parallel import Experts, split_modules
 
@@ -60,9 +60,10 @@ class Decoder(nn.Module):
     def __call__(self, tokens):
         table = named("vocab", "embed", init=nn.initializers.normal(1.0))
         embed = nn.Embed(VOCAB, WIDTH, embedding_init=table, name="embed")
+        x = embed(tokens)
         layers = {"length": 2, "metadata_params": {nn.PARTITION_NAME: "layers"}}
         scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, **layers)
-        return embed.attend(scanned(name="blocks")(embed(tokens), None)[0])
+        return embed.attend(scanned(name="blocks")(x, None)[0])
 
 
 def cross_entropy(params, apply_fn, tokens, rng=None):
@@ -129,6 +130,14 @@ class Vmapped(nn.Module):
         return nn.vmap(nn.remat(Mlp), **over, metadata_params={nn.PARTITION_NAME: "copies"})(name="stack")(x).mean(0)
 
 
+class LeftOut(nn.Module):
+    """A pair of layers that is split, and a pair that is not, whose dims the rules map to the axis of the split."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Mlp(name="other")(Mlp(name="mlp")(x))
+
+
 class WithExperts(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -137,9 +146,10 @@ class WithExperts(nn.Module):
 
 NEIGHBOURS = {
     "setup": (Setup(), {}, 1e-5),
+    "left out": (LeftOut(), {}, 1e-5),
     "vmap": (Vmapped(), {}, 1e-5),
     "experts": (WithExperts(), {}, 1e-5),
-    "copies": (Mlp(), {"replica_axes": "dp"}, 1e-5),
+    "copies": (Mlp(), {"replicas": Replicas("dp")}, 1e-5),
     "blocks": (Mlp(), {"gather_dtype": "int8"}, 0.05),
 }
 
@@ -150,7 +160,7 @@ def test_neighbours_of_split_layers_with_logical_names_have_the_gradients_of_one
     plain, options, tolerance = NEIGHBOURS[name]
     mesh = mesh_of(dp=2, fsdp=2, tp=2) if name == "copies" else mesh_of(fsdp=4, tp=2)
     model = split_modules(
-        shard_modules(plain, None, "fsdp", min_weight_size=32, **options), {"up": "column", "down": "row"}
+        shard_modules(plain, axis_name="fsdp", min_weight_size=32, **options), {"up": "column", "down": "row"}
     )
     axes = mesh.axis_names[:-1]
     with nn.logical_axis_rules(RULES):
@@ -179,13 +189,46 @@ def test_frozen_split_layer_with_logical_names_keeps_its_values():
 @pytest.mark.parametrize(
     "rules, match",
     [
-        ((("embed", None), ("mlp", "fsdp")), r"'up/kernel' is split along dim 1 over 'tp' .* \(None, 'fsdp'\)"),
-        ((("embed", "tp"), ("mlp", None)), r"'up/kernel' is split along dim 1 over 'tp' .* \('tp', None\)"),
-        ((), r"'up/kernel'.*no 'embed'.*under nn\.logical_axis_rules"),
+        ((("embed", None), ("mlp", "fsdp")), r"'layers_0/kernel' is split along dim 1 over 'tp' .* \(None, 'fsdp'\)"),
+        ((("embed", "tp"), ("mlp", None)), r"'layers_0/kernel' is split along dim 1 over 'tp' .* \('tp', None\)"),
+        ((), r"'layers_0/kernel'.*no 'embed'.*under nn\.logical_axis_rules"),
     ],
     ids=["another axis", "another dim", "no rules"],
 )
 def test_rules_that_contradict_the_split_are_refused_by_the_path(rules, match):
-    model = split_modules(nn.Sequential([nn.Dense(32, kernel_init=named("embed", "mlp"), name="up")]), {"up": "column"})
+    model = split_modules(nn.Sequential([nn.Dense(32, kernel_init=named("embed", "mlp"))]), {"layers_0": "column"})
     with nn.logical_axis_rules(rules), pytest.raises(ValueError, match=match):
         create_train_state(model, KEPT, mesh_of(fsdp=4, tp=2), KEY, X, batch_axes="fsdp", allow_replicated=True)
+
+
+class Scale(nn.Module):
+    """Two values, of which each feature takes the sum."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", named("norm", init=nn.initializers.ones), (2,)).sum()
+
+
+class WithScale(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = Scale(name="scale")(nn.Dense(32, kernel_init=named("embed", "mlp"), name="up")(x))
+        return x + nn.Dense(WIDTH, kernel_init=named("mlp", "embed"), name="down")(h)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("inside", [{}, {"scale": "inside"}], ids=["not named", "inside"])
+def test_parameter_between_split_layers_whose_rule_names_the_axis_is_exact_or_refused(inside, check_vma):
+    mesh = mesh_of(fsdp=4, tp=2)
+    model = split_modules(shard_modules(WithScale(), min_weight_size=2), PAIR | inside)
+    with nn.logical_axis_rules((*RULES, ("norm", "tp"))):
+        state = create_train_state(model, KEPT, mesh, KEY, X, batch_axes="fsdp", allow_replicated=True)
+    step = make_train_step(squared, mesh, "fsdp", check_vma=check_vma, allow_replicated=True)
+    if check_vma or not inside:
+        with pytest.raises(ValueError, match=r"'scale' .*"):
+            step(state, X, KEY)
+        return
+    _, _, want, wanted = one_device(WithScale(), squared, KEPT, 1)
+    state, metrics = step(state, X, KEY)
+    np.testing.assert_allclose(metrics["loss"], wanted[0], rtol=1e-5)
+    assert_same_params(state.opt_state, want)

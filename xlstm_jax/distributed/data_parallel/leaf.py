@@ -42,6 +42,7 @@ from xlstm_jax.program_names import GATHER_SCOPE
 
 
 LOOKED_UP = "looked_up"  # mark of an embedding table that exactly one lookup read while the model was initialised
+SPLIT_BY_RULES = "split_by_rules"  # mark of a leaf that rules for logical names split: the module reads all values
 
 
 class Sharded(QuickBox):
@@ -313,7 +314,7 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     box = leaf_of(leaf)
     is_foreign = not isinstance(leaf, Sharded)
     if is_foreign and reader().has_rules_for(leaf):  # the model uses unsharded parameters
-        return box if box.axes else box.value
+        return box.replace(marks=box.marks | {SPLIT_BY_RULES}) if box.axes else box.value
     if not box.axes:
         return leaf
     model_axes = tuple([axis for axis in (box.axes if is_foreign else box.model_axes) if axis not in gathered])
@@ -368,6 +369,7 @@ def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], comm
         store=to_split.store,
         model_axes=box.model_axes,
         trainable=box.trainable,
+        marks=box.marks,
     )
 
 

@@ -262,9 +262,18 @@ class _Run:
         is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
         # Direct parameters alone: parameters of submodules are checked when the submodule runs.
         arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
-        has_params = bool(trees.differentiable(arrays))
+        trained = [leaf.value for leaf in trees.differentiable(arrays)]
+        if not is_split or not trained:
+            return
+        # The gradient of a parameter that rules have split over the axis is a mean over the axis, and not a sum.
+        if any(axis in collectives.varying_axes(value) for value in trained):
+            raise ValueError(
+                f"split_modules: '{path}' ({type(module).__name__}) runs on features that '{self._column}' has split "
+                f"over {axis!r}, and rules for logical names split a parameter of '{path}' over {axis!r}, too. Map the "
+                "name of its dim to None, or to another axis."
+            )
         # With check_vma=True JAX sums the gradients.
-        if is_split and not collectives.is_tracked(axis) and has_params:
+        if not collectives.is_tracked(axis):
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has replicated parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
