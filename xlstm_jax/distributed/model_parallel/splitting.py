@@ -202,6 +202,7 @@ class _Run:
             return None
         # Change the class in place: the parent has already named and registered this object.
         if kind == "inside":
+            self._check_not_split_by_rules(path, module, _trained(module))
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
             _check_plain(path, module, kind)
@@ -259,19 +260,9 @@ class _Run:
     def _check_between(self, path: str, module: nn.Module) -> None:
         """Raises a ``ValueError`` if a module between a column-split and a row-split layer is not in ``split=``."""
         axis = self.splitting.axis_name
-        is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
-        # Direct parameters alone: parameters of submodules are checked when the submodule runs.
-        arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
-        trained = [leaf.value for leaf in trees.differentiable(arrays)]
-        if not is_split or not trained:
+        if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):
             return
-        # The gradient of a parameter that rules have split over the axis is a mean over the axis, and not a sum.
-        if any(axis in collectives.varying_axes(value) for value in trained):
-            raise ValueError(
-                f"split_modules: '{path}' ({type(module).__name__}) runs on features that '{self._column}' has split "
-                f"over {axis!r}, and rules for logical names split a parameter of '{path}' over {axis!r}, too. Map the "
-                "name of its dim to None, or to another axis."
-            )
+        self._check_not_split_by_rules(path, module, trained)
         # With check_vma=True JAX sums the gradients.
         if not collectives.is_tracked(axis):
             raise ValueError(
@@ -280,6 +271,22 @@ class _Run:
                 f"'inside' if its input is split over {axis!r}, or as 'replicated' if its input and output are "
                 "replicated."
             )
+
+    def _check_not_split_by_rules(self, path: str, module: nn.Module, trained: list[Array]) -> None:
+        """Raises if rules have split a parameter over the axis: its gradient is a mean over the axis, and not a sum."""
+        axis = self.splitting.axis_name
+        if any(axis in collectives.varying_axes(value) for value in trained):
+            raise ValueError(
+                f"split_modules: '{path}' ({type(module).__name__}) runs on features that are split over {axis!r}, and "
+                "rules for logical names split one of its parameters over the same axis. Map the name of the dim to "
+                "None, or to another axis."
+            )
+
+
+def _trained(module: nn.Module) -> list[Array]:
+    """Returns the values of a module's parameters that take a gradient, without the parameters of its submodules."""
+    arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
+    return [leaf.value for leaf in trees.differentiable(arrays)]
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
