@@ -120,8 +120,8 @@ def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> 
         if not has_explicit_axes(around):
             return results
         # A spec names explicit axes alone.
-        names = dict(zip(around.axis_names, around.axis_types, strict=True))
-        explicit = [[axis for axis in _axes_of(entry) if names[axis] == AxisType.Explicit] for entry in like]
+        types = dict(zip(around.axis_names, around.axis_types, strict=True))
+        explicit = [[axis for axis in _axes_of(entry) if types[axis] == AxisType.Explicit] for entry in like]
         shardings = [NamedSharding(around, PartitionSpec(*[tuple(axes) or None for axes in explicit]))] * len(leaves)
         on_mixed_axes = on_mixed_axes or not any(like)
     else:

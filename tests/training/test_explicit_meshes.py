@@ -239,6 +239,18 @@ def test_step_in_a_program_on_mixed_axes_returns_arrays_with_the_types_of_the_st
     assert min(map(jnp.min, jax.tree.leaves(moved))) > 0
 
 
+@pytest.mark.parametrize("axis_name, typed", [("fsdp", True), (AXES, False)], ids=str)
+def test_update_on_mixed_axes_keeps_shards_of_dims_over_axes_of_both_types(axis_name, typed):
+    """Types name explicit axes alone: with types, dims over both axes would be gathered over the Auto axis."""
+    mesh = mesh_called("explicit fsdp")
+    with jax.set_mesh(mesh):
+        state = state_on(mesh, Linen(fsdp(axis_name=axis_name)))
+        after = jax.jit(lambda state: state.apply_gradients(grads=state.params))(state)
+        for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+            assert new.sharding.shard_shape(new.shape) == old.sharding.shard_shape(old.shape)
+            assert is_explicit(new) == typed
+
+
 @pytest.mark.parametrize("kind", [*MIXED, "explicit"])
 def test_gradients_of_an_nnx_module_have_the_types_of_its_parameters(kind):
     """In ``nnx.jit`` an optimizer combines the gradients with parameters; rows have the explicit axes of the batch."""
