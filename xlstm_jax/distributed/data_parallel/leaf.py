@@ -313,12 +313,17 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
         return leaf
     box = leaf_of(leaf)
     is_foreign = not isinstance(leaf, Sharded)
-    if is_foreign and reader().has_rules_for(leaf):  # the model uses unsharded parameters
-        return box.replace(marks=box.marks | {SPLIT_BY_RULES}) if box.axes else box.value
+    if is_foreign and (marks := marks_of_rules(leaf)):  # the model uses unsharded parameters
+        return box.replace(marks=box.marks | marks) if box.axes else box.value
     if not box.axes:
         return leaf
     model_axes = tuple([axis for axis in (box.axes if is_foreign else box.model_axes) if axis not in gathered])
     return box if model_axes == box.model_axes else box.replace(model_axes=model_axes)
+
+
+def marks_of_rules(leaf: Any) -> frozenset[str]:
+    """Returns the mark ``SPLIT_BY_RULES`` if rules for logical names map the names of a model's box, else no mark."""
+    return frozenset({SPLIT_BY_RULES} if reader().has_rules_for(leaf) else ())
 
 
 def frozen(leaf: Any) -> Any:

@@ -30,7 +30,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, marks_of_rules, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.model_parallel.activations import (
@@ -120,7 +120,7 @@ def split_param(
                 f"are {box.names}. Other dims may have other axes: leave dim {dim} and {axis_name!r} to the layer, in "
                 "nn.with_partitioning or in the rules of logical names."
             )
-        return Sharded(value, names, model_axes=(axis_name,))
+        return Sharded(value, names, model_axes=(axis_name,), marks=marks_of_rules(leaf))
 
     value: Array = module.param(name, local_part)
     return value
@@ -314,7 +314,9 @@ def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[...,
         if axis_name not in box.axes:
             return leaf
         names = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
-        return Sharded(box.value, tuple(map(axes_entry, names))) if any(names) else box.value
+        if not any(names):
+            return box.value
+        return Sharded(box.value, tuple(map(axes_entry, names)), marks=marks_of_rules(leaf))
 
     return replicated_init
 

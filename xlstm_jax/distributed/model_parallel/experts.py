@@ -29,8 +29,7 @@ from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.boxes import reader
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_model, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, is_box, leaf_of, split_by_model, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.linen_run import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (
@@ -563,7 +562,7 @@ class Experts(nn.Module):
                 return leaf
             box = leaf_of(split_by_model(with_layer_names(leaf)))
             # Of two dims that rules map to one axis, the first is split, as in Flax: here the dim of experts.
-            by_rules = over if reader().has_rules_for(leaf) else ()
+            by_rules = over if SPLIT_BY_RULES in box.marks else ()
             others = [tuple(axis for axis in entry_axes(entry) if axis not in by_rules) for entry in box.names[1:]]
             names = axes_entry(over), *map(axes_entry, others)
             # unit_depth=0: wrapped modules within the expert gather nothing, as the parameters are gathered when read

@@ -202,7 +202,7 @@ class _Run:
             return None
         # Change the class in place: the parent has already named and registered this object.
         if kind == "inside":
-            self._check_not_split_by_rules(path, module, _trained(module))
+            check_not_split_by_rules(path, module, _trained(module), self.splitting.axis_name)
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
             _check_plain(path, module, kind)
@@ -262,7 +262,7 @@ class _Run:
         axis = self.splitting.axis_name
         if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):
             return
-        self._check_not_split_by_rules(path, module, trained)
+        check_not_split_by_rules(path, module, trained, axis)
         # With check_vma=True JAX sums the gradients.
         if not collectives.is_tracked(axis):
             raise ValueError(
@@ -272,15 +272,15 @@ class _Run:
                 "replicated."
             )
 
-    def _check_not_split_by_rules(self, path: str, module: nn.Module, trained: list[Array]) -> None:
-        """Raises if rules have split a parameter over the axis: its gradient is a mean over the axis, and not a sum."""
-        axis = self.splitting.axis_name
-        if any(axis in collectives.varying_axes(value) for value in trained):
-            raise ValueError(
-                f"split_modules: '{path}' ({type(module).__name__}) runs on features that are split over {axis!r}, and "
-                "rules for logical names split one of its parameters over the same axis. Map the name of the dim to "
-                "None, or to another axis."
-            )
+
+def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis: str) -> None:
+    """Raises if rules have split a parameter over the axis: its gradient is a mean over the axis, and not a sum."""
+    if any(axis in collectives.varying_axes(value) for value in trained):
+        raise ValueError(
+            f"split_modules: '{path}' ({type(module).__name__}) runs on features that are split over {axis!r}, and "
+            "rules for logical names split one of its parameters over the same axis. Map the name of the dim to "
+            "None, or to another axis."
+        )
 
 
 def _trained(module: nn.Module) -> list[Array]:
