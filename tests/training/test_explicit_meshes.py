@@ -173,7 +173,7 @@ def test_create_train_state_accepts_example_inputs_made_under_the_mesh(mesh):
 def test_parameters_have_explicit_types_outside_the_step(mesh):
     assert not implicit_leaves(state_on(mesh, MODEL).params)  # of a new state, too
     state, _, _ = trained(mesh)
-    kernel = state.params["last"]["kernel"].value
+    kernel = state.params["first"]["kernel"].value
     assert str(jax.typeof(kernel)) == "float32[8,16@fsdp]"
     assert str(jax.typeof(jnp.ones((2, 8)) @ kernel)) == "float32[2,16@fsdp]"
     assert str(jax.typeof(jax.sharding.reshard(kernel, P()))) == "float32[8,16]"

@@ -27,8 +27,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable, let_carries_vary
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
+from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
@@ -274,6 +275,10 @@ class _Program:
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
                 # Statistics of all rows, as on a single device. Flax annotates one name, and takes several.
                 node.axis_name = cast(Any, self.axes)
+        boxed = trees.map_leaves(boxed_leaf, (trainable, frozen), one_leaf=is_variable)
+        for node in nodes:
+            # A cell makes zeros for its first carry; by type these are equal on all devices.
+            let_carries_vary(node, frozenset(carry_axes((boxed, batch))))
         others, rows = iter(nodes[1:]), iter(batch)
         args = [next(others if node else rows) for node in self.is_node]
         found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)
