@@ -95,7 +95,7 @@ def test_plan_sharding_reports_matrices_and_owners():
     assert str(whole) == "6 matrices of 16 x 32 (muon): every device computes every update"
     (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")
     assert none.leaves == ("blocks/LayerNorm_0/scale",) and none.count == 0
-    console = Console(width=180, file=io.StringIO())
+    console = Console(width=240, file=io.StringIO())
     console.print(plan.table())
     shown = console.file.getvalue()
     assert str(six) in shown and "no matrices: a bias is a vector" in shown
