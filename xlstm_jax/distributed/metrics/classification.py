@@ -273,7 +273,7 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Statistic):
-    """Fraction of correct decisions; ``zero_division`` before any decision is observed.
+    """Fraction of correct decisions; ``zero_division`` if no decision was observed.
 
     "micro" is the fraction of correct rows (Binary, Multiclass) or correct labels (Multilabel). "macro", "weighted" and
     "per_class" score each class against the rest; with many classes most of these decisions are true negatives. For
@@ -357,11 +357,15 @@ def _over_classes(cells: Cells) -> Cells:
 # eq=False hashes by identity, as for `Compose`.
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
-    """Named statistics for a task (``Binary``, ``Multiclass``, ``Multilabel``); the value is a dict by name.
+    """Named statistics for a task; the value is a dict with the value of each statistic by name.
 
     ``update(state, scores, labels, weight=None)``: the weight is a scalar or has the leading dims of the labels, and
     may be fractional. Raises a ``ValueError`` if scores, labels, weight and task do not fit together. The cells of the
     state are the counts "tp", "fp", "fn" and "tn", each a ``Total`` of shape [C].
+
+    Args:
+      task: ``Binary``, ``Multiclass`` or ``Multilabel``, which turns scores and labels into decisions.
+      statistics: ``Accuracy``, ``Precision``, ``Recall``, ``FBeta`` or further subclasses of ``Statistic``, by name.
 
     >>> metric = ConfusionMatrix(Multiclass(3), {"top1": Accuracy(), "recall": Recall(average="per_class")})
     >>> values = metric.result(metric.observe(jnp.array([0, 1, 1, 2]), jnp.array([0, 1, 2, 2])))

@@ -70,7 +70,7 @@ def reduce_min(metrics: Metrics) -> Metrics:
 
 
 def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metrics:
-    """Reduces each metric by the operation that ``reduce_fn`` names, on global arrays as ``reduce_mean`` does.
+    """Reduces each metric by the operation that ``reduce_fn`` names, over the entries of a global array.
 
     >>> reduce_custom({"loss": jnp.arange(4.0), "tokens": jnp.arange(4)}, {"tokens": "sum"})
     {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
@@ -184,7 +184,7 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
     Every device counts, in both ``check_vma`` modes. So name only the axes that the batch is split over: along a
     tensor parallel axis devices hold equal values, which would be counted several times. Result dtypes are as for
-    ``jnp.sum``.
+    ``jnp.sum``. Results are replicated along ``axis_name``; an unbound axis raises a ``ValueError``.
 
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
@@ -195,6 +195,9 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Returns the maximum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
 
+    Results have the dtypes of the metrics, and are replicated along ``axis_name``. An unbound axis raises a
+    ``ValueError``.
+
     >>> jax.pmap(lambda x: reduce_max_collective({"peak": x}), axis_name="batch")(jnp.arange(8))["peak"][0]
     Array(7, dtype=int32)
     """
@@ -203,6 +206,9 @@ def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
 def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Returns the minimum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    Results have the dtypes of the metrics, and are replicated along ``axis_name``. An unbound axis raises a
+    ``ValueError``.
 
     >>> jax.pmap(lambda x: reduce_min_collective({"least": x}), axis_name="batch")(jnp.arange(8))["least"][0]
     Array(0, dtype=int32)
@@ -234,7 +240,8 @@ def reduce_custom_collective(
 def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Gathers the metrics of every device: [...] -> [n, ...], replicated; inside ``shard_map`` or ``pmap``.
 
-    For a tuple of axes n is the product of the axis sizes, and the first axis is the outermost.
+    For a tuple of axes n is the product of the axis sizes, and the first axis is the outermost. An unbound axis raises
+    a ``ValueError``.
 
     >>> jax.pmap(lambda x: all_gather({"loss": x}), axis_name="batch")(jnp.arange(8))["loss"][0]
     Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
@@ -298,7 +305,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
 
 
 def collect_from_devices(metrics: Metrics) -> Metrics:
-    """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``, to lists of n values.
+    """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``: [n, ...] -> a list of n arrays.
 
     Scalars and values other than ``jax.Array`` are returned unchanged. Call the function outside of ``shard_map`` and
     ``pmap``.

@@ -94,7 +94,7 @@ class Min(_Extremum):
 
 @dataclass(frozen=True)
 class WeightedMean(PureMetric):
-    """Weighted mean sum(weight * value) / sum(weight) over the observed values; ``empty_value`` if the weight is 0.
+    """Weighted mean sum(weight * value) / sum(weight) of the observed values; ``empty_value`` if sum(weight) is 0.
 
     >>> mean = WeightedMean()
     >>> float(mean.result(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1]))))
@@ -119,7 +119,7 @@ class WeightedMean(PureMetric):
         return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
 
     def accumulated_weight(self, state: Synced) -> jax.Array:
-        """Returns the sum of the weights that a synchronized state has observed: the number of tokens, say.
+        """Returns sum(weight) of a synchronized state, such as the number of tokens: a float scalar.
 
         Raises:
           ValueError: the state belongs to another metric.
@@ -135,7 +135,7 @@ class WeightedMean(PureMetric):
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
     """Returns numerator / denominator, and ``empty_value`` where the denominator is 0."""
-    # Two `where`: a 0 / 0 in the unselected branch would still trigger `jax_debug_nans` and make gradients NaN.
+    # `where` twice, because a 0 / 0 in the unselected branch would trigger `jax_debug_nans` and make gradients NaN.
     some = denominator != 0
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
 
@@ -157,9 +157,9 @@ class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over every device; initially 0.
 
     Every device adds local items and seconds, so the ratio of the sums is the rate of one device. ``devices`` is the
-    number of devices that the batch is split over, the product of the sizes of the axes of ``empty``: 8 on a mesh
-    {"dp": 2, "fsdp": 4}, and also on {"dp": 2, "fsdp": 4, "tp": 2}. Time is measured on the host: pass the duration of
-    the previous step as an argument of the step. Items are integers or bools; floats raise a ``TypeError``.
+    number of devices that the batch is split over: the product of the sizes of the axes that were passed to ``empty``,
+    8 on a mesh {"dp": 2, "fsdp": 4}, and also on {"dp": 2, "fsdp": 4, "tp": 2}. Time is measured on the host: pass the
+    duration of the previous step as an argument of the step. Items are integers or bools; floats raise a ``TypeError``.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))
