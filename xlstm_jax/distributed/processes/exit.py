@@ -37,9 +37,10 @@ _KEY = "xlstm_jax/leaving"  # prefix of a text for each process; an empty text e
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Ends this process at once: no ``atexit``, no barrier. With a ``reason`` the other processes end, too.
+    """Ends this process at once with exit code ``code``, without functions of ``atexit`` and without a barrier.
 
-    Output is flushed as far as this does not block.
+    With a ``reason`` the other processes of the job end, too, and print the reason. Output is flushed if flushing does
+    not block.
     """
     # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that in turn wait for this process.
     if reason and _has_peers():
