@@ -32,7 +32,7 @@ Operations = Mapping[str, "str | Operations | None"]  # metric name -> operation
 
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """Returns the mean over the entries of each array; scalars are returned unchanged.
+    """Returns the metrics with each array replaced by the mean of its entries; scalars are returned unchanged.
 
     For global arrays, under plain ``jit`` or outside of ``jit``. The mean of integers or bools is a float32.
 
@@ -43,7 +43,9 @@ def reduce_mean(metrics: Metrics) -> Metrics:
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """Returns the sum over the entries of each array; see ``reduce_mean``. The sum of bools is a count.
+    """Returns the metrics with each array replaced by the sum of its entries, as ``reduce_mean``.
+
+    The sum of bools is an integer count.
 
     >>> reduce_sum({"hits": jnp.array([True, False, True])})
     {'hits': Array(2, dtype=int32)}
@@ -52,7 +54,7 @@ def reduce_sum(metrics: Metrics) -> Metrics:
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """Returns the largest entry of each array; see ``reduce_mean``.
+    """Returns the metrics with each array replaced by its largest entry, as ``reduce_mean``.
 
     >>> reduce_max({"norm": jnp.arange(4.0)})
     {'norm': Array(3., dtype=float32)}
@@ -61,7 +63,7 @@ def reduce_max(metrics: Metrics) -> Metrics:
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """Returns the smallest entry of each array; see ``reduce_mean``.
+    """Returns the metrics with each array replaced by its smallest entry, as ``reduce_mean``.
 
     >>> reduce_min({"norm": jnp.arange(4.0)})
     {'norm': Array(0., dtype=float32)}

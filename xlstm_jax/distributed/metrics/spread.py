@@ -31,9 +31,11 @@ from xlstm_jax.distributed.metrics.sums_and_means import ratio
 class StandardDeviation(PureMetric):
     """Weighted standard deviation of the observed values: sqrt(sum(weight * (value - mean)^2) / sum(weight)).
 
-    The divisor is the sum of weights, as ``numpy.std`` divides by the count; the value is ``empty_value`` if the sum of
-    weights is 0. For the deviation over examples observe a value for each example; for the deviation over steps observe
-    one value for each step, such as the gradient norm that the step returns.
+    ``update(state, values, weight=None)``: values [b, ...]; the weight is a scalar or has the leading dims of the
+    values. Rows with weight 0 are ignored. The divisor is the sum of weights, as ``numpy.std`` divides by the count;
+    the value is ``empty_value`` if the sum of weights is 0. For the deviation over examples observe a value for each
+    example; for the deviation over steps observe one value for each step, such as the gradient norm that the step
+    returns.
 
     The relative error is below 3e-6 if the mean is less than 10,000 times the deviation. The error grows with the
     square of the ratio mean / deviation: 1e-4 for 100,000. For equal values the result is 0, or at most 1e-6 of the

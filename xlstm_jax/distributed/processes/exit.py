@@ -25,8 +25,8 @@ import jax
 from xlstm_jax.formatting import one_line, shortened
 from xlstm_jax.private_names import job, register_atexit
 
-EXIT_FAILED = 13
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_FAILED = 13  # exit code of every process of a job after an error in one of them
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C
 FLUSH_TIMEOUT_S = 0.5
 POST_TIMEOUT_S = 2.0
 OWN_ERROR_S = 0.75  # time for a process to print an error of its main thread after another process has left
