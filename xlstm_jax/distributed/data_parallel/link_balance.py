@@ -28,8 +28,8 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 
-# Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the
-# most bytes.
+# Up to six axes all orders are tried (720). Eight axes have 40,320 orders: with more than six axes only the choices of
+# the three outermost axes are tried, because these carry the most bytes.
 ALL_TRIED, PLACES_TRIED = 6, 3
 
 # The layers of a Python loop keep one order, so that JAX traces and XLA compiles one layer, unless that makes the

@@ -109,7 +109,7 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] | None = None,
 ) -> PyTree:
-    """Chooses the leaves to split, and puts the leaves, and frozen leaves, into boxes.
+    """Chooses the leaves to split, and puts these leaves and frozen leaves into boxes.
 
     ``take(value, dim, axes)`` converts the global array, in storage format, to the array in the box: its shard, say.
     ``None``: the box holds the global array.
