@@ -73,7 +73,7 @@ def shard_module_params(
     Parameter names, shapes and initial values equal the plain module's: the wrapped class keeps its name.
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
     >>> variables = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
-    >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
+    >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # the bias has fewer than 64 values
     ((None, 'fsdp'), (32,))
 
     Parameters that are gathered together are in memory together: wrap blocks, not the entire model, and put
@@ -94,9 +94,9 @@ def shard_module_params(
       reshard_after_forward: gather the parameters again for the backward pass, and keep everything else that is costly
         to compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module drops
         them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``. Axes: gather
-        again over these axes alone. Over the others, which cross hosts (``inter_host_axes``), weights stay gathered
-        from the forward pass on: nothing is sent between hosts a second time, for the memory of a weight divided by
-        the size of the named axes.
+        again over these axes alone. Over the remaining axes, which cross hosts (``inter_host_axes``), weights stay
+        gathered from the forward pass on. Nothing is then sent between hosts a second time; in exchange each device
+        keeps 1/n of every weight, for n devices along the given axes.
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
       uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": the leaf is stored with
         zeros up to the next multiple; the module, the optimizer and checkpoints do not see the zeros.
@@ -169,7 +169,7 @@ class MapOfLeaves(functools.partial[PyTree]):
 def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
 
-    With ``methods=None``, ``target`` is a function of a module, and the result is a function that gathers the module's.
+    With ``methods=None``, ``target`` is a function of a module; the result gathers the module's parameters around it.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(
