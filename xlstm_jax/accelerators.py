@@ -189,8 +189,8 @@ def resolved(
 ) -> dict[str, Any] | None:
     """Converts a user's ``compiler_options`` to options for ``jax.jit(compiler_options=...)``.
 
-    A dict is copied. "auto" becomes ``compiler_options(device_kind, shape=shape)``, and "forecast" the same with
-    ``chosen_by="forecast"``. None, {} and known options that are empty (on a CPU) become None.
+    A dict is copied. "auto" becomes ``compiler_options(device_kind, shape=shape)``; "forecast" becomes the result of
+    the same call with ``chosen_by="forecast"``. None, {} and known options that are empty (on a CPU) become None.
 
     Raises:
       ValueError: ``options`` is another string; or "auto" or "forecast", and no options are known for the kind.

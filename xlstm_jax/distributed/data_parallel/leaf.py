@@ -244,11 +244,11 @@ class SplitVariable:
         raise NotImplementedError
 
 
-BOXES = (meta.Partitioned, SplitVariable)  # boxes that carry axis names
+BOXES = (meta.Partitioned, SplitVariable)  # boxes with axis names
 
 
 def is_box(leaf: Any) -> bool:
-    """Returns whether ``leaf`` is a box that carries axis names."""
+    """Returns whether ``leaf`` is a box with axis names."""
     return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
 
 

@@ -130,9 +130,9 @@ def nnx_value_and_grad(
       on all devices; the gradients are an ``nnx.State``, for ``optimizer.update(module, grads)``. Values that the
       module sows are dropped; return them as auxiliary output.
     Raises:
-      ValueError: the module has no mesh; the axes do not divide the rows; a variable that the module changes would
-        differ from device to device; an array of the auxiliary output has neither rows nor a single value; or as
-        ``value_and_grad``.
+      ValueError: the module has no mesh; ``wrt`` selects no variable; the axes do not divide the rows; a variable that
+        the module changes would differ from device to device; an array of the auxiliary output has neither rows nor a
+        single value; or as ``value_and_grad``.
     """
 
     def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:

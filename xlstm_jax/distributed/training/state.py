@@ -194,6 +194,8 @@ def jitted_init(
 ) -> jax.stages.Wrapped:
     """Returns the ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, for lowering and inspection.
 
+    Arguments and errors are as for ``init_sharded``; ``rng`` and inputs may be ``ShapeDtypeStruct``.
+
     >>> rng, x = jax.random.key(0), jnp.ones((8, 32))
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
     (32, 16)
