@@ -105,9 +105,9 @@ TPUS: dict[str, Tpu] = {
 
 # From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.
 PIPELINES_BY_MODE = (0, 11, 1)
-# How the options for GPUs were chosen. Others measured four parallel collectives on GB200 with FSDP in JAX: 0.3 and
-# 0.65 % faster, where eight were 1.1 % slower (marin-community/marin#8279), and flags that pipeline collectives 2.35 %
-# slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
+# How the options for GPUs were chosen. Others measured FSDP in JAX on GB200: with four parallel collectives steps were
+# 0.3 and 0.65 % faster, with eight 1.1 % slower (marin-community/marin#8279); with flags that pipeline collectives
+# 2.35 % slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
 MEASUREMENT, FORECAST = "measurement", "forecast"
 PARALLEL_COLLECTIVES = {MEASUREMENT: 4, FORECAST: 8}
 AUTO = {"auto": MEASUREMENT, "forecast": FORECAST}  # strings that users pass as compiler_options

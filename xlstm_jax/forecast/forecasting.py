@@ -234,9 +234,9 @@ class Forecast:
     def compute_time(self) -> Range | None:
         """Time of a step without collectives and host transfers; None if ``roofline`` is None.
 
-        least: its rooflines, on GPUs the roofline of each kernel. expected: the compiler's cycles with corrected fills
-        (TPUs), or each kernel at reached rates (GPUs), but no less than the rooflines. most: the compiler's cycles as
-        they are.
+        least: the longest of the step's rooflines and, on GPUs, of the sum of the kernels' rooflines. expected: the
+        compiler's cycles with corrected fills (TPUs), or each kernel at reached rates (GPUs), but no less than the
+        least time. most: the compiler's uncorrected cycles (TPUs); equal to expected on GPUs.
         """
         if self.roofline is None:
             return None

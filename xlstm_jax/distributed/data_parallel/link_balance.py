@@ -71,8 +71,8 @@ def balanced_orders(
         fast = tuple(axis for axis in default_orders[leaf] if axis not in slow_axes)
         first = permutations(fast, len(fast) if len(fast) <= ALL_TRIED else PLACES_TRIED)
         choices = [(*outer, *(axis for axis in fast if axis not in outer), *slow) for outer in first]
-        # `min` takes the first of equally good orders, hence reversed: the first axis is left to modules with a single
-        # leaf, which keeps the given order.
+        # `min` takes the first of equally good orders. The choices are reversed, so that the given order is taken last:
+        # its outermost axis stays free for modules with a single leaf, which keeps the given order.
         choices = choices[::-1] if any(total.values()) else choices[:1]
         orders[leaf] = min(choices, key=partial(loads, sizes[leaf]))
         for axis, sent in _traffic(sizes[leaf], orders[leaf], axis_sizes).items():

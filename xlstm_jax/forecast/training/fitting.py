@@ -295,7 +295,9 @@ def fit(
     cache: bool | ReportCache = True,
     model_axes: Mapping[str, int] | None = None,
 ) -> Fit:
-    """Searches for the fastest step that fits.
+    """Searches for the options of the fastest step that fits into the memory of a device, by compiling and forecasting.
+
+    No step runs. The result lists every trial; ``Fit.best`` is None if nothing fits.
 
     >>> fit(lambda options: training().build_step(options.mesh), "v5e:3x3")
     Traceback (most recent call last):
