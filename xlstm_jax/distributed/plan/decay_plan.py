@@ -142,6 +142,6 @@ class DecaySection(Section[DecayPlan]):
     def table(entries: Sequence[DecayPlan]) -> RenderableType | None:
         unclear = [entry for entry in entries if entry.reason]
         rows = [[listed(dict.fromkeys(map(path_pattern, e.leaves))).replace("'", ""), e.reason] for e in unclear]
-        return rich_table("Weight decay that the plan cannot tell", ["leaves", "why"], rows, left=2) if rows else None
+        return rich_table("Leaves whose weight decay is unknown", ["leaves", "why"], rows, left=2) if rows else None
 
     from_json = staticmethod(DecayPlan.from_json)

@@ -114,7 +114,7 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
     for plan in plans:
         named.setdefault(str(plan), []).append(plan.path)
     rows = [[path_pattern(paths[0]) if len(paths) > 1 else paths[0], text] for text, paths in named.items()]
-    return rich_table("Experts, and who owns them", ["module", "what there is, and where"], rows, left=2)
+    return rich_table("Experts, and the devices that store them", ["module", "experts on each device"], rows, left=2)
 
 
 class ExpertSection(Section[ExpertPlan]):

@@ -78,7 +78,7 @@ class TrainState(FlaxTrainState):
     def _repr_html_(self) -> str:
         title, rows = _title_and_rows(self)
         table = rich_table(title, ["part", "leaves", "bytes", "per device"], rows)
-        return notebook_html(table, "What each device keeps, by leaf", _bars(self))
+        return notebook_html(table, "Bytes stored on each device, by leaf", _bars(self))
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
