@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total_bytes`` are available; None if either number is unknown."""
+        """Whether ``total_bytes`` are available; None if the available bytes are unknown, and on a CPU."""
         # The CPU backend's figure for temporaries is wrong, so the sum is wrong, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None
@@ -152,7 +152,7 @@ class Forecast:
 
     @property
     def has_margin(self) -> bool | None:
-        """Whether the step stays 5 % below ``rematerialization_bytes`` with nothing computed again; None if unknown."""
+        """Whether the step stays 5 % below ``rematerialization_bytes`` and XLA recomputes no value; None if unknown."""
         limit = self.rematerialization_bytes
         if limit is None:
             return None

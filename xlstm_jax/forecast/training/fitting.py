@@ -157,7 +157,7 @@ class Trial:
 
     @property
     def tight(self) -> bool:
-        """Whether the step fits, but within 5 % of the memory at which XLA computes values again, or beyond."""
+        """Whether the step fits, but without the margin of memory of ``Forecast.has_margin``."""
         return self.fits and self.forecast is not None and self.forecast.has_margin is False
 
     @property
