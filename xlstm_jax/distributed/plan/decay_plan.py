@@ -68,7 +68,7 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     paths = [path for path, _ in leaves_with_path(params)]
     try:
         verdicts = _verdicts(tx, params, len(paths))
-    # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
+    # A user's transform may raise anything: it may need extra arguments, or values. Other columns of the plan remain.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
     by_verdict: dict[tuple[str, str], list[str]] = {}
