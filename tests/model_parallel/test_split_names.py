@@ -22,7 +22,6 @@ ADAM = optax.adam(1e-2)
 KEY, VOCAB, WIDTH = jax.random.key(0), 32, 16
 # The rules of Flax's examples name the axis of the layers, and axes that the mesh lacks; "kv" has no rule.
 RULES = (("embed", "fsdp"), ("mlp", "tp"), ("heads", ("tensor", "tp")), ("vocab", "tp"), ("batch", "fsdp"))
-OTHER_AXIS = (("embed", "dp"), ("mlp", "tp"))
 WITHOUT_TP = (("embed", "fsdp"), ("mlp", None), ("heads", None), ("vocab", None))
 SPLIT = {"embed": "vocabulary", "up|query": "column", "down|out": "row"}
 PAIR = {"up": "column", "down": "row"}
@@ -142,30 +141,31 @@ class LeftOut(nn.Module):
 class WithExperts(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return Mlp(name="mlp")(x) + Experts(Mlp(), 4, 2, axis="fsdp", batch_axes="fsdp", capacity_factor=None)(x)
+        return Mlp(name="mlp")(x) + Experts(Mlp(), 4, 2, axis="dp", batch_axes=("dp", "fsdp"), capacity_factor=None)(x)
 
 
+# The model, options of shard_modules, rules, and the tolerance. Some rules name further axes than that of the unit.
 NEIGHBOURS = {
-    "setup": (Setup(), {}, 1e-5),
-    "left out": (LeftOut(), {}, 1e-5),
-    "vmap": (Vmapped(), {}, 1e-5),
-    "experts": (WithExperts(), {}, 1e-5),
-    "copies": (Mlp(), {"replicas": Replicas("dp")}, 1e-5),
-    "another axis": (Mlp(), {}, 1e-5),
-    "blocks": (Mlp(), {"gather_dtype": "int8"}, 0.05),
+    "setup": (Setup(), {}, RULES, 1e-5),
+    "left out": (LeftOut(), {}, RULES, 1e-5),
+    "vmap": (Vmapped(), {}, RULES, 1e-5),
+    "experts": (WithExperts(), {}, (("embed", ("dp", "fsdp")), ("mlp", "tp")), 1e-5),
+    "copies": (Mlp(), {"replicas": Replicas("dp")}, RULES, 1e-5),
+    "another axis": (Mlp(), {}, (("embed", "dp"), ("mlp", "tp")), 1e-5),
+    "blocks": (Mlp(), {"gather_dtype": "int8"}, RULES, 0.05),
 }
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_of_split_layers_with_logical_names_have_the_gradients_of_one_device(name, check_vma):
-    plain, options, tolerance = NEIGHBOURS[name]
-    mesh = mesh_of(dp=2, fsdp=2, tp=2) if name in ("copies", "another axis") else mesh_of(fsdp=4, tp=2)
+    plain, options, rules, tolerance = NEIGHBOURS[name]
+    mesh = mesh_of(dp=2, fsdp=2, tp=2) if name in ("copies", "another axis", "experts") else mesh_of(fsdp=4, tp=2)
     model = split_modules(
         shard_modules(plain, axis_name="fsdp", min_weight_size=32, **options), {"up": "column", "down": "row"}
     )
     axes = mesh.axis_names[:-1]
-    with nn.logical_axis_rules(OTHER_AXIS if name == "another axis" else RULES):
+    with nn.logical_axis_rules(rules):
         state = create_train_state(model, KEPT, mesh, KEY, X, batch_axes=axes, allow_replicated=True)
     start, _, want, wanted = one_device(plain, squared, KEPT, 1)
     assert_same_params(state.params, start, 1e-6)
