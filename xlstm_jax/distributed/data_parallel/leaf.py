@@ -35,7 +35,12 @@ from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSpl
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, running_loss, with_summed_gradient
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+    gather_dims,
+    running_loss,
+    with_equal_type,
+    with_summed_gradient,
+)
 from xlstm_jax.program_names import GATHER_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf
@@ -469,6 +474,14 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
     return with_summed_gradient(shard, model_axes, path) if model_axes else shard
 
 
+def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the gathered axes over which the batch is not split: devices along these axes compute the same."""
+    if not (batch_axes := running_loss().batch_axes):  # outside of a loss nothing is known of the batch
+        return ()
+    varying = collectives.varying_axes(value)
+    return tuple([axis for axis in leaf.gathered_axes if axis in axes and axis in varying and axis not in batch_axes])
+
+
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], communication: Communication
 ) -> Any:
@@ -477,6 +490,8 @@ def as_gathered(
     ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
     (without padding, say), and is bare if no axis is left, else in a box.
     """
+    if SPLIT_BY_RULES in leaf.marks and (equal := _axes_of_equal_reads(leaf, value, axes)):
+        value = with_equal_type(value, equal)
     if not leaf.stores_value:
         value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):
