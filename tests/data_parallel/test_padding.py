@@ -219,11 +219,13 @@ def test_padded_leaf_is_saved_and_restored_in_as_many_parts_as_its_dims_allow(sh
 
 
 def test_exported_file_of_a_padded_leaf_has_the_values_without_padding(tmp_path):
-    leaf = init_sharded(PADDED(nn.Dense)(7), mesh_of(8), jax.random.key(0), jnp.ones((8, 6)), batch_axes="fsdp")["params"]
+    leaf = init_sharded(PADDED(nn.Dense)(7), mesh_of(8), jax.random.key(0), jnp.ones((8, 6)), batch_axes="fsdp")[
+        "params"
+    ]
     export_safetensors(leaf, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")["kernel"]
     np.testing.assert_array_equal(saved, true_value(leaf["kernel"]))
-    assert saved.shape == (6, 7) and leaf_of(leaf["kernel"]).value.shape == (8, 7)  # guard: stored with padding
+    assert saved.shape == (6, 7) and leaf_of(leaf["kernel"]).value.shape == (6, 8)  # guard: stored with padding
 
 
 def test_safetensors_of_padded_leaves_load_in_plain_and_padded_models(tmp_path):

@@ -227,6 +227,10 @@ def test_create_train_state_accepts_example_inputs_made_under_the_mesh(mesh):
         assert_trained_as_on_one_device(*trained(mesh, state=state)[:2])
 
 
+def test_parameters_of_a_new_state_have_explicit_types(mesh):
+    assert not implicit_leaves(state_on(mesh, MODEL).params)
+
+
 def test_parameters_have_explicit_types_outside_the_step(mesh):
     assert not implicit_leaves(state_on(mesh, MODEL).params)  # of a new state, too
     state, _, _ = trained(mesh)

@@ -110,7 +110,7 @@ def test_cross_entropy_by_pieces_matches_a_single_device(mesh, axes, dim, vocab_
     run = on_devices(mesh, check_vma, names, communication, vocab_dim=vocab_dim)
     loss, correct, *grads = run(hidden, kernel, labels)
     of_one = partial(weighted_loss, vocab_dim=vocab_dim)
-    (want, likeliest), wanted = jax.value_and_grad(of_one, argnums=(0, 1), has_aux=True)(hidden, kernel, labels)
+    (want, likeliest), wanted = jax.jit(jax.value_and_grad(of_one, (0, 1), has_aux=True))(hidden, kernel, labels)
     assert_allclose(loss.sum(), want, rtol=1e-6)
     assert_array_equal(correct, likeliest)
     assert 0 < correct.sum() < correct.size
