@@ -22,9 +22,8 @@ DOCS = Path(__file__).parent
 BUILT = DOCS / "_build"
 KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
-KERNEL.write_text(
-    "c.Application.log_level = 40\n"
-)  # silences the kernel's warning about its transport
+# Silences the kernel's warning about its transport, and keeps no history of a page's blocks in a database.
+KERNEL.write_text("c.Application.log_level = 40\nc.HistoryManager.enabled = False\n")
 PICTURES = DOCS / "matplotlibrc"  # passed by path, as pages run in separate folders
 # For processes that run pages: no accelerator, no user configuration, and tables as wide as a page.
 # Set before the imports of libraries, as pages run in forks of this process.
@@ -158,8 +157,9 @@ STRIDE = 8
 SIMPLE_LOOPS = (
     "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 )
-# Programs of most pages run a few times, and compile longer. Pages listed here run or time programs often.
-OPTIMIZED = {"tutorials/generation", "howto/slow_step"}
+# Programs of most pages run a few times, and compile longer: LLVM does not optimise them (level 0). Pages listed here
+# run or time programs often.
+OPTIMIZED = {"tutorials/generation": 1, "howto/slow_step": 3}
 
 
 @cache
@@ -239,11 +239,10 @@ def _executed(page, text):
 
 def _set_flags(page):
     """Sets XLA's flags for the process of the page."""
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    if page not in OPTIMIZED:
-        os.environ["XLA_FLAGS"] += (
-            f" --xla_backend_optimization_level=0 --xla_backend_extra_options={SIMPLE_LOOPS}"
-        )
+    level = OPTIMIZED.get(page, 0)
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level={level}"
+    if level < 3:
+        os.environ["XLA_FLAGS"] += f" --xla_backend_extra_options={SIMPLE_LOOPS}"
 
 
 def _with_links(text, targets):
