@@ -22,9 +22,8 @@ DOCS = Path(__file__).parent
 BUILT = DOCS / "_build"
 KERNEL = BUILT / "ipython" / "profile_default" / "ipython_kernel_config.py"
 KERNEL.parent.mkdir(parents=True, exist_ok=True)
-KERNEL.write_text(
-    "c.Application.log_level = 40\n"
-)  # silences the kernel's warning about its transport
+# Silences the kernel's warning about its transport, and keeps no history of a page's blocks in a database.
+KERNEL.write_text("c.Application.log_level = 40\nc.HistoryManager.enabled = False\n")
 PICTURES = DOCS / "matplotlibrc"  # passed by path, as pages run in separate folders
 # For processes that run pages: no accelerator, no user configuration, and tables as wide as a page.
 # Set before the imports of libraries, as pages run in forks of this process.
@@ -40,7 +39,8 @@ os.environ |= {
 logging.basicConfig()  # else a package of the theme configures logging at level INFO
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-import make_inventories  # noqa: E402  # in this folder, like the extension "drawings"
+import executed_pages  # noqa: E402  # in this folder, like the extension "drawings"
+import make_inventories  # noqa: E402
 from implied_pages import (  # noqa: E402
     AT_THE_TOP,
     gallery_with_pages,
@@ -157,8 +157,9 @@ STRIDE = 8
 SIMPLE_LOOPS = (
     "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 )
-# Programs of most pages run a few times, and compile longer. Pages listed here run or time programs often.
-OPTIMIZED = {"tutorials/generation", "howto/slow_step"}
+# Programs of most pages run a few times, and compile longer: LLVM does not optimise them (level 0). Pages listed here
+# run or time programs often.
+OPTIMIZED = {"tutorials/generation": 1, "howto/slow_step": 3}
 
 
 @cache
@@ -173,9 +174,13 @@ def make_the_cache(app):
     get_cache(nb_execution_cache_path).db  # noqa: B018  # the first access creates the tables
 
 
-def spread_pages(app, env, names):
-    """Spreads long pages, such as tutorials, over the workers, which each read a contiguous part of the list."""
-    del app, env
+def run_pages(app, env, names):
+    """Runs the pages that Sphinx will read, and spreads the names over the workers, which read parts of the list."""
+    texts = {name: Path(env.doc2path(name)).read_text() for name in names}
+    pages = {
+        name: _executed(name, text) for name, text in texts.items() if _runs(name, text)
+    }
+    executed_pages.run(app, pages, _set_flags)
     names[:] = [name for first in range(STRIDE) for name in names[first::STRIDE]]
 
 
@@ -198,7 +203,8 @@ def read_for_the_site(app, page, source):
             text, {name: f"{top}reference/{name}.md" for name in names} | outside()
         )
         text = messages_by_letter(text) if page == "troubleshooting" else text
-        if page not in AT_THE_TOP and PYTHON.search(text):
+        if _runs(page, text):
+            _set_flags(page)
             text = _executed(page, text)
         text = mark(text)
     # A notebook is a download; the tutorial is its page.
@@ -210,19 +216,33 @@ def read_for_the_site(app, page, source):
     source[0] = with_keywords(page, text)
 
 
+def _runs(page, text):
+    """Returns whether a page has blocks that run."""
+    prose = page not in {
+        *AT_THE_TOP,
+        "api",
+        "index",
+        "gallery/index",
+    } and not page.startswith(("reference/", "contents/"))
+    return prose and PYTHON.search(text) is not None
+
+
 def _executed(page, text):
     """Returns the page as a notebook, run in a temporary folder.
 
     On the page of results the code is folded: readers want the tables.
     """
     folded = "\n:tags: [hide-input]" if page == "results" else ""
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    if page not in OPTIMIZED:
-        os.environ["XLA_FLAGS"] += (
-            f" --xla_backend_optimization_level=0 --xla_backend_extra_options={SIMPLE_LOOPS}"
-        )
     head = "---\nfile_format: mystnb\nkernelspec: {name: python3}\nmystnb: {execution_in_temp: true}\n---\n"
     return head + PYTHON.sub("```{code-cell} python" + folded, text)
+
+
+def _set_flags(page):
+    """Sets XLA's flags for the process of the page."""
+    level = OPTIMIZED.get(page, 0)
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level={level}"
+    if level < 3:
+        os.environ["XLA_FLAGS"] += f" --xla_backend_extra_options={SIMPLE_LOOPS}"
 
 
 def _with_links(text, targets):
@@ -294,7 +314,7 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("builder-inited", make_the_cache)
     app.connect("builder-inited", write_pages)
-    app.connect("env-before-read-docs", spread_pages)
+    app.connect("env-before-read-docs", run_pages)
     app.connect("source-read", read_for_the_site)
     app.connect(
         "autodoc-process-docstring", read_docstring, priority=400

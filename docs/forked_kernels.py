@@ -25,12 +25,13 @@ import flax.linen  # noqa: F401  imported once, before the forks
 import jax
 import matplotlib.pyplot  # noqa: F401
 import optax  # noqa: F401
+import orbax.checkpoint  # noqa: F401
 from ipykernel.kernelapp import IPKernelApp
 from jax._src import compiler
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
 import xlstm_jax.forecast  # noqa: F401
-from tests.compiled_once import digest_of, keep_compiled_programs
+from tests.compiled_once import digest_of
 
 PROGRAMS = Path(__file__).parent / "_build" / "programs"  # of this build
 COMMUNICATES = re.compile(r"\b(all-|reduce-scatter|collective-)")
@@ -81,22 +82,27 @@ def _serve(sockets, cwd, env):
     warnings.filterwarnings("ignore", "IProgress not found")  # else tqdm draws widgets
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX detects a notebook only at import
     compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
-    keep_compiled_programs()
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])
 
 
 def shared_by_pages(compile_module):
-    """Returns JAX's compile function with a lookup of programs compiled by other pages."""
+    """Returns JAX's compile function with a lookup of programs compiled by this page and by other pages."""
+    kept = {}
 
     @wraps(compile_module)
     def compiled(backend, module, devices, options, callbacks):
         if callbacks:
             return compile_module(backend, module, devices, options, callbacks)
         surroundings = os.environ["XLA_FLAGS"], backend.device_count(), [device.id for device in devices]
-        file = PROGRAMS / hashlib.sha256(repr((digest_of(module, options), *surroundings)).encode()).hexdigest()
+        name = hashlib.sha256(repr((digest_of(module, options), *surroundings)).encode()).hexdigest()
+        if (backend, name) not in kept:
+            kept[backend, name] = from_disk_or_compiled(PROGRAMS / name, backend, module, devices, options)
+        return kept[backend, name]
+
+    def from_disk_or_compiled(file, backend, module, devices, options):
         if file.exists():
             return backend.deserialize_executable(file.read_bytes(), devices, options)
-        program = compile_module(backend, module, devices, options, callbacks)
+        program = compile_module(backend, module, devices, options, [])
         if not COMMUNICATES.search(program.hlo_modules()[0].to_string()):
             unfinished = file.with_name(f"{os.getpid()}.unfinished")
             unfinished.write_bytes(program.serialize())

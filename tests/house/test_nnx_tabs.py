@@ -32,7 +32,7 @@ def tokens(*shape):
 
 # Inputs of the model of each page.
 INPUTS = {
-    "howto/actor_critic.md": [floats(16, 8)],
+    "howto/actor_critic.md": [floats(16, 16)],
     "howto/contrastive.md": [floats(16, 16), floats(16, 16)],
     "howto/data.md": [floats(16, 16)],
     "howto/distill.md": [floats(16, 16)],
@@ -61,7 +61,7 @@ INPUTS = {
     "tutorials/plain_script.md": [floats(64, 64)],
     "tutorials/third_party.md": [tokens(8, 16)],
     "tutorials/vision.md": [floats(8, 8, 8, 1)],
-    "tutorials/whole_loop.md": [floats(16, 32)],
+    "tutorials/whole_loop.md": [floats(16, 64)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
 # The expression of the model that the page trains; "model" on other pages.

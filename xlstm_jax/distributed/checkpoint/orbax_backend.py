@@ -15,8 +15,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.formatting import how_to_install
 
-# A device reads full chunks of a file. With small chunks (bytes) a device reads little more than its shard, even of a
-# leaf that was saved unsharded.
+# Size of a chunk of a saved array. A device reads full chunks. With small chunks a device reads little more than its
+# shard, even of a leaf that was saved unsharded.
 CHUNK_BYTES = 2**24
 # Limits of host memory of a save in addition to the shards: leaves being encoded, and files being written. The defaults
 # of orbax are 96 GB of leaves, and files of 2 GB.

@@ -6,9 +6,9 @@ loses a POSIX record lock as soon as it closes any descriptor of the file, for e
 network file systems Linux turns ``flock`` into a lock on the server.)
 
 A save runs in the background, up to a time limit that includes its commit. If the save fails, the next call raises a
-``CheckpointError``. At the end of the program no call follows. So an exit function waits for the save; the function
-runs early in the exit, because later Python (3.12 and newer) refuses to start the threads that orbax needs. If the save
-fails, the exit function reports the lost step on stderr, and the exit code is 1.
+``CheckpointError``. At the end of the program no call follows. So an exit function waits for the save. The function
+runs early in the exit: late in the exit, Python 3.12 and newer no longer start the threads that orbax needs. If the
+save fails, the exit function reports the lost step on stderr, and the exit code is 1.
 """
 
 import atexit

@@ -11,8 +11,8 @@ The equations are not changed, and JAX evaluates each once: for any transform, e
 offload. If a transform couples moments of several parameters (Muon's rounds, a norm of the updates), the coupled
 equations run after the transfer of the last of these moments.
 
-At any time the device stores about the moments of the largest parameter and their new values. Small parameters are
-updated first, which frees their gradients before the largest parameter is updated.
+The device needs memory for the moments of the largest parameter and for their new values. Small parameters are updated
+first, which frees their gradients before the largest parameter is updated.
 """
 
 import math
