@@ -32,8 +32,9 @@ export PYTHONDONTWRITEBYTECODE =
 train: $(VENV)/has-train
 	$(VENV)/bin/python -m benchmarks.train_lm $(ARGS)
 
+# A file runs in one worker: tests of a file share what they compile.
 test: $(VENV)/has-test
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "not slow" --quick $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow" --quick $(ARGS)
 
 # What `make test` leaves out, but for the slow ones.
 test-rest: $(VENV)/has-test

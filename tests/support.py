@@ -92,6 +92,8 @@ class Model(nn.Module):
         return self.wrap(nn.Dense)(4)(x)
 
 
+# Compiled as one program: each operation by itself would be a program, in every worker that imports a test file.
+@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("batch", "features", "seed"))
 def data(batch: int = 16, features: int = 8, seed: int = 1):
     """Returns inputs [b, 8], targets [b, 4] and uneven weights [b].
 

@@ -7,11 +7,12 @@
 By default XLA waits for most collectives of a training step: on v5p and v6e for every collective, on v5e except for
 some gathers. XLA's options change this; the code of the step stays unchanged, and no option is set unless requested:
 
+  devices    change by the options                                  result
   v5p, v6e   the SparseCores run collectives                        every collective is asynchronous
-  v5e        gathers in a loop over layers begin a layer ahead      nearly every gather is; scatters are not
-  all three  all-to-alls (of ``muon``, of experts) begin early      they are; v5e: on slices of up to 4x4
+  v5e        gathers in a loop over layers begin a layer ahead      nearly every gather is asynchronous, no scatter
+  all three  all-to-alls (of ``muon``, of experts) begin early      asynchronous; on v5e only on slices up to 4x4
   NVIDIA     four collectives may run at once (by default one)      steps wait for fewer collectives
-             ``chosen_by="forecast"``: eight, and gathers in a loop over layers begin a layer ahead
+             with ``chosen_by="forecast"``: eight, and gathers in a loop over layers begin a layer ahead
 
 tpu7x has the options of v5p; for v4 no options are known.
 
@@ -19,12 +20,12 @@ tpu7x has the options of v5p; for v4 no options are known.
 tpu7x, is assumed to compile): another slice may refuse an option. docs/compiler_options.md describes the effect of each
 option on compiled programs.
 
-A mesh without devices has no device kind. JAX needs one for cuDNN's attention, ``jax.nn.dot_product_attention(...,
+A mesh without devices has no device kind. JAX needs a device for cuDNN's attention, ``jax.nn.dot_product_attention(...,
 implementation="cudnn")``, in three places:
 
   tracing    queries the GPU at hand for cuDNN's version and compute capability     ``absent_device`` answers
-  lowering   refuses a mesh without devices                                         not needed inside of shard_map
-  export     refuses custom calls that are not known to be stable                   the forecast compiles right away
+  lowering   refuses a mesh without devices      ``absent_device`` lifts this: inside shard_map no device is needed
+  export     refuses custom calls that are not known to be stable     the forecast compiles at once, without an export
 
 ``xlstm_jax.forecast`` imports this file; the tables of ``xlstm_jax.forecast`` have the figures that only a forecast
 needs.
@@ -104,9 +105,9 @@ TPUS: dict[str, Tpu] = {
 
 # From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.
 PIPELINES_BY_MODE = (0, 11, 1)
-# How the options for GPUs were chosen. Others measured four parallel collectives on GB200 with FSDP in JAX: 0.3 and
-# 0.65 % faster, where eight were 1.1 % slower (marin-community/marin#8279), and flags that pipeline collectives 2.35 %
-# slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
+# How the options for GPUs were chosen. Others measured FSDP in JAX on GB200: with four parallel collectives steps were
+# 0.3 and 0.65 % faster, with eight 1.1 % slower (marin-community/marin#8279); with flags that pipeline collectives
+# 2.35 % slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
 MEASUREMENT, FORECAST = "measurement", "forecast"
 PARALLEL_COLLECTIVES = {MEASUREMENT: 4, FORECAST: 8}
 AUTO = {"auto": MEASUREMENT, "forecast": FORECAST}  # strings that users pass as compiler_options
@@ -186,9 +187,10 @@ def compiler_options(
 def resolved(
     options: str | Mapping[str, Any] | None, device_kind: str, shape: Sequence[int] | None = None
 ) -> dict[str, Any] | None:
-    """Converts a user's ``compiler_options`` to options for ``jax.jit``: copies a dict; "auto" becomes known options.
+    """Converts a user's ``compiler_options`` to options for ``jax.jit(compiler_options=...)``.
 
-    "forecast" becomes the known options with ``chosen_by="forecast"``. None and {} become None.
+    A dict is copied. "auto" becomes ``compiler_options(device_kind, shape=shape)``; "forecast" becomes the result of
+    the same call with ``chosen_by="forecast"``. None, {} and known options that are empty (on a CPU) become None.
 
     Raises:
       ValueError: ``options`` is another string; or "auto" or "forecast", and no options are known for the kind.
@@ -201,10 +203,14 @@ def resolved(
 
 
 def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Converts ``compiler_options`` by ``resolved``, for the devices of a mesh or (None) the devices at hand.
+    """Converts a user's ``compiler_options`` to options for ``jax.jit``, for the kind of a mesh's devices.
 
+    Args:
+      mesh: its devices are of one kind. None: the devices of the running program.
+      options: a dict, which is copied; "auto" or "forecast": the options that ``compiler_options`` knows for the
+        devices, with ``chosen_by`` "measurement" or "forecast"; None or {}: the result is None.
     Raises:
-      ValueError: as ``resolved``; or ``options`` is "auto" or "forecast", and the mesh has no devices.
+      ValueError: as ``resolved``; or ``options`` is "auto" or "forecast", and the mesh is an ``AbstractMesh``.
     """
     if not isinstance(options, str) or options not in AUTO:
         return resolved(options, "")

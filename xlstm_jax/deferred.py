@@ -23,7 +23,8 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
 
     Args:
       face: ``__name__`` of the face.
-      modules: the dotted module of each name; of a subpackage of the face, the subpackage.
+      modules: for each name, the dotted name of the module that defines it; for a subpackage of the face, the dotted
+        name of the subpackage.
     Raises:
       AttributeError: (the returned function) the face has no such name.
     """
@@ -40,7 +41,7 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
 
 
 def import_with_nnx(module: str) -> None:
-    """Imports a module that registers code for NNX: as soon as ``import_for_nnx`` has been called."""
+    """Imports ``module``, which registers code for NNX: at once if NNX is in use, else when NNX is first used."""
     _waiting.append(module)
     if _nnx_is_used:
         import_for_nnx()

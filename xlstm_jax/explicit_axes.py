@@ -41,9 +41,9 @@ def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
 
 
 def placed(shardings: PyTree) -> PyTree:
-    """Returns a tree of shardings on the set mesh (``jax.set_mesh``), if the set mesh has explicit axes.
+    """Returns a tree of shardings, moved to the set mesh (``jax.set_mesh``) if the set mesh has explicit axes.
 
-    A sharding is unchanged if its mesh has different axes or sizes than the set mesh.
+    A sharding is unchanged if no mesh with explicit axes is set, or if the set mesh has other axes or sizes.
 
     >>> split = NamedSharding(mesh, PartitionSpec("fsdp"))
     >>> placed(split) == split
@@ -79,7 +79,7 @@ def on_auto_axes(
       function: a function traced by ``jax.jit``, or called on global arrays.
       mesh: the mesh of the function; None for the mesh of its arguments.
       like: function of the same arguments that returns the arguments to be replaced by the results; see ``typed_like``.
-        None: results are returned without a type, for ``jax.jit(out_shardings=...)`` to place.
+        None: the types of results contain no sharding; ``jax.jit(out_shardings=...)`` places the results.
     """
 
     @functools.wraps(function)

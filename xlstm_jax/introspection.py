@@ -2,7 +2,7 @@
 
 The functions read frames, closures and tracers. No other module of the library reads frames, closures or tracers
 (``tests/house/test_layers.py``); imports of private names are in ``private_names``. If a release hides the state, the
-functions return their negative result. The module also holds texts of errors of JAX.
+functions return their negative result. The module also has fragments of JAX's error texts.
 """
 
 import inspect

@@ -2,7 +2,7 @@
 
 ``jax._src`` and names with a leading ``_`` are private, and ``jax.extend`` and ``jax.interpreters`` are not covered by
 a promise of stability. Each name is used because no public name exists; the place of use explains the purpose.
-Therefore setup.cfg bounds both packages from above. To raise a bound, run the suite on the new release:
+Therefore setup.cfg sets upper bounds on the versions of JAX and Flax. To raise a bound, run the suite on the release:
 ``tests/house/test_private_names.py`` tests the required behaviour of each name.
 
 Private names of orbax can only be used by overriding them: ``_save_fn`` of its JSON handler, and the ``byte_limiter``

@@ -1,13 +1,13 @@
 """Names that the library writes into programs. Forecasts, profiles and guards search programs for the names.
 
-Of the code for trainings, files of ``xlstm_jax.forecast`` outside of its folder ``training`` import only this file, the
-equations of a jaxpr (``equations``) and the facts about accelerators (``accelerators``).
+``xlstm_jax.forecast``, outside of its folder ``training``, reads programs of any JAX code. Of the library's code for
+trainings it imports only this file, ``equations`` (reads jaxprs) and ``accelerators`` (facts about devices).
 """
 
 GATHER_SCOPE = "gather_params"  # every gather of parameters
 BLOCK_INPUT = "block_input"  # the input of each wrapped module, kept or offloaded by this name
 LOOKUP_SCOPE = "lookup_rows"  # lookups by rows, in place of a gather
-UNBALANCED_SCOPE = "unbalanced_ring"  # a ring over the sequence in natural order, half of which waits
+UNBALANCED_SCOPE = "unbalanced_ring"  # causal ring attention, tokens in natural order: devices wait for the last device
 BLOCK_FORMATS = ("int8", "float8_e4m3fn")  # dtypes of blocks with scales on the wire
 PACK_SCOPES = frozenset(f"{way}_{name}" for way in ("pack", "unpack") for name in BLOCK_FORMATS)
 HOST_MEMORY = "pinned_host"  # JAX's name of host memory that a device can access directly

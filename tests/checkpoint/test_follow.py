@@ -36,7 +36,7 @@ def trained(steps, learning_rate):
     """Returns the weights in bfloat16 after each step of Adam, of a float32 copy; and before the first one."""
     model = Wide()
     batch = data()
-    master = model.init(jax.random.key(0), batch["x"])["params"]
+    master = jax.jit(model.init)(jax.random.key(0), batch["x"])["params"]
     tx = optax.adam(learning_rate)
     state = tx.init(master)
 

@@ -27,11 +27,11 @@ def collectives(text):
 
 
 def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda model: model):
-    """Returns the boxed variables, and the lowered loss and gradient of the model on a mesh."""
+    """Returns shapes of the boxed variables, and the lowered loss and gradient of the model on a mesh."""
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices), tuple(shape)
     model = around(Model)(fsdp(axis_name=axis_name), scan, remat)
-    variables = init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=axes)
+    variables = jax.eval_shape(lambda: init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=axes))
     specs = partition_specs(variables, mesh)
     split = tuple(axis for axis in axes if shape[axis] > 1)
     fn = value_and_grad(lambda v, b: mean_loss(v["params"], model.apply, b), axes)

@@ -178,6 +178,19 @@ def test_penalty_computed_from_shards_is_counted_once_in_the_gradient(check_vma,
         assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_the_global_norm_in_a_loss_of_each_device_is_that_of_one_device(check_vma):
+    w, x = jnp.arange(1.0, 17).reshape(8, 2), jnp.arange(8.0)
+
+    def gradient(w, x):
+        return jax.grad(lambda box: global_norm(box) + x.sum())(Sharded(w, ("fsdp", None))).value
+
+    got = on_mesh(gradient, mesh_of(1, 8), check_vma, (P("fsdp"), P("fsdp")), P("fsdp"))(w, x)
+    want = np.asarray(w) / np.linalg.norm(w)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert not np.allclose(got, want * 8, rtol=0.1)  # guard: the sum over eight devices differs from their mean
+
+
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape, replicas", [((1, 8), False), ((2, 4), True)])
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -209,6 +209,28 @@ class ScanInTheStyleOfT5X(nn.Module):
         return partitioning.scan_with_axes(Layer, **over)(self.inner, name="blocks")(x, None)[0]
 
 
+def test_logical_names_of_linen_and_nnx_leaves_become_mesh_axes():
+    class Heads(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "heads", "kv"))
+            self.up = nnx.LinearGeneral(8, (4, 2), kernel_init=init, rngs=rngs)
+
+    def names(model, *path):
+        def made():
+            key, options = jax.random.key(0), {"batch_axes": AXES, "allow_replicated": True}
+            return create_train_state(model, KEPT, mesh_of(2, 4), key, X, **options).params
+
+        with nn.logical_axis_rules(RULES):
+            params = jax.eval_shape(made)
+        for name in path:
+            params = params[name]
+        return leaf_of(params).names
+
+    # A further collection, and names in NNX variables; "kv" has no rule.
+    assert "fsdp" in names(ScanInTheStyleOfT5X(), "blocks", "InTheStyleOfT5X_0", "w")
+    assert names(nnx_model(Heads), "up", "kernel") == ("fsdp", None, None)
+
+
 @pytest.mark.parametrize("where", [None, InTheStyleOfT5X], ids=["plain", "sharded"])
 def test_logical_names_in_a_params_axes_collection_shard_the_parameters(where):
     model, mesh = ScanInTheStyleOfT5X(), mesh_of(2, 4)

@@ -392,6 +392,20 @@ def by_view(module, x):
     return nnx.merge(*nnx.split(module))(x)
 
 
+def test_nnx_view_without_dropout_is_traced_without_a_key():
+    mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)
+    variables = jax.eval_shape(lambda: init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=AXES))
+
+    def outputs(method):
+        apply = partial(model.apply, method=method)
+        placed = {"in_specs": (partition_specs(variables, mesh), P(AXES)), "out_specs": P(AXES)}
+        return jax.eval_shape(jax.shard_map(apply, mesh=mesh, **placed), variables, BATCH["x"])
+
+    assert outputs(by_view).shape == (len(BATCH["x"]), 4)
+    with pytest.raises(ValueError, match="'dropout/rngs/key' draws random numbers"):  # guard: it would draw
+        outputs(Noisy.__call__)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_nnx_view_without_dropout_needs_no_key_and_adds_no_gathers(check_vma):
     mesh, model = mesh_of(2, 4), sharded(Noisy, nnx.Linear)

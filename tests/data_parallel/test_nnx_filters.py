@@ -184,6 +184,7 @@ def test_selections_that_fit_nothing():
     with pytest.raises(TypeError, match=r"selection of parameters is 'lora'; pass a filter of NNX"):
         model.leaf_mask("lora")
     with pytest.raises(TypeError, match=r"trainable is the class LoRAParam.*model.leaf_predicate\(filter\)"):
-        freeze_params(model.init(KEY)["params"], nnx.LoRAParam)
-    params = create_train_state(model, TX, mesh_of(2, 4), KEY, batch_axes=AXES, trainable=lambda path: "lora" in path)
+        freeze_params(jax.eval_shape(model.init, KEY)["params"], nnx.LoRAParam)
+    options = {"batch_axes": AXES, "trainable": lambda path: "lora" in path}
+    params = jax.eval_shape(lambda: create_train_state(model, TX, mesh_of(2, 4), KEY, **options))
     assert frozen(params.params) and all("lora" not in path for path in frozen(params.params))

@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     shard_module_params,
     sync_gradients,
 )
-from xlstm_jax.distributed.data_parallel.leaf import true_value
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 
 KEY = jax.random.key(0)
 X = jax.random.normal(jax.random.key(1), (16, 12))
@@ -56,6 +56,17 @@ OPTIONS = {
     "padded": ({"uneven": "pad", "axis_name": ("dp", "fsdp")}, 7),
     "copies": ({"replicas": Replicas("dp")}, 8),
 }
+
+
+def test_reads_of_a_box_outside_of_a_mesh_are_those_of_the_array():
+    value = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    box = Sharded(jnp.asarray(value), ("fsdp", None))
+    assert_array_equal(np.asarray(box), value)
+    assert_array_equal(np.asarray(box, np.float64), value.astype(np.float64))
+    assert_array_equal(box[1:], value[1:])
+    assert_array_equal(np.stack(list(box)), value)
+    assert_array_equal(box.astype("int32"), value.astype("int32"))
+    assert box.astype("int32").dtype == jnp.int32 and np.asarray(box, np.float64).dtype == np.float64
 
 
 RUNS = [*((name, True) for name in OPTIONS), ("padded", False), ("copies", False)]

@@ -23,9 +23,9 @@ AXES, BATCH = ("dp", "fsdp"), data()
 EVERYTHING = jax.checkpoint_policies.everything_saveable
 
 
-def loss_and_gradients(model, mesh, check_vma=True):
-    """Returns the jitted function and its arguments."""
-    variables = init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
+def loss_and_gradients(model, mesh, check_vma=True, made_by=lambda make: make()):
+    """Returns the jitted function and its arguments; ``jax.eval_shape`` makes the shapes of parameters."""
+    variables = made_by(lambda: init_sharded(model, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES))
     specs = partition_specs(variables, mesh)
 
     def fn(variables, batch):
@@ -37,7 +37,7 @@ def loss_and_gradients(model, mesh, check_vma=True):
 
 def gathers(model, mesh, of="jit"):
     """Returns the numbers of gathers and products in the traced gradient, within operations named ``of``."""
-    fn, args = loss_and_gradients(model, mesh)
+    fn, args = loss_and_gradients(model, mesh, made_by=jax.eval_shape)
     traced = [(within, eqn) for within, eqn in equations(jax.make_jaxpr(fn)(*args)) if of in within]
     found = [(eqn.primitive.name, 3 if "scan" in within else 1) for within, eqn in traced]
     return {
@@ -211,6 +211,16 @@ COMPLEX = {
     "again": partial(shard_module_params, Spectral, "fsdp", 16, reshard_after_forward=True),
     "policy": lambda: nn.remat(fsdp(Spectral), policy=remat_policy(offload=["block_input"])),
 }
+
+
+@pytest.mark.parametrize("block", COMPLEX)
+def test_complex_values_are_not_kept_for_the_backward_pass(block):
+    fn, args = loss_and_gradients(Spectra(COMPLEX[block]()), mesh_of(2, 4), made_by=jax.eval_shape)
+    jax.eval_shape(fn, *args)  # JAX's policies raise for complex values that are kept
+    every = Spectra(nn.remat(fsdp(Spectral), policy=EVERYTHING))
+    kept, _ = loss_and_gradients(every, mesh_of(2, 4), made_by=jax.eval_shape)
+    with pytest.raises(TypeError, match="reduce_precision does not accept"):  # guard
+        jax.eval_shape(kept, *args)
 
 
 @pytest.mark.parametrize("block, check_vma", [("again", True), ("policy", False)])

@@ -42,7 +42,8 @@ def wrap(**options):
 
 def gathers(model, loss_fn=mean_loss):
     """Returns the number of gathers of a step over each axis; gathers of a scan count once for each layer."""
-    state = create_train_state(model, optax.sgd(0.1), mesh(), jax.random.key(0), BATCH["x"], batch_axes=AXES)
+    key, options = jax.random.key(0), {"batch_axes": AXES}
+    state = jax.eval_shape(lambda: create_train_state(model, optax.sgd(0.1), mesh(), key, BATCH["x"], **options))
     step = make_train_step(loss_fn, mesh(), AXES)
     count = Counter()
     for within, eqn in equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(1))):

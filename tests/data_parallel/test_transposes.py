@@ -48,6 +48,24 @@ def there_and_back(rows, counts):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
+def test_gradients_of_parts_and_of_gathered_parts_are_those_of_the_table(check_vma):
+    """Each device's loss is the same function of the gathered parts, and a different one of its part."""
+    mesh = DeviceMeshManager.create_device_mesh({"ep": COUNT}, devices=jax.devices()[:COUNT])
+    x = jnp.arange(8.0)
+
+    def gradients(x):
+        part = transposes.local_part(x, 0, AXES)
+        of_parts = jax.vjp(lambda part: transposes.all_parts(part, 0, AXES), part)[1](x**2)[0]
+        of_all = jax.vjp(lambda x: transposes.local_part(x, 0, AXES), x)[1](part**2)[0]
+        return of_parts, of_all
+
+    on_mesh = jax.shard_map(gradients, mesh=mesh, in_specs=P(), out_specs=(P("ep"), P()), check_vma=check_vma)
+    of_parts, of_all = jax.jit(on_mesh)(x)
+    np.testing.assert_array_equal(of_parts, x**2)
+    np.testing.assert_array_equal(of_all, x**2)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"ep": COUNT}, devices=jax.devices()[:COUNT])
     rows = jax.random.normal(jax.random.key(0), (COUNT * LENGTH, WIDTH))

@@ -107,7 +107,7 @@ def test_axis_traffic_splits_wire_bytes_into_weights_and_activations():
     tp = traffic["tp",]  # weights: gradients of the norm and of the mixture, which are whole along it
     assert tp.activations > 0 and tp.weights > 0 and tp.other == 0
     assert sum(one.wire_bytes for one in found.axis_traffic) == found.wire_bytes
-    assert "What each axis carries" in str(found)
+    assert "Bytes that a device sends" in str(found)
 
 
 def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():

@@ -1,6 +1,7 @@
 """FLOP counts agree with closed formulas and, where nothing loops, with XLA's own count."""
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -95,6 +96,17 @@ def test_scores_bytes_of_attention_count_the_softmax_scores_per_device():
         loss = lambda *args, fn=again: (fn(*args).astype(jnp.float32) ** 2).sum()  # noqa: E731
         assert flops_of(jax.grad(loss), q, q, q).scores_bytes == {"": 4 * 2 * 64 * 64 * 4}  # float32
     assert flops_of(attention, q, q, q, num_devices=4).scores_bytes == {"": 2 * 64 * 64 * 4}
+
+
+def test_scores_bytes_per_step_count_each_layer_of_a_scan():
+    def layers(q, length):
+        return lax.scan(lambda x, _: (jax.nn.dot_product_attention(x, x, x), None), q, length=length)[0]
+
+    q = array(4, 64, 2, 16, dtype=jnp.bfloat16)
+    for length in (1, 3):
+        found = flops_of(partial(layers, length=length), q)
+        assert found.scores_bytes == {"": 4 * 2 * 64 * 64 * 4}
+        assert found.scores_bytes_per_step == {"": length * 4 * 2 * 64 * 64 * 4}
 
 
 def mlstm(q, k, v, gates):

@@ -348,7 +348,7 @@ def test_forecast_table_for_v5e_names_modules_and_plot_writes_a_png(on_v5e, tmp_
     for words in (
         "fits:",
         "blocks/up/kernel",
-        "What fills the temporaries",
+        "Largest temporaries",
         "the compiler's estimate",
         "tokens per device",
     ):

@@ -544,12 +544,19 @@ def test_lint_memory_bound_fires_only_for_hbm_time_above_product_and_wait_time()
         assert each("memory-bound", other, plan_of()) == []
 
 
+def test_lint_memory_bound_advises_less_recomputation_only_where_memory_is_free():
+    for used, free in ((10**8, True), (78 * 10**9, False)):
+        (finding,) = each("memory-bound", for_a_chip(cached(), memory_s=1.0, total_bytes=used), plan_of())
+        assert ("stay free" in finding.text + finding.cure and "Recompute less" in finding.cure) == free, finding.cure
+        assert free or "Recompute" not in finding.text + finding.cure
+
+
 def test_lint_memory_bound_advice_follows_the_source_of_the_bytes():
     def cure_of(forecast, model):
         (finding,) = each("memory-bound", forecast, plan_of(model))
         return finding.text + finding.cure
 
-    wide, narrow, free = Uniform(jnp.float32), Uniform(jnp.bfloat16), 10**8
+    wide, narrow = Uniform(jnp.float32), Uniform(jnp.bfloat16)
     assert "100% of the products are float32" in cure_of(for_a_chip(cached(wide), memory_s=1.0), wide)
     assert "float32" not in cure_of(for_a_chip(cached(narrow), memory_s=1.0), narrow)
 
@@ -559,11 +566,8 @@ def test_lint_memory_bound_advice_follows_the_source_of_the_bytes():
     assert "The optimizer's update is 100% of the bytes" in of_update and "more tokens" in of_update
     assert "more tokens" not in cure_of(for_a_chip(cached(narrow), memory_s=1.0), narrow)  # guard
 
-    recomputing = for_a_chip(cached(), memory_s=1.0, total_bytes=free)
-    assert "stay free" in cure_of(recomputing, None) and "Recompute less" in cure_of(recomputing, None)
-    full = for_a_chip(cached(), memory_s=1.0, total_bytes=78 * 10**9)
-    with_all = for_a_chip(cached(Model(layers=kept)), memory_s=1.0, total_bytes=free)
-    assert "Recompute" not in cure_of(full, None) and "Recompute" not in cure_of(with_all, None)
+    with_all = for_a_chip(cached(Model(layers=kept)), memory_s=1.0, total_bytes=10**8)
+    assert "Recompute" not in cure_of(with_all, None)
 
     some = 16 * 2 * 32 * 32 * 2 / CHIPS["h100"].hbm_bandwidth
     attention = for_a_chip(attentive(), memory_s=some, compute_s=0.0)

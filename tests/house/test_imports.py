@@ -69,7 +69,7 @@ x = jnp.ones((4, 2), jnp.int32)
 def loss_fn(params, apply_fn, batch, rng):
     return jnp.mean(apply_fn({"params": params}, batch) ** 2)
 
-state = create_train_state(model, optax.adamw(1e-3), mesh, key, x)
+state = create_train_state(model, optax.sgd(1e-3), mesh, key, x)
 plan_sharding(model, dict(mesh.shape), x)
 step = make_train_step(loss_fn, mesh)
 state, metrics = step(state, x, key)

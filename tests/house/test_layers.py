@@ -4,10 +4,9 @@ import ast
 import re
 import sys
 from collections import defaultdict
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 from tests.measures import FOREIGN, module_of, names_imported
 
@@ -31,40 +30,51 @@ def folder_of(module):
     return re.sub(r"^xlstm_jax\.(distributed\.)?", "", module).split(".")[0]
 
 
-def imported(source):
-    """Yields the library modules that a file imports."""
-    for name in names_imported(source):
-        if name.startswith("xlstm_jax"):
-            yield name if name in MODULES else name.rpartition(".")[0]
+@cache
+def names_of(path):
+    """Returns the names that a file of the library imports."""
+    return list(names_imported(path.read_text()))
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in FACES])
-def test_module_imports_only_from_earlier_layers(module):
-    own = folder_of(module)
-    others = {folder_of(name) for name in imported(MODULES[module].read_text())} - {own, "xlstm_jax"}
-    assert {own, *others} <= LEVEL.keys(), f"add {sorted({own, *others} - LEVEL.keys())} to ORDER of {__file__}"
-    wrong = {other for other in others if LEVEL[other] >= LEVEL[own]}
-    assert not wrong, f"{module} imports from {sorted(wrong)}; the order is {' '.join(ORDER.split())}"
+def library_modules(names):
+    """Returns the modules of the library among imported names."""
+    names = [name for name in names if name.startswith("xlstm_jax")]
+    return [name if name in MODULES else name.rpartition(".")[0] for name in names]
+
+
+def imported(module):
+    """Returns the library modules that a module imports."""
+    return library_modules(names_of(MODULES[module]))
+
+
+def test_modules_import_only_from_earlier_layers():
+    wrong = {}
+    for module in MODULES.keys() - set(FACES):
+        own = folder_of(module)
+        others = {folder_of(name) for name in imported(module)} - {own, "xlstm_jax"}
+        assert {own, *others} <= LEVEL.keys(), f"add {sorted({own, *others} - LEVEL.keys())} to ORDER of {__file__}"
+        if later := sorted(other for other in others if LEVEL[other] >= LEVEL[own]):
+            wrong[module] = later
+    assert not wrong, f"modules that import from later folders: {wrong}; the order is {' '.join(ORDER.split())}"
 
 
 OF_ANY_PROGRAM = [name for name in MODULES if re.match(r"xlstm_jax\.forecast(?!\.training)", name)]
 
 
-@pytest.mark.parametrize("module", OF_ANY_PROGRAM)
-def test_forecast_modules_for_any_program_do_not_import_distributed(module):
-    assert not [name for name in imported(MODULES[module].read_text()) if "distributed" in name]
+def test_forecast_modules_for_any_program_do_not_import_distributed():
+    assert not [module for module in OF_ANY_PROGRAM if any("distributed" in name for name in imported(module))]
     assert len(OF_ANY_PROGRAM) > 30  # guard
-    assert any("distributed" in name for name in imported(MODULES["xlstm_jax.forecast.training.workload"].read_text()))
+    assert any("distributed" in name for name in imported("xlstm_jax.forecast.training.workload"))
 
 
 def test_library_modules_have_no_import_cycles():
-    graph = {module: set(imported(path.read_text())) - {module} for module, path in MODULES.items()}
+    graph = {module: set(imported(module)) - {module} for module in MODULES}
     list(TopologicalSorter(graph).static_order())
 
 
 def test_imported_detects_an_upward_import_between_layers():
     source = "from xlstm_jax.distributed.training import step\nfrom xlstm_jax.distributed.plan.table import plan_table"
-    assert [folder_of(name) for name in imported(source)] == ["training", "plan"]
+    assert [folder_of(name) for name in library_modules(names_imported(source))] == ["training", "plan"]
     assert LEVEL["training"] > LEVEL["plan"] > LEVEL["data_parallel"] > LEVEL["formatting"]
 
 
@@ -90,20 +100,19 @@ def test_no_public_name_is_defined_twice():
 COLLECTIVE = r"lax\.(psum|pmean|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast)\b"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules(path):
-    source = path.read_text()
-    numbered = list(enumerate(source.splitlines(), 1))
-    if path.stem != "collectives":
-        found = [f"line {number}: {line.strip()}" for number, line in numbered if re.search(COLLECTIVE, line)]
-        assert not found, f"use the functions of collectives.py in place of {found}"
-    if path.stem != "trees":
-        found = [f"line {number}: {line.strip()}" for number, line in numbered if "is_leaf=" in line]
-        assert not found, f"use the walks of trees.py in place of {found}"
-    if "cli" not in path.parts:
-        names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
-        lines = [node.lineno for node in names if node.id == "print"]
-        assert not lines, f"a library does not print, as lines {lines} do"
+def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules():
+    wrong = []
+    for path in FILES:
+        source = path.read_text()
+        for number, line in enumerate(source.splitlines(), 1):
+            if path.stem != "collectives" and re.search(COLLECTIVE, line):
+                wrong.append(f"{path}:{number}: use the functions of collectives.py in place of {line.strip()}")
+            if path.stem != "trees" and "is_leaf=" in line:
+                wrong.append(f"{path}:{number}: use the walks of trees.py in place of {line.strip()}")
+        if "cli" not in path.parts and re.search(r"\bprint\b", source):
+            names = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)]
+            wrong += [f"{path}:{node.lineno}: a library does not print" for node in names if node.id == "print"]
+    assert not wrong, "\n".join(wrong)
 
 
 # The modules that import Linen or NNX, by file name; the keys say what belongs in a list.
@@ -158,10 +167,9 @@ def test_only_designated_modules_import_flax_linen():
     assert_imported_by("flax.linen", IMPORT_LINEN, "use boxes, or a model's init and apply")
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_only_introspection_reads_frames_and_closures_of_other_libraries(path):
-    found = FOREIGN.findall(path.read_text())
-    assert bool(found) == (path.stem == "introspection") or path.stem in READS_ERRORS, f"{path.stem} reads {found}"
+def test_only_introspection_reads_frames_and_closures_of_other_libraries():
+    found = {path.stem: reads for path in FILES if (reads := FOREIGN.findall(path.read_text()))}
+    assert "introspection" in found and not found.keys() - READS_ERRORS - {"introspection"}, found
 
 
 READS_ERRORS = {"jax_errors"}  # reads the frames of a raised error for its text
@@ -173,7 +181,7 @@ def test_only_designated_modules_import_flax_nnx():
 
 def who_imports(name):
     """Returns the names of files that import from a module."""
-    return {path.stem for path in FILES if any(i.startswith(name) for i in names_imported(path.read_text()))}
+    return {path.stem for path in FILES if any(i.startswith(name) for i in names_of(path))}
 
 
 def test_package_init_imports_only_the_quiet_cuda_plugin_loader():

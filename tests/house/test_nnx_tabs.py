@@ -32,7 +32,7 @@ def tokens(*shape):
 
 # Inputs of the model of each page.
 INPUTS = {
-    "howto/actor_critic.md": [floats(16, 8)],
+    "howto/actor_critic.md": [floats(16, 16)],
     "howto/contrastive.md": [floats(16, 16), floats(16, 16)],
     "howto/data.md": [floats(16, 16)],
     "howto/distill.md": [floats(16, 16)],

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
-from sklearn import metrics as sklearn_metrics
 
 from tests.support import AXES, mesh_of, on_mesh
 from xlstm_jax.distributed.metrics.classification import (
@@ -67,6 +66,13 @@ METRIC = Compose(
     {name: ConfusionMatrix(task, {f"{s}/{a}": STATISTICS[s](a) for s, a in GRID}) for name, task in TASKS.items()}
     | {"ranking": RANKING}
 )
+
+
+def sklearn_metrics():
+    """Imports scikit-learn's metrics for a test that compares with them: seconds for each worker otherwise."""
+    from sklearn import metrics
+
+    return metrics
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -178,15 +184,15 @@ def predicted(name, scores, labels):
 
 def accuracy(name, average, labels, predictions, weight):
     if average == "micro" and name == "multilabel":
-        return 1 - sklearn_metrics.hamming_loss(labels, predictions, sample_weight=weight)
+        return 1 - sklearn_metrics().hamming_loss(labels, predictions, sample_weight=weight)
     if average == "micro" or name == "binary":
-        share = sklearn_metrics.accuracy_score(labels, predictions, sample_weight=weight)
+        share = sklearn_metrics().accuracy_score(labels, predictions, sample_weight=weight)
         return [share] if average == "per_class" else share
     if name == "multilabel":
         decisions = [(labels[:, c] == 1, predictions[:, c] == 1) for c in range(CLASSES)]
     else:
         decisions = [(labels == c, predictions == c) for c in range(CLASSES)]
-    each = [sklearn_metrics.accuracy_score(y, p, sample_weight=weight) for y, p in decisions]
+    each = [sklearn_metrics().accuracy_score(y, p, sample_weight=weight) for y, p in decisions]
     support = [np.sum(weight * y) for y, _ in decisions]
     return {"per_class": each, "macro": np.mean(each), "weighted": np.average(each, weights=support)}[average]
 
@@ -203,8 +209,8 @@ def reference(name, statistic, average, scores, labels, weight):
     elif name != "multilabel":
         options["labels"] = range(CLASSES)
     if base in ("f1", "f2"):
-        return sklearn_metrics.fbeta_score(labels, predictions, beta=float(base[1]), **options)
-    return getattr(sklearn_metrics, f"{base}_score")(labels, predictions, **options)
+        return sklearn_metrics().fbeta_score(labels, predictions, beta=float(base[1]), **options)
+    return getattr(sklearn_metrics(), f"{base}_score")(labels, predictions, **options)
 
 
 # --------------------------------------------------------------------------------------------------- confusion matrices
@@ -230,7 +236,7 @@ def test_classification_statistics_change_without_the_largest_shard(name):
 @pytest.mark.parametrize("kind", ["ones", "fractional"])
 def test_micro_accuracy_with_top_k_is_top_k_accuracy(kind):
     scores, labels, weight = seen("top_k", kind)
-    want = sklearn_metrics.top_k_accuracy_score(labels, scores, k=2, labels=range(CLASSES), sample_weight=weight)
+    want = sklearn_metrics().top_k_accuracy_score(labels, scores, k=2, labels=range(CLASSES), sample_weight=weight)
     assert_allclose(computed(True, kind)["top_k"]["accuracy/micro"], want, rtol=0, atol=TOLERANCE)
     assert want > computed(True, kind)["multiclass"]["accuracy/micro"] + 0.05
 
@@ -238,7 +244,7 @@ def test_micro_accuracy_with_top_k_is_top_k_accuracy(kind):
 @pytest.mark.parametrize("kind", ["ones", "fractional"])
 def test_balanced_accuracy_is_macro_recall_of_the_classes_that_occur(kind):
     scores, labels, weight = seen("multiclass", kind)
-    want = sklearn_metrics.balanced_accuracy_score(labels, scores.argmax(-1), sample_weight=weight)
+    want = sklearn_metrics().balanced_accuracy_score(labels, scores.argmax(-1), sample_weight=weight)
     assert_allclose(computed(True, kind)["multiclass"]["recall_nan/macro"], want, rtol=0, atol=TOLERANCE)
 
 
@@ -278,6 +284,30 @@ def test_multilabel_statistics_accept_a_weight_per_label():
     assert_allclose(value_of(Recall(average="per_class"), Multilabel(2), scores, labels, weight), [1, 0])
 
 
+def test_identities_are_zeros_and_small_values_are_those_by_hand():
+    statistics = {"f1": FBeta(average="per_class"), "precision": Precision(average="micro")}
+    matrix, ranking = ConfusionMatrix(Multilabel(2), statistics), BinnedRanking(bins=4)
+    assert {name: total.value.tolist() for name, total in matrix.identity().items()} == {
+        name: [0, 0] for name in ("tp", "fp", "fn", "tn")
+    }
+    assert {name: total.value.tolist() for name, total in ranking.identity().items()} == {
+        name: [0, 0, 0, 0] for name in ("positive", "negative")
+    }
+
+    @jax.jit
+    def values(scores, labels, ranked, positive):
+        return matrix.result(matrix.observe(scores, labels)), ranking.result(ranking.observe(ranked, positive))
+
+    # Of the first label a hit and a false alarm, of the second a hit. Three of four pairs of scores are in order.
+    of_labels, of_ranks = values(
+        np.array([[0.9, 0.1], [0.9, 0.9]]), np.array([[1, 0], [0, 1]]), np.array([0.1, 0.3, 0.6, 0.9]), np.arange(4) % 2
+    )
+    assert_allclose(of_labels["f1"], [2 / 3, 1], rtol=TOLERANCE)
+    assert_allclose(of_labels["precision"], 2 / 3, rtol=TOLERANCE)
+    assert_allclose(of_ranks["auroc"], 3 / 4, rtol=TOLERANCE)
+    assert_allclose(of_ranks["average_precision"], (1 + 2 / 3) / 2, rtol=TOLERANCE)
+
+
 def test_equal_scores_rank_the_lower_class_first():
     scores, labels = np.zeros((4, 4)), np.arange(4)
     assert value_of(Accuracy(), Multiclass(4), scores, labels) == 0.25
@@ -313,8 +343,8 @@ def test_nan_scores_with_weight_make_affected_statistics_nan():
 
 def both(scores, labels, weight):
     return {
-        "auroc": sklearn_metrics.roc_auc_score(labels, scores, sample_weight=weight),
-        "average_precision": sklearn_metrics.average_precision_score(labels, scores, sample_weight=weight),
+        "auroc": sklearn_metrics().roc_auc_score(labels, scores, sample_weight=weight),
+        "average_precision": sklearn_metrics().average_precision_score(labels, scores, sample_weight=weight),
     }
 
 

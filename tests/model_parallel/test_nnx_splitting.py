@@ -147,6 +147,16 @@ def test_a_model_that_is_split_from_outside_trains_as_on_one_device(scan, units_
     assert np.prod(part) == np.prod(block["down"]["kernel"].value.shape) / 4  # guard: both axes split
 
 
+def test_split_dims_of_stacked_layers_are_counted_behind_the_dim_of_layers():
+    model = split_modules(nnx_model(partial(Net, scan=True)), SPLIT)
+    made = jax.eval_shape(lambda: init_sharded(model, mesh_of(fsdp=2, tp=2), KEY, TOKENS, batch_axes="fsdp"))
+    block = made["params"]["blocks"]
+    assert block["attention"]["query"]["kernel"].names == (None, None, "tp", None)
+    assert block["attention"]["out"]["kernel"].names == (None, "tp", None, None)
+    assert block["up"]["kernel"].names == (None, None, "tp") and block["up"]["bias"].names == (None, "tp")
+    assert made["params"]["head"]["kernel"].names == (None, "tp")
+
+
 class Pair(nnx.Module):
     """Two layers with dropout, or a norm, in between."""
 

@@ -557,6 +557,13 @@ def test_vocabulary_split_by_split_modules_matches_a_single_device(tied, check_v
     assert tied or params["head"]["kernel"].names == ("fsdp", "tp")
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+def test_split_vocabulary_returns_the_logits_of_all_entries(tied):
+    model = split_modules(ForeignDecoder(tied), FOREIGN | {"embed|head": "vocabulary"})
+    for check_vma in (True, False):
+        assert shapes_on_mesh(model, TOKENS, check_vma) == (*TOKENS.shape, VOCAB)
+
+
 class TwoMethods(nn.Module):
     def setup(self):
         self.up, self.norm, self.down = nn.Dense(16), nn.LayerNorm(), nn.Dense(8)

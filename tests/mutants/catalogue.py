@@ -103,7 +103,12 @@ def _places(source: str, function: str) -> list[tuple[int, int]]:
     ends = [0]
     for line in source.splitlines(keepends=True):
         ends.append(ends[-1] + len(line))
-    return [(ends[first - 1], ends[last]) for name, first, last in functions_of(ast.parse(source)) if name == function]
+    return [(ends[first - 1], ends[last]) for name, first, last in _functions(source) if name == function]
+
+
+@cache
+def _functions(source: str) -> list[tuple[str, int, int]]:
+    return list(functions_of(ast.parse(source)))
 
 
 def functions_of(tree: ast.AST, scope: str = "") -> Iterator[tuple[str, int, int]]:

@@ -125,11 +125,15 @@ def test_leaf_norms_add_a_single_collective_to_a_train_step():
 
 
 def test_leaf_norms_are_computed_at_each_kth_update():
-    states = [trained(steps, with_leaf_norms(TX, every=2)) for steps in (1, 2, 3)]
-    of_steps = [leaf_norms(state.opt_state, state.params) for state in states]
-    assert_same_norms(of_steps[0], norms_of_single_device(1))
-    assert_same_norms(of_steps[1], norms_of_single_device(1))  # not computed at the second update
-    assert_same_norms(of_steps[2], norms_of_single_device(3))
+    tx = with_leaf_norms(optax.sgd(0.5), every=2)
+    params = {"w": np.float32([3, 4]), "b": np.float32([2])}
+    state, found = tx.init(params), []
+    for scale in (1, 2, 3):
+        _, state = tx.update(jax.tree.map(lambda leaf, scale=scale: scale * leaf, params), state, params)
+        found.append(leaf_norms(state, params))
+    for norms, scale in zip(found, (1, 1, 3), strict=True):  # not computed at the second update
+        expected = {"gradients": scale, "parameters": 1, "updates": scale * 0.5}
+        assert_same_norms(norms, {kind: {"b": 2 * by, "w": 5 * by} for kind, by in expected.items()})
 
 
 def test_leaf_norms_leave_out_frozen_leaves():

@@ -88,14 +88,14 @@ def test_plan_sharding_reports_matrices_and_owners():
     plan = plan_sharding(model, {"dp": 2, "fsdp": 4}, data()["x"], tx=optax.chain(optax.clip(1.0), muon(0.1)))
     kernels = ("blocks/Dense_0/kernel", "blocks/Dense_1/kernel")
     six = next(one for one in plan.matrices if one.leaves == kernels)
-    places = "2 places on each of 4 owners, 25% of them idle; the busiest has 1.33 x the mean"
-    assert str(six) == f"6 matrices of 16 x 32, muon: {places}"
+    places = "at most 2 on each of 4 devices, 25% of which have none; the busiest computes 1.33 x the mean"
+    assert str(six) == f"6 matrices of 16 x 32 (muon): {places}"
     assert (six.idle_fraction, six.workless_fraction) == (2 / 8, 1 / 4)  # devices own two, two, two, and no matrices
     whole = next(one for one in plan_sharding(model, {"fsdp": 1}, data()["x"], tx=muon(0.1)).matrices)
-    assert str(whole) == "6 matrices of 16 x 32, muon: every device does the same work"
+    assert str(whole) == "6 matrices of 16 x 32 (muon): every device computes every update"
     (none,) = (one for one in plan.matrices if one.reason == "a scale is a vector")
     assert none.leaves == ("blocks/LayerNorm_0/scale",) and none.count == 0
-    console = Console(width=180, file=io.StringIO())
+    console = Console(width=240, file=io.StringIO())
     console.print(plan.table())
     shown = console.file.getvalue()
     assert str(six) in shown and "no matrices: a bias is a vector" in shown

@@ -85,7 +85,7 @@ def test_decay_plan_cannot_tell_and_says_why(tx, reason):
     (plan,) = decay_plans(tx, PARAMS)
     assert plan.decays == "?" and reason in plan.reason
     text = str(plan_sharding(nn.Dense(8), {"fsdp": 8}, jnp.ones((8, 16)), min_weight_size=16, tx=tx))
-    assert "Weight decay that the plan cannot tell" in text and reason in " ".join(text.split())
+    assert "Leaves whose weight decay is unknown" in text and reason in " ".join(text.split())
 
 
 class Linen(nn.Module):

@@ -16,7 +16,7 @@ from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.training.accumulation import STRATEGIES
+from xlstm_jax.distributed.training.accumulation import STRATEGIES, MinibatchResult, mean_over
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
 TX = optax.sgd(1.0)  # with SGD of rate 1 the change of the parameters is minus the gradient
@@ -60,7 +60,9 @@ def test_each_accumulation_strategy_gives_the_gradient_of_the_global_batch(accum
 
 def collectives(**options):
     """Counts the collectives on arrays by name, axis and loop depth."""
-    step, state = step_on(mesh_of(2, 4), WRAP, **options)
+    mesh = mesh_of(2, 4)
+    state = jax.eval_shape(lambda: start(mesh, WRAP))
+    step = make_train_step(weighted_loss, mesh, AXES, weighted=True, **options)
     found = equations(jax.make_jaxpr(step)(state, BATCH, jax.random.key(0)))
     count = {}
     for within, eqn in found:
@@ -82,6 +84,16 @@ def test_accumulation_strategies_run_collectives_at_the_expected_loop_depth():
     last = collectives(num_minibatches=2, accumulation="reduce_replicas_once")
     assert last["reduce_scatter", "fsdp", 2] == 3
     assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
+
+
+def test_each_minibatch_gets_the_carries_of_the_minibatch_before():
+    def on_minibatch(index, carries):
+        value = jnp.float32(index)
+        return MinibatchResult(value, [value], jnp.float32(1), 2 * carries, carries)
+
+    found = jax.jit(lambda start: mean_over(on_minibatch, 3, start))(jnp.float32(5))
+    assert (float(found.values), float(found.carries)) == (1, 40)
+    np.testing.assert_array_equal(found.stacked, [5, 10, 20])
 
 
 def test_reduce_once_and_reduce_each_agree_with_bfloat16_gathers():

@@ -234,7 +234,7 @@ def test_apply_gradients_raises_for_a_mean_of_shards_with_each_other(check_vma, 
 def on_one_device():
     """Returns the parameters of the Linen model after an SGD step on one device, by the plain model."""
     params = jax.device_put(unbox(state_of("linen with remat").params), jax.devices()[0])
-    grads = jax.grad(loss_fn)(params, Model().apply, BATCH)
+    grads = jax.jit(jax.grad(loss_fn), static_argnums=1)(params, Model().apply, BATCH)
     return jax.tree.map(lambda leaf, grad: leaf - RATE * grad, params, grads)
 
 
@@ -243,6 +243,12 @@ RIGHT_STEPS = [
     *[(average, way, True) for average in RIGHT for way in OF if way != "library" or "scaled" not in average],
     *[(average, "minibatches", False) for average in RIGHT],
 ]
+
+
+@pytest.mark.parametrize(("average", "of", "check_vma"), RIGHT_STEPS)
+def test_right_step_is_traced_without_an_error(average, of, check_vma):
+    state = state_of("linen with remat")
+    trace(step_with(RIGHT[average], state, of=OF[of], check_vma=check_vma), state)
 
 
 @pytest.mark.parametrize(("average", "of", "check_vma"), RIGHT_STEPS)

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
-from tests.support import FLOAT32_ROUNDING, assert_same_params, in_case
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, assert_same_params, in_case
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
+    TrainState,
     check_step,
     create_train_state,
     make_eval_step,
@@ -28,9 +30,12 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, in_layout
+from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training.fitting import Options, code_of, layout_of_step
 from xlstm_jax.forecast.training.workload import Workload
@@ -315,6 +320,17 @@ CHECKED = {
     "no exchange": (Transformer(exchange=False), mean_loss, r"must exchange them over 'cp' \(context_attention"),
 }
 SLOW = {"mean of means", "mean of means, tokens alone"}
+
+
+def test_one_device_has_the_batch_in_natural_order():
+    mesh, spec = specs_of("fsdp_cp")
+    params = {"w": jax.device_put(jnp.ones(4), NamedSharding(mesh, P()))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    batch = shard_batch(to_zigzag(BATCH, 2), mesh, batch_spec=spec)
+    assert not np.array_equal(batch["tokens"], BATCH["tokens"])  # guard
+    loss = LossFunction(weighted_loss, True)
+    one_device = OneDevice(loss, batch_layout(mesh, None, spec), 1, state, batch, mesh)
+    assert_each_leaf(np.testing.assert_array_equal, dict(one_device.batch), dict(BATCH))
 
 
 @pytest.mark.parametrize(

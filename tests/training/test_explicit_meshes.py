@@ -1,7 +1,7 @@
 """Training, and what surrounds it, under ``jax.set_mesh`` with explicit, Auto and mixed axes."""
 
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -134,11 +134,15 @@ def of_one_device(model=MODELS["linen"][1], share=slice(None)):
     return jax.device_get(params), losses
 
 
-REFERENCE = {name: of_one_device(model) for name, (_, model) in MODELS.items()}
+@cache
+def reference(name):
+    """Returns what ``of_one_device`` returns for a model, computed without a set mesh."""
+    with jax.set_mesh(None):
+        return of_one_device(MODELS[name][1])
 
 
 def assert_trained_as_on_one_device(state, losses, name="linen"):
-    params, want = REFERENCE[name]
+    params, want = reference(name)
     np.testing.assert_allclose(losses, want, rtol=FLOAT32_ROUNDING)
     assert_same_params(unbox(jax.device_get(state.params)), params)
 
@@ -184,7 +188,7 @@ def test_training_under_a_globally_set_mesh_matches_a_single_device(kind, name):
 
 
 def test_guard_training_on_half_of_the_batch_differs_from_the_reference():
-    assert not np.allclose(of_one_device(share=slice(8))[1], REFERENCE["linen"][1], rtol=0.1)
+    assert not np.allclose(of_one_device(share=slice(8))[1], reference("linen")[1], rtol=0.1)
 
 
 def test_explicit_mesh_without_set_mesh_gives_arrays_without_explicit_types():
@@ -225,6 +229,10 @@ def test_create_train_state_accepts_example_inputs_made_under_the_mesh(mesh):
     for x in (jnp.ones((16, 8)), jax.device_put(np.ones((16, 8)), P("dp")), batch_of(mesh)["x"]):
         state = create_train_state(MODEL, TX, mesh, KEY, x, batch_axes=AXES)
         assert_trained_as_on_one_device(*trained(mesh, state=state)[:2])
+
+
+def test_parameters_of_a_new_state_have_explicit_types(mesh):
+    assert not implicit_leaves(state_on(mesh, MODEL).params)
 
 
 def test_parameters_have_explicit_types_outside_the_step(mesh):

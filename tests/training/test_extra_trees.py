@@ -163,15 +163,22 @@ def test_extra_trees_with_collections_and_scalars_pass_check_step(check_vma):
     step = make_train_step(with_statistics, mesh, AXES, check_vma=check_vma)
     found = check_step(step, state, BATCH, KEY, extra_trees=others)
     assert found.ok, found
-
-    def squared(*args, **others):
-        return with_statistics(*args, **others)[0] ** 2, {}
-
-    assert not check_step(make_train_step(squared, mesh, AXES), state, BATCH, KEY, extra_trees=others).ok  # guard
     state, metrics = step(state, BATCH, KEY, extra_trees=others)
     normed = (BATCH["x"] - BATCH["x"].mean(0)) / jnp.sqrt(BATCH["x"].var(0) + 1e-5)
     out, wanted = (normed @ unbox(made.params)["Dense_0"]["kernel"] for made in (state_of(mesh, 0, Normed()), second))
     assert_allclose(metrics["loss"], jnp.mean((out - 2 * wanted) ** 2), rtol=1e-5)
+
+
+def test_check_step_finds_a_squared_mean_of_extra_trees_wrong():
+    """Guard of the test above."""
+    mesh = mesh_of(2, 4)
+    state, second = copied(state_of(mesh, 0, Normed())), state_of(mesh, 1, Normed())
+    others = {"teacher": {"params": second.params, **second.collections}, "temperature": 2.0}
+
+    def squared(*args, **others):
+        return with_statistics(*args, **others)[0] ** 2, {}
+
+    assert not check_step(make_train_step(squared, mesh, AXES), state, BATCH, KEY, extra_trees=others).ok
 
 
 @pytest.mark.one_in(2)

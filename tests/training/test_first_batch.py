@@ -1,8 +1,13 @@
 """Tests with several processes that compare, once, the parameter key and the first batch."""
 
+from types import SimpleNamespace
+
+import jax
+import numpy as np
 import pytest
 
 from tests.processes.test_processes import raised, run
+from xlstm_jax.distributed.training import first_batch
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +18,19 @@ def training():
 @pytest.fixture(scope="module")
 def four():
     return run("train", 4)
+
+
+def test_keys_are_compared_between_the_processes_of_the_mesh(monkeypatch):
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=process) for process in (0, 0, 3, 1)]))
+    compared = []
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(first_batch, "compare", lambda *args: compared.append(args))
+    key = jax.random.key(0)
+    first_batch.compare_keys(key, mesh)
+    first_batch.compare_keys(jax.eval_shape(lambda: key), mesh)  # while tracing
+    first_batch.compare_keys(key, SimpleNamespace(devices=mesh.devices[:2]))  # one process
+    ((entries, what, _, processes, _),) = compared
+    assert (entries.keys(), what, processes) == ({"rng"}, first_batch.KEY, [0, 1, 3])
 
 
 def test_all_processes_raise_for_different_initial_keys(training):

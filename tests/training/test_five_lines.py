@@ -28,7 +28,7 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, RowDense
@@ -205,6 +205,13 @@ def test_check_step_works_without_a_key_for_right_and_wrong_steps(state):
 
 
 # ------------------------------------------------------------------------------------------------------------- the axes
+
+
+def test_default_batch_axes_leave_out_the_axes_of_the_model():
+    kernel = Sharded(jnp.ones((8, 8)), ("fsdp", "tp"), model_axes=("tp",))
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2, "tp": 2})
+    assert default_batch_axes({"kernel": kernel, "bias": jnp.ones(8)}, mesh) == ("dp", "fsdp")
+    assert default_batch_axes({"bias": jnp.ones(8)}, mesh) == ("dp", "fsdp", "tp")  # guard
 
 
 def test_eval_step_derives_batch_axes_from_the_state(state):

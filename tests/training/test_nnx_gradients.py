@@ -185,6 +185,29 @@ def test_variables_that_the_module_changes_are_those_of_one_device(check_vma):
         assert np.abs(after[path] - start[path]).max() > 1e-4, path
 
 
+class Written(nnx.Module):
+    """Statistics of the rows, and a kernel that each call writes."""
+
+    def __init__(self, rngs):
+        self.statistics = nnx.BatchNorm(4, rngs=rngs)
+        self.weight = nnx.WeightNorm(nnx.Linear(4, 2, use_bias=False, rngs=rngs), use_scale=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.weight(self.statistics(x))
+
+
+def test_statistics_and_written_kernels_after_a_call_are_those_of_one_device():
+    x = jax.random.normal(jax.random.key(1), (8, 4)) * (1 + jnp.arange(8) % 3)[:, None]
+    plain, net = Written(nnx.Rngs(0)), create_nnx_module(nnx_model(Written), 0, x, mesh=mesh_of(1, 2))
+    start = values_of(plain)
+    loss, _ = nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2))(net, x)
+    np.testing.assert_allclose(loss, jnp.mean(plain(x) ** 2), rtol=1e-5)
+    assert_same_values(net, plain)
+    after = values_of(plain)
+    for path in ("statistics/mean", "weight/layer_instance/kernel"):  # guards
+        assert np.abs(after[path] - start[path]).max() > 1e-3, path
+
+
 # ---------------------------------------------------------------------------- a decoder in the manner of examples/gemma
 
 

@@ -334,6 +334,33 @@ def loss_fn(params, apply_fn, batch):
     return losses_of(apply_fn({"params": params}, batch["inputs"]), batch)
 
 
+class Scaled(nnx.Module):
+    """Module with an array that is no variable."""
+
+    def __init__(self, rngs):
+        self.head = nnx.Linear(LENGTH, VOCAB, rngs=rngs)
+        self.scale = jnp.full((LENGTH,), 0.1)
+
+    def __call__(self, inputs):
+        return self.head(inputs * self.scale)
+
+
+def test_loss_without_collections_is_given_the_arrays_of_a_model():
+    model, mesh, x = (
+        shard_modules(nnx_model(Scaled), min_weight_size=8),
+        jax.make_mesh((2, 4), AXES),
+        jnp.ones((8, LENGTH)),
+    )
+
+    def loss(params, apply_fn, batch):
+        return jnp.mean(apply_fn({"params": params}, batch) ** 2)
+
+    state = jax.eval_shape(lambda: create_train_state(model, TX, mesh, KEY, x, batch_axes=AXES))
+    assert state.collections  # guard: the array is in a collection
+    after, metrics = jax.eval_shape(make_train_step(loss, mesh, AXES), state, x)
+    assert metrics["loss"].shape == () and jax.tree.structure(after) == jax.tree.structure(state)
+
+
 MESHES = {"plain": AxisType.Auto, "explicit": AxisType.Explicit}
 
 

@@ -201,6 +201,15 @@ def test_fp8_products_with_fp8_gathers_are_bit_equal_to_float32_gathers(model, c
     assert_each_leaf(np.testing.assert_array_equal, *ended)
 
 
+def test_history_records_the_largest_magnitude_and_the_next_scale_is_that_of_the_history():
+    history, shard, after = jnp.float32([1, 4, 3, 2]), jnp.float32([-7, 5]), jnp.float32([0, 1, 4, 3])
+    ((grad,), same) = jax.vjp(lambda history: fp8_products.recording(history, shard), history)[1](after), history
+    np.testing.assert_array_equal(grad, [7, 1, 4, 3])
+    np.testing.assert_array_equal(fp8_products.recording(history, shard), same)
+    largest = float(jnp.finfo(NARROW).max)
+    np.testing.assert_allclose(fp8_products.next_scale(jnp.ones(1), history), [4 / largest])
+
+
 def trains_last(path):
     return path.startswith("Dense_0")
 
@@ -353,8 +362,10 @@ MORE = jax.random.normal(jax.random.key(3), (48, 16)) * 3
         (fsdp(gather_dtype=NARROW), loss_fn, X, 1),
         (fsdp, loss_fn, MORE, 3),
         (fsdp, weighted_loss, X.at[1::2].set(0), 2),
+        # Of the six rows of each device the third and fourth, the second minibatch, are padding.
+        (fsdp(gather_dtype=NARROW), weighted_loss, jnp.where((jnp.arange(48) % 6 // 2 == 1)[:, None], 0, MORE), 3),
     ],
-    ids=["mean", "padding", "kernels that products round", "minibatches", "a minibatch of padding"],
+    ids=["mean", "padding", "kernels that products round", "minibatches", "a minibatch of padding", "all together"],
 )
 def test_check_step_uses_fp8_scales_of_the_global_mean(wrap, loss, x, num_minibatches):
     """``check_step`` uses scales of the global mean: gradients of local means are eight times larger, and clipped.

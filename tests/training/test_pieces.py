@@ -110,7 +110,7 @@ def test_cross_entropy_by_pieces_matches_a_single_device(mesh, axes, dim, vocab_
     run = on_devices(mesh, check_vma, names, communication, vocab_dim=vocab_dim)
     loss, correct, *grads = run(hidden, kernel, labels)
     of_one = partial(weighted_loss, vocab_dim=vocab_dim)
-    (want, likeliest), wanted = jax.value_and_grad(of_one, argnums=(0, 1), has_aux=True)(hidden, kernel, labels)
+    (want, likeliest), wanted = jax.jit(jax.value_and_grad(of_one, (0, 1), has_aux=True))(hidden, kernel, labels)
     assert_allclose(loss.sum(), want, rtol=1e-6)
     assert_array_equal(correct, likeliest)
     assert 0 < correct.sum() < correct.size
@@ -158,6 +158,20 @@ def test_cross_entropy_by_pieces_ignores_negative_labels_and_gives_nan_beyond_th
     found, want = run(hidden, kernel, labels), chunked_cross_entropy(hidden, kernel, labels)
     assert_allclose(found.loss, want.loss, rtol=1e-5, atol=1e-6)
     assert np.isnan(found.loss[3, 0]) and found.loss[4, 0] == 0 and np.isnan(found.loss).sum() == 1
+
+
+def test_padding_of_a_head_kernel_has_no_probability(mesh):
+    hidden, kernel, labels = example(37)
+
+    def losses(hidden, shard, labels):
+        box = Sharded(shard, (None, BATCH), store=ZeroPadding((None, 37)))
+        return chunked_cross_entropy(hidden, box, labels, chunk_size=16).loss
+
+    run = on_mesh(losses, mesh, True, (P(BATCH), P(None, BATCH), P(BATCH)), P(BATCH))
+    got = run(hidden, jnp.pad(kernel, ((0, 0), (0, 3))), labels)
+    want = jax.jit(chunked_cross_entropy)(hidden, kernel, labels).loss
+    assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    assert np.exp(-want[want > 0]).max() > 1 / 37  # guard: three entries with logit 0 would change losses
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

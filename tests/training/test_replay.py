@@ -36,6 +36,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
+from xlstm_jax.distributed.training.replay.replayed_step import rolled_mesh
 
 DEVICES = 4
 KEY = jax.random.key(3)
@@ -104,6 +105,15 @@ def test_replayed_step_finds_each_effective_bit_flip_and_names_the_device():
     faults.none()
     for trial in range(20):
         state, _ = step(state, x + trial, KEY)  # no alarm
+
+
+@pytest.mark.parametrize("shape, axes", [((1, 4), AXES), ((2, 2), AXES), ((2, 4), ("dp",))], ids=str)
+def test_second_run_has_another_device_in_each_place(shape, axes):
+    mesh = mesh_of(*shape)
+    rolled = rolled_mesh(mesh, axes)
+    assert {device.id for device in rolled.devices.flat} == {device.id for device in mesh.devices.flat}
+    assert not np.any(rolled.devices == mesh.devices)
+    assert rolled.axis_names == mesh.axis_names and rolled.shape == mesh.shape
 
 
 def test_replayed_step_updates_as_the_plain_step_and_replays_every_kth_call():

@@ -230,18 +230,21 @@ def test_check_step_skips_a_gradient_of_pure_rounding(mesh):
     assert ratios["key/bias"] == 1 and ratios["query/kernel"] != 1
 
 
-def checked_step_of_one_leaf(factor=1, calls=1):
-    """Returns the result of ``check_step`` for a leaf on two devices, with ``factor`` times the gradient."""
+def checked_step_of_one_leaf(factor=1, calls=1, tx=None):
+    """Returns the result of ``check_step`` for a leaf on two devices, with ``factor`` times the gradient.
+
+    The step has an optimizer of its own if ``tx`` is given.
+    """
     mesh, x = mesh_of(1, 2), np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
     params = {"w": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, P("fsdp")))}
-    state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=optax.sgd(0.1))
+    state = TrainState.create(apply_fn=lambda params, x: params["w"] * x, params=params, tx=tx or optax.sgd(0.1))
 
     @jax.jit
     def step(state, batch, rng):
         loss, grads = jax.value_and_grad(of_products)(state.params, state.apply_fn, batch, rng)
         grads, opt_state = jax.tree.map(lambda g: factor * g, grads), state.opt_state
         for _ in range(calls):
-            updates, opt_state = state.tx.update(grads, opt_state, state.params)
+            updates, opt_state = (tx or state.tx).update(grads, opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return state.replace(params=params, opt_state=opt_state), {"loss": loss}
 
@@ -258,12 +261,15 @@ def of_products(params, apply_fn, batch, rng):
         ({}, "right", ""),  # guard
         ({"factor": 2}, "wrong", "2 x"),
         ({"calls": 2}, "wrong", "the step calls its optimizer 2 times"),
+        ({"tx": optax.adam(0.1)}, "right", "updates"),
+        ({"tx": optax.sgd(0.1), "factor": 2}, "wrong", "2 x"),
     ],
-    ids=["right", "summed", "twice"],
+    ids=["right", "summed", "twice", "own optimizer", "summed, own optimizer"],
 )
 def test_check_step_finds_a_mistake_in_a_step_with_a_single_leaf(options, verdict, finding):
     found = checked_step_of_one_leaf(**options)
     assert found.verdict == verdict and finding in in_one_line(found)
+    assert verdict == "wrong" or found.compared == ("updates" if "tx" in options else "gradients")
 
 
 def test_multiple_of_a_ratio_names_the_mesh_axes_of_a_wrong_sum_or_division():

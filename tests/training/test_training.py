@@ -45,7 +45,11 @@ from xlstm_jax.distributed.metrics import cells
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 KEY, BATCH = jax.random.key(0), data()
 WRAPPED, PLAIN = Model(fsdp()), Model()
-PARAMS = jax.jit(PLAIN.init)(KEY, BATCH["x"])["params"]
+
+
+@cache
+def plain_params():
+    return jax.jit(PLAIN.init)(KEY, BATCH["x"])["params"]
 
 
 @cache
@@ -63,7 +67,7 @@ def run_grads(fn, mesh, check_vma, params=None, batch=BATCH):
 @cache
 def whole_batch(loss):
     """Returns loss and gradient of the plain model on one device."""
-    return jax.jit(jax.value_and_grad(lambda params: loss(params, PLAIN.apply, BATCH)))(PARAMS)
+    return jax.jit(jax.value_and_grad(lambda params: loss(params, PLAIN.apply, BATCH)))(plain_params())
 
 
 def global_weighted_mean(params, apply_fn, batch):
@@ -127,7 +131,7 @@ def test_guard_mean_of_device_means_differs_from_the_global_weighted_mean():
     weights = BATCH["weight"].reshape(8, 2).sum(1)
     assert weights.min() == 0 and len(set(weights.tolist())) > 4
     shares = [jax.tree.map(lambda x, i=i: x[2 * i : 2 * i + 2], BATCH) for i in range(8) if weights[i]]
-    mean_of_means = np.mean([global_weighted_mean(PARAMS, PLAIN.apply, share) for share in shares])
+    mean_of_means = np.mean([global_weighted_mean(plain_params(), PLAIN.apply, share) for share in shares])
     assert abs(mean_of_means / whole_batch(global_weighted_mean)[0] - 1) > 0.1
 
 
@@ -315,6 +319,19 @@ def test_aux_cells_define_the_reduction_over_devices_and_minibatches(count, chec
     assert_allclose([metrics["sum"], metrics["mean"]], [y.sum(), y.mean()], rtol=1e-5)
 
 
+def test_aux_cells_of_minibatches_are_merged_and_narrow_numbers_become_float32():
+    def loss(w, batch, rng):
+        merged = {"count": cells.Count.of(len(batch)), "max": cells.Maximum.of(batch)}
+        return w * jnp.mean(batch), merged | {"narrow": jnp.bfloat16(1)}
+
+    def local(w, batch):
+        return accumulate_gradients(loss, w, batch, None, AXES, 2, has_aux=True)
+
+    (_, aux), _ = on_mesh(local, mesh_of(1, 1), False, P(), P())(np.float32(2), np.float32([1, 3, 9, 5]))
+    assert (int(aux["count"]), float(aux["max"]), float(aux["narrow"])) == (4, 9, 1)
+    assert aux["narrow"].dtype == jnp.float32
+
+
 def test_accumulate_gradients_sums_float16_and_bfloat16_in_float32():
     """Minibatches sum gradients in float32: weights of 10^5 overflow float16, and bfloat16 lacks 16 + 1/128."""
 
@@ -409,7 +426,7 @@ def test_weighted_train_step_over_minibatches_with_aux_matches_a_single_device(c
     assert_allclose(
         metrics["weighted_y"], (BATCH["y"][:, 0] * BATCH["weight"]).sum() / BATCH["weight"].sum(), rtol=1e-5
     )
-    assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
+    assert_same_params(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, plain_params(), grads))
 
 
 class WithDropout(nn.Module):

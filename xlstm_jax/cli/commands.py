@@ -246,7 +246,7 @@ def _read_plan(path: str) -> ShardingPlan:
 
 
 def run_forecast(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax forecast``; a step that does not fit is a refusal, with ``--out`` draws a picture."""
+    """Runs ``xlstm-jax forecast``, and draws a picture with ``--out``; a step that does not fit is a refusal."""
     compiled, plan, notes = _forecast(args, say)
     if args.out:
         say("drawing")
@@ -287,7 +287,7 @@ def run_lint(args: Namespace, say: ShowProgress) -> Report:
 
 
 def run_fit(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax fit``; it is a refusal if nothing fits."""
+    """Runs ``xlstm-jax fit``; a search in which nothing fits is a refusal."""
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     _note_ignored_options(factory, list(VARIED), say)

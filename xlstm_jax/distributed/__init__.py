@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         nnx_value_and_grad,
         replayed,
     )
-else:  # what many programs do without
+else:  # names that many programs do not use
     __getattr__ = names_when_used(
         __name__,
         {

@@ -81,10 +81,10 @@ class Forecast:
       shared_flops: FLOP of matrix products outside of ``shard_map`` per device in the compiled program; an even share
         is ``flops.shared``.
       roofline: three bounds of the time by the chip's published figures; None for a device without figures.
-      exposed_seconds: wait for collectives. TPUs: for their bytes, without latency: the sum over collectives, each
-        alone on the links; an asynchronous collective counts the time by which it outlasts the overlapped work. GPUs:
-        from the simulated schedule, with latency and reached rates. None if ``roofline`` is None. ``wait_time`` has
-        the range.
+      exposed_seconds: time that the step waits for collectives. TPUs: the time of the bytes, without latency, summed
+        over collectives, each alone on the links; of an asynchronous collective only the time after the end of the
+        overlapped work counts. GPUs: from the simulated schedule, with latency and reached rates. None if ``roofline``
+        is None. ``wait_time`` has the range.
       host: bytes in host memory and host transfers; None without host memory, and for devices without figures.
       kernel_seconds, expected_kernel_seconds: GPUs: sum of the kernels' times, at least by their rooflines, and
         expected at the rates of ``Chip.efficiency``; else None.
@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total_bytes`` are available; None if either number is unknown."""
+        """Whether ``total_bytes`` are available; None if the available bytes are unknown, and on a CPU."""
         # The CPU backend's figure for temporaries is wrong, so the sum is wrong, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None
@@ -152,7 +152,7 @@ class Forecast:
 
     @property
     def has_margin(self) -> bool | None:
-        """Whether the step stays 5 % below ``rematerialization_bytes`` with nothing computed again; None if unknown."""
+        """Whether the step stays 5 % below ``rematerialization_bytes`` and XLA recomputes no value; None if unknown."""
         limit = self.rematerialization_bytes
         if limit is None:
             return None
@@ -234,9 +234,9 @@ class Forecast:
     def compute_time(self) -> Range | None:
         """Time of a step without collectives and host transfers; None if ``roofline`` is None.
 
-        least: its rooflines, on GPUs the roofline of each kernel. expected: the compiler's cycles with corrected fills
-        (TPUs), or each kernel at reached rates (GPUs), but no less than the rooflines. most: the compiler's cycles as
-        they are.
+        least: the longest of the step's rooflines and, on GPUs, of the sum of the kernels' rooflines. expected: the
+        compiler's cycles with corrected fills (TPUs), or each kernel at reached rates (GPUs), but no less than the
+        least time. most: the compiler's uncorrected cycles (TPUs); equal to expected on GPUs.
         """
         if self.roofline is None:
             return None
@@ -357,13 +357,13 @@ def forecast(
         ``abstract_batch`` make them on a mesh or an ``AbstractMesh``; static arguments as in a call of the step.
         Shardings may be left to ``jax.jit(in_shardings=...)``.
       topology: name such as "v5e:16x16" or "h100:32x8": TPUs or GPUs that need not be present, as many as devices in
-        the arguments' mesh. A mesh, or None: the devices at hand that hold the arguments.
+        the arguments' mesh. None, or the mesh of the arguments: the devices at hand that hold the arguments.
       kwargs: keyword arguments of the step, as ``{"train": True}``.
       tokens: tokens in the global batch, for the number of tokens at which the step becomes compute-bound.
-      compiler_options: XLA options, as for ``jax.jit(...).lower(...).compile(compiler_options)``; "auto": the result
-        of ``compiler_options`` for the chip and the slice, "forecast": with ``chosen_by="forecast"``. Options of the
-        step itself (``make_train_step(..., compiler_options=...)``) are for the devices of the step's mesh and are not
-        used.
+      compiler_options: XLA options, as for ``jax.jit(...).lower(...).compile(compiler_options)``; None: XLA's defaults.
+        "auto": the result of the function ``compiler_options`` for the chip and the slice; "forecast": with
+        ``chosen_by="forecast"``. Options of the step itself (``make_train_step(..., compiler_options=...)``) are for
+        the devices of the step's mesh and are not used.
       cache: True: read programs compiled before for a topology from the user's folder (docs/forecast.md explains the
         cache key); False: always compile; a ``ReportCache``: use another folder.
     Raises:

@@ -115,7 +115,7 @@ def _memory_table(forecast: Any) -> RenderableType:
     rows = [[name, format_bytes(size), f"{size / available:.1%}" if available else ""] for name, size in counts.items()]
     if forecast.host:
         rows.append(["in the memory of the host", format_bytes(forecast.host.stored_bytes), ""])
-    return rich_table("Memory at the peak", ["", "per device", "of what there is"], rows)
+    return rich_table("Memory at the peak", ["", "per device", "of the memory"], rows)
 
 
 def _temporaries_table(forecast: Any) -> RenderableType:
@@ -131,7 +131,7 @@ def _temporaries_table(forecast: Any) -> RenderableType:
     ]
     if rest := sum(sum(sizes) for _, sizes in ordered[ROWS:]):
         rows.append([f"{len(ordered) - ROWS} more", "", "", format_bytes(rest)])
-    return rich_table("What fills the temporaries then", ["module", "direction", "array", "per device"], rows, left=3)
+    return rich_table("Largest temporaries at the peak", ["module", "direction", "array", "per device"], rows, left=3)
 
 
 def _axes_table(forecast: Any) -> RenderableType:
@@ -145,7 +145,7 @@ def _axes_table(forecast: Any) -> RenderableType:
     # Either every row has times or no row, depending on the device's figures.
     timed = bool(rows) and len(rows[0]) > 4
     columns = ["axes", "weights", "activations", "other", *["takes", "waited"] * timed]
-    return rich_table("What each axis carries, sent per device", columns, rows)
+    return rich_table("Bytes that a device sends along each mesh axis", columns, rows)
 
 
 def _collectives_table(forecast: Any) -> RenderableType:
@@ -197,9 +197,9 @@ def _waiting_table(forecast: Any) -> RenderableType:
         each = (collective.alone_s, overlap.seconds, *products, collective.exposed_s)
         times = [format_milliseconds(collective.count * seconds) if seconds is not None else "" for seconds in each]
         rows.append([collective.kind, _served(collective), collective.direction, modules or "nothing", *times])
-    columns = ["collective", "for", "direction", "beside", "takes", "for as long as"]
+    columns = ["collective", "for", "direction", "overlapped by", "takes", "overlap"]
     columns += [*["products"] * forecast.on_gpus, "waited"]
-    return rich_table("What is waited for, and what runs beside", columns, rows, left=4)
+    return rich_table("Waits for collectives, and the work that overlaps them", columns, rows, left=4)
 
 
 def _served(collective: Collective) -> str:

@@ -54,10 +54,10 @@ class Checkpointer:
       max_to_keep: the number of newest steps to keep; None keeps every step. Falling back to an older step needs at
         least 2.
       async_timeout_s: time limit of a save in the background, in integer seconds, including its commit and the removal
-        of old steps. After the limit the save fails in every process.
+        of old steps. After the limit the save has failed in every process: the next call raises a ``CheckpointError``.
       peer_timeout_s: seconds to wait, in each method, for a process that is alive but does not arrive; the
-        ``TimeoutError`` then names the process. A process that reads its shards slower than another process by this
-        time counts as missing.
+        ``TimeoutError`` then names the process. In a restore, a process that finishes reading later than another
+        process by more than this time counts as missing.
       backend: the class that stores steps; see ``xlstm_jax.distributed.checkpoint.backend``.
     Raises:
       ValueError: a number is below 1, or folders cannot be created at ``directory``.
@@ -101,12 +101,13 @@ class Checkpointer:
         self.close()
 
     def latest_step(self) -> int | None:
-        """Returns the newest step in the directory as listed by process 0, without checking its content; None if empty.
+        """Returns the number of the newest step in the directory; None if the directory contains no steps.
 
+        Process 0 lists the directory, and every process returns this result. The content of the step is not checked.
         Warns about later steps that are lost: an empty folder, a broken link, a renamed folder.
 
         Raises:
-          CheckpointError: every step is lost, or a save has failed in the background.
+          CheckpointError: every step in the directory is lost, or a save has failed in the background.
         """
         self._together(lambda: self._check(place=True), CheckpointError, "look for the newest step")
         folders = self._steps_of_process_0()
@@ -123,18 +124,19 @@ class Checkpointer:
         """Starts to save a state; returns when its buffers may be donated, while files are still being written.
 
         Args:
-          step: the step number, at least 0 and greater than every step in the directory.
+          step: the step number, at least 0 and greater than the newest step in the directory.
           state: any pytree of arrays, NumPy arrays, Python numbers and PRNG keys, boxed or not. Process 0 saves the
             local leaves (leaves that are not global arrays), which must be equal in every process.
           force: save even if ``save_interval_steps`` does not divide ``step``.
         Returns:
-          Whether the step is being saved: False if the step is not due, or if this object has already saved or restored
+          True if the step is being saved; False if the step is not due, or this object has already saved or restored
           the step.
         Raises:
           CheckpointError: this save or the preceding save failed (also raised if this step is not due); or a second
             job, or a second object of this process, writes the directory.
-          ValueError: ``step`` is negative; the directory has a newer step; the newest step has a different tree and
-            this process has not restored from the directory; or a local leaf differs between processes.
+          ValueError: ``step`` is negative; the directory has this step or a newer one, and this object has neither
+            saved nor restored ``step``; the newest step has a different tree and this process has not restored from the
+            directory; or a local leaf differs between processes.
           TypeError: a leaf is not numeric.
           TimeoutError: a process did not call ``save`` for this step within ``peer_timeout_s``.
         """
@@ -171,7 +173,7 @@ class Checkpointer:
             # Orbax rejects empty arrays; only the record stores their shapes.
             writer.save(step, {path: array for path, array in {**arrays, **local}.items() if array.size}, content)
         finally:
-            # Also after a failure: a background thread may already wait in `content`, and would wait forever.
+            # Also after a failure: a background thread may already be waiting in `content`, and would wait forever.
             sums.begin()
         return True
 
@@ -250,7 +252,7 @@ class Checkpointer:
         Raises:
           CheckpointError: the step does not exist, or the step (with None: every step) is damaged; names the damage.
           ValueError: a sound step has a different tree; names the leaf, and both shapes or dtypes. Or processes
-            restore different steps. (Both are raised in every process.)
+            were called with different values of ``step``. (Both are raised in every process.)
           OSError: the system could not read a step (too many open files, no answer from a server); the step is not
             damaged.
           TimeoutError: a process did not arrive, or did not finish reading, within ``peer_timeout_s`` of another.
@@ -271,8 +273,8 @@ class Checkpointer:
           abstract_params: the target: parameters of the plain or of a sharded model, arrays or ``ShapeDtypeStruct``
             with shardings. (``abstract_train_state(model, optax.identity(), ...).params`` needs no memory.)
           step: as for ``restore``.
-          path: path of the parameters in the saved state, as ``"train/params"``; None for the part called ``params``,
-            or for a state that consists of the parameters.
+          path: path of the parameters in the saved state, as ``"train/params"``. None searches for the parameters: a
+            part called ``params``, or the saved state itself if the state consists of the parameters.
         Raises:
           CheckpointError, OSError, TimeoutError: as ``restore``.
           ValueError: a sound step has different parameters, or several parts called ``params``; names them.
@@ -405,7 +407,7 @@ class Checkpointer:
         return read_on_all_processes(work, where, action, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Returns the directory's writer, locked and opened; opened again after a restore has found damaged steps."""
+        """Returns the directory's writer, locked and opened; opens it again if a restore has found damaged steps."""
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
 

@@ -50,19 +50,21 @@ _STRIDE = 0x9E3779B9  # 2^32 divided by the golden ratio, to spread neighbouring
 
 
 def checksum(x: Any) -> jax.Array:
-    """Computes the checksum of an array of any dtype, PRNG keys included: uint32 [2]. For shards and global arrays.
+    """Returns the checksum of an array, uint32 [2]. Any dtype is accepted, PRNG keys included.
 
-    The checksum depends on the bits: 0.0 and -0.0 differ, and so do two NaN with different payloads. The checksum of an
-    empty array is 0.
+    Inside ``shard_map`` the result is the checksum of the local shard. The checksum depends on the bits: 0.0 and -0.0
+    differ, and so do two NaN with different payloads. The checksum of an empty array is [0, 0].
     """
     return checksum_of_part(x, np.zeros(jnp.ndim(x), np.uint32), _strides(jnp.shape(x)))
 
 
 def checksum_of_part(x: Any, origin: Any, strides: Any) -> jax.Array:
-    """Computes the summand of a part, such as a shard, in the checksum of the global array.
+    """Returns the summand of a part, such as a shard, in the checksum of the global array: uint32 [2].
+
+    The summands of parts that cover each entry once add up, modulo 2^32, to ``checksum`` of the global array.
 
     Args:
-      x: the part; trailing dims beyond ``origin.size`` contain the words of an entry.
+      x: the part. If ``x`` has more than ``origin.size`` dims, the further dims contain the 32-bit words of each entry.
       origin: index of the first entry of the part in the global array, uint32 [ndim].
       strides: row-major strides of the global array, in entries modulo 2^32.
     """
@@ -177,7 +179,10 @@ class SavedSums:
         self._begun = threading.Event()
 
     def begin(self) -> None:
-        """Unblocks ``result``. Before, ``result`` would compete for cores with the copies of shards to the host."""
+        """Unblocks ``result``. Call ``begin`` when the backend has copied the shards to the host.
+
+        Before, the computation of checksums would compete with these copies for CPU cores.
+        """
         self._begun.set()
 
     def result(self) -> Sums:
@@ -191,7 +196,7 @@ class SavedSums:
         self._begun.wait()
         sums = {path: [0, 0] for path in self._paths}
         while self._parts:
-            # Popped, to release the view: JAX cannot reuse the memory of a buffer that has a view.
+            # Removed from the list, to release the view: JAX cannot reuse the memory of a buffer that has a view.
             part = self._parts.pop()
             summand = _sums_of_part(_as_words(part.held), part.origin, part.strides) if part.is_view else part.held
             _add(sums, part.path, np.asarray(summand).tolist())

@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class CheckpointError(RuntimeError):
-    """Error of writing a checkpoint, or of reading every candidate step; names the steps and their problems.
+    """Raised if a step cannot be written, or if no step can be restored; names the steps and their problems.
 
     >>> try:
     ...     Checkpointer("no_such_folder").restore({"step": 0})
@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
 
 
 class _SystemError(Exception):
-    """System error in this process."""
+    """Marks a system error of this process, to distinguish it from damage."""
 
 
 def is_of_the_system(error: BaseException) -> bool:
@@ -48,7 +48,7 @@ def is_of_the_system(error: BaseException) -> bool:
     if isinstance(error, MemoryError | TimeoutError) or "can't start new thread" in text:
         return True
     if isinstance(error, OSError):
-        # An OSError without a number comes from a library and is about the content of a file.
+        # An OSError without a number was raised by a library, not by the system, and is about the content of a file.
         return error.errno is not None and error.errno not in _OF_DAMAGE
     if numbers := _OS_ERROR.findall(text):
         return any(int(number) not in _OF_DAMAGE for number in numbers)
@@ -58,7 +58,8 @@ def is_of_the_system(error: BaseException) -> bool:
 def read_on_all_processes(work: Callable[[], Result], where: str, action: str, timeout_s: float) -> Result:
     """Returns the result of ``work``, which reads files; raises in every process if ``work`` fails in any process.
 
-    Every process must call this function.
+    Every process must call this function. In errors ``where`` names the source, as "step 3 in /checkpoints", and
+    ``action`` the work that a process did not finish, as "read step 3".
 
     Raises:
       OSError: ``work`` had a system error in at least one process; names ``where``. Takes precedence over damage.

@@ -15,14 +15,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.distributed.checkpoint.backend import Arrays, Directory, Json
 from xlstm_jax.formatting import how_to_install
 
-# A device reads full chunks. With small chunks a device reads little more than its shard, even of a leaf that was saved
-# unsharded.
+# Size of a chunk of a saved array. A device reads full chunks. With small chunks a device reads little more than its
+# shard, even of a leaf that was saved unsharded.
 CHUNK_BYTES = 2**24
 # Limits of host memory of a save in addition to the shards: leaves being encoded, and files being written. The defaults
 # of orbax are 96 GB of leaves, and files of 2 GB.
 ENCODED_BYTES = 2**26
 FILE_BYTES = 2**26
-OTHER_READS_TIMEOUT_S = 10.0  # time that a failed read waits for concurrent reads
+OTHER_READS_TIMEOUT_S = 10.0  # maximum time that a failed read waits for concurrent reads
 
 
 def orbax() -> Any:
@@ -200,7 +200,7 @@ class _InFlight:
 
     async def wait_for_bytes(self, size: int) -> None:
         async with self._changed:
-            # Orbax's limiter rejects a leaf larger than the limit.
+            # A leaf larger than the limit is encoded alone. (Orbax's limiter would reject the leaf.)
             await self._changed.wait_for(lambda: not self._bytes or self._bytes + size <= self._limit)
             self._bytes += size
 

@@ -58,7 +58,7 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 
 def bare_leaves(state: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
-    """Returns the unboxed, unpadded leaves by path; or ``value_of`` each leaf.
+    """Returns the values of the leaves by path, without boxes and padding; or ``value_of(leaf)`` for each boxed leaf.
 
     Raises:
       TypeError: a leaf is not numeric.
@@ -87,7 +87,10 @@ def _above(path: str) -> list[str]:
 
 
 def unpadded(leaf: Sharded) -> Any:
-    """Returns the value of a leaf in the shape of the plain model; a padded or packed value in an ``evenly_split``."""
+    """Returns the value of a leaf in the shape of the plain model.
+
+    A value that is stored padded or packed is computed by a program, with the sharding ``evenly_split``.
+    """
     if leaf.stores_value:
         return leaf.value
     sharding = evenly_split(leaf.true_shape, leaf.value.sharding)
@@ -97,11 +100,11 @@ def unpadded(leaf: Sharded) -> Any:
 
 
 def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
-    """Returns a sharding without padding for the value of a padded array that has the sharding ``stored``.
+    """Returns a sharding for an unpadded array of shape ``shape``, whose padded form has the sharding ``stored``.
 
     JAX has no sharding for a dim that the axes of a mesh do not divide. Here the devices are grouped anew, so that as
     many as possible hold different parts: [768, 768] on 512 devices is split into 256 x 2 parts, [6, 7] on 8 devices
-    into 2 parts. Returns None if ``stored`` is no ``NamedSharding``.
+    into 2 parts. Returns None if ``stored`` is no ``NamedSharding``, and a replicated sharding if its mesh is abstract.
 
     >>> evenly_split((12, 6), NamedSharding(mesh, PartitionSpec())).shard_shape((12, 6))
     (3, 3)
@@ -110,7 +113,7 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
         return None
     if not isinstance(stored.mesh, Mesh):
         return NamedSharding(stored.mesh, PartitionSpec())
-    # First the dim that is split in the store: then the other parts are exchanged within groups of neighbours only.
+    # The dim that is split in the padded array comes first: then only neighbouring devices exchange values.
     is_split = dict(enumerate(stored.spec))
     order = sorted(range(len(shape)), key=lambda dim: (not is_split.get(dim), -math.gcd(shape[dim], stored.mesh.size)))
     counts = [1] * len(shape)
@@ -127,7 +130,7 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
     """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``.
 
-    Leaves with a path in ``in_store`` have the storage form already.
+    ``leaves`` are by path. A leaf whose path is in ``in_store`` is already in the storage form, and is not converted.
     """
 
     def stored(path: str, like: Sharded) -> Any:
@@ -168,7 +171,7 @@ def _checked(path: str, leaf: Any) -> Any:
 
 
 def is_local(leaf: object) -> bool:
-    """Whether every process has a full copy of a leaf; see the module docstring."""
+    """Whether a leaf is local: every process has a full copy. See the module docstring."""
     if isinstance(leaf, jax.Array):
         return not leaf.committed or (jax.process_count() > 1 and leaf.is_fully_addressable)
     sharding = getattr(leaf, "sharding", None)
@@ -191,7 +194,7 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 
 
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
-    """Builds the record of a state without checksums; the record names the optimizers and references no array."""
+    """Builds the record of a state, without checksums; includes names of optimizers. The record references no array."""
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
         if is_prng_key(leaf):  # `key_impl` takes only concrete keys; the dtype of abstract keys has the implementation
@@ -244,7 +247,7 @@ def saved_as(content: Json) -> int | None:
 
 
 def check_number(number: int | None, name: int) -> None:
-    """Raises a ``ValueError`` if the recorded step ``number`` is None or differs from the folder name ``name``."""
+    """Raises a ``ValueError`` if the recorded step ``number`` is None, or is not the number ``name`` of the folder."""
     if number is None:
         raise ValueError("the record's number of the step does not have its digest")
     if number != name:
@@ -308,7 +311,7 @@ def _first(entries: Record, begin: str) -> str | None:
 
 
 def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
-    """Warns if an ``opt_state`` was saved with a different optimizer than the optimizer of the target ``state``."""
+    """Warns if an ``opt_state`` was saved with an optimizer different from the optimizer of the target ``state``."""
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
         saved_name, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
@@ -405,9 +408,10 @@ def names_problem(saved: Set[str], expected: Set[str], target_has: str) -> str:
 
 
 def fits(saved: Entry, like: Entry) -> bool:
-    """Whether a saved leaf can be read into a leaf of the target: equal shape, and equal dtype or kind of number.
+    """Whether a saved leaf can be read into a leaf of the target: the shapes are equal, and the dtypes fit.
 
-    Only Python numbers may differ in dtype: a step counter is an int before the first step, and an array afterwards.
+    Dtypes fit if they are equal; or if one of the two leaves is a Python number and both are of the same kind (bool,
+    int, float, complex). A step counter, for example, is an int before the first step, and an array afterwards.
     """
     names = {saved["dtype"], like["dtype"]}
     same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
@@ -457,7 +461,10 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape, dtype and sharding in which ``Backend.read_arrays`` reads each leaf; None: read in full."""
+    """Returns shape, dtype and sharding with which ``Backend.read_arrays`` reads each leaf, by path.
+
+    The sharding is None for a leaf that each process reads in full.
+    """
     return {
         path: data_struct(entry).update(sharding=None if reads_full_array(entry, likes[path]) else likes[path].sharding)
         for path, entry in record.items()
@@ -487,7 +494,7 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
 
 
 def placed_like(array: Any, like: Any) -> Any:
-    """Copies a host array to a NumPy array if ``like`` is a NumPy array, else to the sharding of ``like``.
+    """Returns a copy of a host array: a NumPy array if ``like`` is a NumPy array, else placed in ``like``'s sharding.
 
     ``array`` may be any object that supports array indexing.
     """

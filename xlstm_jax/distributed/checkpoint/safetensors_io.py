@@ -1,7 +1,7 @@
 """Export and import of parameters as safetensors files, the common format for publishing models.
 
   export   leaf by leaf:  gather to the hosts -> process 0 writes
-  import   leaf by leaf:  each device reads the bytes of its shard from the file; of a padded leaf the store adds zeros
+  import   leaf by leaf:  each device reads the bytes of its shard from the file; the host adds zeros to padded leaves
 
 A model above a size limit is written to several files, with an index that maps each tensor to its file. File names are
 as in Hugging Face models::
@@ -140,7 +140,7 @@ def export_safetensors(
 
 
 def tensors_to_write(params: PyTree, names: NameMap | None) -> dict[str, "TensorToWrite"]:
-    """Returns the tensors of parameters by name, after the checks of names and dtypes of ``export_safetensors``."""
+    """Returns the tensors to write, by name; raises the errors of ``export_safetensors`` for names and dtypes."""
     tensors = _as_stored(bare_leaves(params, _to_be_read), names)
     for name, tensor in tensors.items():
         if name == METADATA:
@@ -174,27 +174,27 @@ class TensorToWrite(NamedTuple):
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
     def values(self) -> np.ndarray:
-        """Gathers the unsharded tensor, in every process."""
+        """Gathers and returns the unsharded tensor, in the layout of the file; every process must call ``values``."""
         leaf, layer = self.to_gather()
         values = self.read(_whole(leaf, layer))
         return np.ascontiguousarray(self.place.to_tensor(values))
 
     def to_gather(self) -> tuple[Any, int | None]:
-        """Returns the array to gather, as devices store it, and the layer of the array to gather (None for all)."""
+        """Returns the array to gather, as stored on the devices, and which layer to gather (None: every layer)."""
         if not isinstance(self.leaf, LeafInStore):
             return self.leaf, self.layer
         return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
 
     def read(self, gathered: np.ndarray) -> np.ndarray:
-        """Returns the values of the leaf, or of the layer, from what was gathered."""
+        """Returns the values of the leaf, or of the layer, from the gathered array of ``to_gather``."""
         return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
 
 
 class LeafInStore:
-    """Leaf that devices store in another form than its value (padded, say), with the value's shape and dtype.
+    """Leaf whose stored array differs from its value (padded, for example); has the shape and dtype of the value.
 
-    Export: the stored array is gathered, and a host reads the value. Import: a host writes the part of each device. To
-    read or write on the devices would replicate the leaf there.
+    Export: the stored array is gathered, and the host converts it to the value. Import: the host converts the part of
+    each device to the storage form. Conversion on the devices would replicate the leaf there.
     """
 
     def __init__(self, leaf: Sharded) -> None:
@@ -203,7 +203,7 @@ class LeafInStore:
 
     @property
     def has_layers_first(self) -> bool:
-        """Whether the first dim of the value is the first dim of the stored array, and a layer can be gathered."""
+        """Whether the first dim of the value is also the first dim when stored, so that one layer can be gathered."""
         return self._store.order(len(self.shape))[0] == 0
 
     def placed(self, value: Any) -> Callable[[], Any]:
@@ -219,7 +219,7 @@ class LeafInStore:
 
 
 class ValueInStore:
-    """Array in the form of a store, with the indexing of an array; writes only the indexed entries."""
+    """Storage form of a value, with the indexing of an array; converts only the indexed entries of the value."""
 
     def __init__(self, value: Any, store: Store, shape: tuple[int, ...]) -> None:
         self._value, self._store, self.shape = value, store, shape
@@ -233,7 +233,7 @@ class ValueInStore:
 
 
 def import_targets(abstract_params: PyTree) -> Leaves:
-    """Returns ``target_leaves``, in which leaves that are written in parts are ``LeafInStore``."""
+    """Returns ``target_leaves``; a placed leaf whose store can be written in parts is returned as a ``LeafInStore``."""
 
     def to_be_written(leaf: Sharded) -> Any:
         is_placed = getattr(leaf.value, "sharding", None) is not None
@@ -315,7 +315,7 @@ def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: in
     return {target.with_name(f"{stem}-{i:05}-of-{count:05}{SUFFIX}"): names for i, names in enumerate(groups, start=1)}
 
 
-@outside_set_mesh  # to index an array and to gather it are programs of the mesh of the array
+@outside_set_mesh  # indexing and gathering an array run programs on the array's mesh, not on the set mesh
 def _whole(leaf: Any, layer: int | None) -> np.ndarray:
     """Returns a leaf, or a layer of it, as an unsharded NumPy array; gathers it if other processes hold shards."""
     leaf = leaf if layer is None else leaf[layer]
@@ -333,8 +333,8 @@ def _whole(leaf: Any, layer: int | None) -> np.ndarray:
 
 
 def to_host(shard: jax.Array) -> np.ndarray:
-    # The shard would cache the result of `np.asarray(shard)`: after an export the full model would be in host memory. A
-    # new jax.Array of the same buffer is freed with its NumPy array after the write.
+    # `np.asarray(shard)` would be cached in the shard: after an export the full model would be in host memory. Here the
+    # cache belongs to a new jax.Array of the same buffer, and is freed after the write.
     return np.asarray(jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard]))
 
 
@@ -406,11 +406,12 @@ def import_safetensors(
       abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split (such
         as ``abstract_train_state(...).params``). The result has the same shardings and boxes.
       names: as in ``export_safetensors``. Two leaves may read the same tensor (tied weights).
-      ignore: a pattern of tensor names to skip, as ``r".*\\.rotary_emb\\.inv_freq"``; "" skips no tensor.
+      ignore: a regular expression; tensors whose full name matches are skipped, as
+        ``r".*\\.rotary_emb\\.inv_freq"``. "" skips no tensor.
     Raises:
-      ValueError: names are missing or left over; a shape differs; a dtype differs (except a float in the file whose
-        values the wider dtype represents exactly); a pattern is not a regular expression; a tensor is in two files; or
-        a file is damaged. The error names the leaf, tensor or file.
+      ValueError: names are missing or left over; a shape differs; a dtype differs (a float may be read into a wider
+        float dtype that represents each value exactly); a pattern is not a regular expression; a tensor is in two
+        files; or a file is damaged. The error names the leaf, tensor or file.
       FileNotFoundError: no model exists at ``path``.
 
     >>> import_safetensors("no_such_folder", {"kernel": np.zeros((2, 3))})
@@ -421,7 +422,7 @@ def import_safetensors(
 
 
 def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
-    """Returns the tensors of a model in safetensors files, by name, without those that ``ignore`` matches."""
+    """Returns the tensors of a model in safetensors files, by name, except tensors whose name ``ignore`` matches."""
     # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
     return {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
@@ -433,7 +434,10 @@ def placed_parameters(
     names: NameMap | None,
     path: str | os.PathLike[str],
 ) -> PyTree:
-    """Returns the parameters that are stored in ``tensors``, placed as ``abstract_params``; ``path`` is for errors."""
+    """Returns the parameters that are stored in ``tensors``, in the shardings and boxes of ``abstract_params``.
+
+    ``names`` maps leaves to tensors. ``path`` names the model in errors.
+    """
     likes = import_targets(abstract_params)
     places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
     _check_fits(tensors, likes, places, path)
@@ -466,7 +470,7 @@ def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Res
 
 
 class ReadableTensor(Protocol):
-    """Tensor whose values can be read by index: ``StoredTensor``, or one that consists of several."""
+    """Protocol of tensors whose values can be read by index: ``StoredTensor``, or a class made of several of them."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -618,7 +622,7 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
 
 
 def _holds(wanted: Any, stored: np.dtype) -> bool:
-    """Whether the dtype ``wanted`` represents every value of ``stored``: equal dtypes, or a wider float."""
+    """Whether the dtype ``wanted`` represents every value of the dtype ``stored``: equal dtypes, or a wider float."""
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
     return wanted == stored or (floats and _holds_floats(np.dtype(wanted), stored))
 

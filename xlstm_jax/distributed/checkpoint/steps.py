@@ -2,10 +2,11 @@
 
   30/              step 30, if the record in the folder has the number 30
   30/, empty       step 30 is lost; likewise if 30 is a broken link
-  5/, of step 30   a folder that was renamed, copied or linked; step 30 is lost unless a folder 30/ exists as well
+  5/, record 30    a folder that was renamed, copied or linked; step 30 is lost unless a folder 30/ exists as well
 
 A restore of the newest step must not silently continue from step 20 because the folder of step 30 was renamed. So the
-number in each record is compared with the folder name. An object store cannot rename folders; the names suffice.
+number in each record is compared with the folder name. An object store cannot rename folders, so there only folder
+names are read.
 """
 
 import json
@@ -74,7 +75,12 @@ class StepFolder(NamedTuple):
 
 
 def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
-    """Lists the folders named like a committed step, by number; ``read_records`` also detects renamed folders."""
+    """Returns the folders whose names are step numbers, by the number in the name.
+
+    An empty folder, or a link that leads nowhere, has a ``problem``. With ``read_records`` the record in each folder is
+    read, too: if the step number in the record differs from the name, ``problem`` says so, and ``saved_as`` is the
+    number in the record. For a URL only names are read.
+    """
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
     folders = {}
@@ -87,7 +93,7 @@ def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> d
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
-    """Finds the step in a folder and known problems; None for a file, or if a concurrent job removed the folder."""
+    """Returns the step in a folder and its problem; None for a file, or if a concurrent job removed the folder."""
     number, record = int(path.name), path / record_file  # the folder itself if record_file is ""
     if not os.path.isdir(path):
         return StepFolder(number, NO_FOLDER) if path.is_symlink() else None
@@ -133,7 +139,7 @@ def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
 
 
 def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
-    """Removes empty folders; renames the folders of ``damaged`` steps, and broken links."""
+    """Removes empty folders; renames the folders of ``damaged`` steps, and broken links, to ``<number>.damaged``."""
     # Renamed, not removed: damage may be repaired by hand, and mounting a disk repairs a link.
     for number, step_folder in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)

@@ -1,6 +1,6 @@
 """Mapping between the leaves of a tree and the tensors of a file with different names and layouts (Hugging Face).
 
-A name map has patterns of leaf paths as keys, and tensor names (and layouts) as values:
+A name map has regular expressions for leaf paths as keys, and tensor names (and layouts) as values:
 
     {"embed/embedding": "model.embed_tokens.weight",
      r"layer_(\\d+)/(q|k|v)/kernel": Stored(r"model.layers.\\1.self_attn.\\2_proj.weight", "d h w -> (h w) d"),
@@ -8,8 +8,8 @@ A name map has patterns of leaf paths as keys, and tensor names (and layouts) as
 
 The first pattern that matches the full path is used. Groups of the pattern are inserted into the name (``\\1``), with
 dots for slashes. A name with ``{layer}`` denotes several tensors, one per layer of a scan; the layers are the first dim
-of the leaf. The dims map the dims of the leaf (without layers) to the dims of the tensor, in the notation of einops;
-by default the dims are equal.
+of the leaf. The second argument of ``Stored`` maps the dims of the leaf (without layers) to the dims of the tensor, in
+the notation of einops; without it the dims are equal.
 """
 
 import re
@@ -95,7 +95,7 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Compiles a regular expression from the user's argument ``option``, which errors name."""
+    """Compiles the regular expression ``pattern`` of the user's argument ``option``; errors name the argument."""
     try:
         return re.compile(pattern)
     except re.error as error:

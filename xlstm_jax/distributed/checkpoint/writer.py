@@ -1,14 +1,14 @@
 """Exclusive writer of a checkpoint directory: a lock against a second job, and completion of the last save at exit.
 
-Only one job, and one ``Checkpointer`` per process of the job, may write a directory. A second job is rejected until the
-first job has ended, cleanly or not, by a ``flock`` lock, which is bound to the open file instead of the process. (A
-process loses a POSIX record lock as soon as it closes any descriptor of the file, for example after copying the folder.
-On network file systems Linux turns ``flock`` into a lock on the server.)
+Only one job, and one ``Checkpointer`` per process of the job, may write a directory. A ``flock`` lock rejects a second
+job until the first job has ended, cleanly or not. The lock is bound to the open file instead of the process. (A process
+loses a POSIX record lock as soon as it closes any descriptor of the file, for example after copying the folder. On
+network file systems Linux turns ``flock`` into a lock on the server.)
 
-A save runs in the background, up to a time limit that includes its commit. If the save fails, the next call raises. At
-the end of the program no call follows: the exit waits for the save, at a point where orbax can still start threads
-(Python 3.12 and later start no threads after the point). If the save fails at exit, the exit reports the lost step on
-stderr, and the exit code is 1.
+A save runs in the background, up to a time limit that includes its commit. If the save fails, the next call raises a
+``CheckpointError``. At the end of the program no call follows. So an exit function waits for the save. The function
+runs early in the exit: late in the exit, Python 3.12 and newer no longer start the threads that orbax needs. If the
+save fails, the exit function reports the lost step on stderr, and the exit code is 1.
 """
 
 import atexit
@@ -46,7 +46,7 @@ class Writer:
       directory: an existing directory.
       backend: storage of the steps; the writer opens and closes the backend.
       owner: the object that saves. While ``owner`` is alive, no second object of this process can write the directory.
-      steps: numbers of saved steps; ``save`` adds a step, and a failed save removes the step.
+      steps: the numbers of saved steps; this set is changed: ``save`` adds a step, and a failed save removes the step.
       locks: whether this process locks the directory for the job.
       timeout_s: time limit of a save in the background, including its commit and the removal of old steps.
     Raises:
@@ -70,7 +70,7 @@ class Writer:
         _writers[self._key] = (weakref.ref(owner), self)
 
     def _take_over(self, owner: object) -> None:
-        """Closes the writer of an owner that was garbage collected; raises if a different owner is still alive."""
+        """Closes an earlier writer of the directory; raises a ``CheckpointError`` if a different owner is alive."""
         if self._key not in _writers:
             return
         other, writer = _writers[self._key]
@@ -82,7 +82,7 @@ class Writer:
         writer.close()
 
     def open(self) -> None:
-        """Opens the backend before the first save, or again after steps were moved; every process must call it."""
+        """Opens the backend: before the first save, and after steps were moved. Every process must call ``open``."""
         self._backend.open()
         self.is_open = True
 
@@ -110,7 +110,7 @@ class Writer:
 
     @property
     def hangs(self) -> bool:
-        """Whether the last save is still running after its time limit, for example in a rename that never returns."""
+        """Whether the last save is running longer than its time limit, for example in a rename that never returns."""
         return self._saving is not None and time.monotonic() >= self._deadline and self._backend.is_saving()
 
     def _wait_for_commit(self) -> None:
@@ -184,7 +184,7 @@ class Writer:
 
 
 class DirectoryLock:
-    """Lock of a local directory, held from ``__init__`` to ``close``; no effect if the file system has no locks.
+    """Lock of a local directory, from ``__init__`` to ``close``; has no effect if the file system has no locks.
 
     Raises:
       CheckpointError: a second job holds the lock (the error names the job); or the lock file is a link or a folder.

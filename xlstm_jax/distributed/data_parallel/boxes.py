@@ -130,7 +130,7 @@ def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
     return cls(**{field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
 
-# A dataclass, since Linen compares modules, and so their initialisers, where it looks into the cache of ``nn.jit``.
+# A dataclass: to look a module up in the cache of ``nn.jit``, Linen compares modules, and with them the initialisers.
 @dataclasses.dataclass(frozen=True)
 class _Initialiser:
     """Initialiser that calls ``plain``, an initialiser of the model, and returns boxes without constraints."""
@@ -177,12 +177,13 @@ class _Fields(dict[str, Any]):
 class QuickBox(meta.Partitioned[Any]):
     """``nn.Partitioned`` whose subclasses are frozen dataclasses like Flax's, with the fast flatten of this file."""
 
-    # The flattened form: the value, and the other fields. The latter are in a tuple, since tuples compare their entries
-    # by identity first, and each call of a jitted function compares the structures of its arguments.
+    # The flattened form: the value, and the other fields. These fields are in a tuple, since tuples compare their
+    # entries by identity first, and each call of a jitted function compares the structures of its arguments.
     __slots__ = (VALUE, "_parts")
 
     def __init_subclass__(cls, **options: Any) -> None:
-        # A box made by JAX would lack or share these; a mixed-in class may define them, too.
+        # JAX makes boxes without __init__ and __post_init__, and boxes would share the value of a cached_property. A
+        # mixed-in class may define these, too.
         attributes = {name: attribute for base in reversed(cls.__mro__) for name, attribute in vars(base).items()}
         if "__init__" in vars(cls) or attributes["__post_init__"] is not QuickBox.__post_init__:
             why = "has an __init__ or __post_init__, which JAX does not call when it makes a box"
@@ -209,7 +210,7 @@ class QuickBox(meta.Partitioned[Any]):
     def __post_init__(self) -> None:
         _set_parts(self, ((self.value,), (_Fields(vars(self)),)))
 
-    def __getstate__(self) -> dict[str, Any]:  # as a box of Flax, and of version 0.3.0, is pickled
+    def __getstate__(self) -> dict[str, Any]:  # the pickled form of Flax's boxes, and of version 0.3.0
         return {VALUE: self.value, **vars(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class Extension:
         return {}
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns, by path, functions that map a leaf to the value the module reads in its place; after ``wires``."""
+        """Returns, by path, functions from a leaf to the value that the module reads; called after ``wires``."""
         return {}
 
     def on_gathered(self, path: str, value: Any) -> None:
@@ -126,7 +126,10 @@ class Extension:
         return False
 
     def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
-        """Returns, by path in the unit, a mark for each leaf to split whose gather shares collectives."""
+        """Returns a mark, by path in the unit, for each leaf whose gather shares collectives.
+
+        ``leaves`` are the leaves of a unit that will be split. The library stores the mark in the leaf's box.
+        """
         return {}
 
     def sent_with(self, path: str, leaf: Sharded) -> str | None:
@@ -150,7 +153,7 @@ class Extension:
         return {}
 
     def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
-        """Returns the shards of a layer that are sent together; the others, of no parcel, are sent alone."""
+        """Returns the parcels of a layer's shards, each sent together; a shard in no parcel is sent alone."""
         return ()
 
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
@@ -200,7 +203,10 @@ class Parcel(Protocol):
         ...
 
     def unpack(self, rows: jax.Array) -> list[jax.Array]:
-        """Returns the arrays of an array [r, s], r packed arrays in device order: along dim d each has r d / n."""
+        """Returns the arrays in ``rows`` [r, s], the packed arrays of r devices in device order.
+
+        A member with shards [.., d / n, ..] on n devices becomes an array [.., r d / n, ..]: r shards along dim d.
+        """
         ...
 
 

@@ -53,8 +53,8 @@ def freeze_params(
     Args:
       params: arrays, boxed if split; inside or outside of ``jit``. Integers and PRNG keys take no gradient
         anyway, and stay unchanged.
-      trainable: a predicate of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the predicate is false.
-        Leaves that are already frozen stay frozen; ``None`` freezes no further leaf. For a filter of NNX pass
+      trainable: a function of a leaf's path, as "blocks/attention/kernel"; a leaf is frozen if the function returns
+        False. Leaves that are already frozen stay frozen; ``None`` freezes no further leaf. For a filter of NNX pass
         ``model.leaf_predicate(filter)``.
       frozen_dtype: the dtype in which frozen leaves are stored; ``None``: unchanged. A floating dtype of 16 bits or
         more. Leaves are gathered in this dtype, unless the leaf has a ``gather_dtype``. (A base in 8 or 4 bits:

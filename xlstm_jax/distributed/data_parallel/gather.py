@@ -55,15 +55,16 @@ def gather_params(
 
     Args:
       params: the tree, boxed where it is split.
-      axis_name: an axis or a tuple of axes. A leaf that is split over only some of these axes is gathered over these.
+      axis_name: an axis or a tuple of axes. A leaf is gathered over the axes among these that split the leaf.
       gather_dtype, grad_scatter_dtype: see ``gather_array_with_mean_grads``. ``None``: the options in the leaf's box,
-        which ``shard_module_params`` was given.
+        which come from ``shard_module_params``.
     Returns:
       The tree with unsharded values. A leaf that is still split over another axis stays boxed with the remaining names;
       every other leaf is a plain array without padding. Leaves that were not split are neither changed nor cast.
 
       A dim split over ``("fsdp", "tp")``, gathered over "fsdp", becomes the contiguous shard of a dim split over
-      ``"tp"`` alone. Its parts are spread over "tp" too, so both axes are gathered; with "fsdp" innermost, only "fsdp".
+      ``"tp"`` alone. Parts of this shard are on devices along both axes, so the dim is gathered over both axes, and the
+      shard is cut out. A dim split over ``("tp", "fsdp")`` is gathered over "fsdp" alone.
     Raises:
       ValueError: an axis is not bound, or a dtype does not fit a leaf; names the leaf.
     """

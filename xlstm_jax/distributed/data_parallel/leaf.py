@@ -244,11 +244,11 @@ class SplitVariable:
         raise NotImplementedError
 
 
-BOXES = (meta.Partitioned, SplitVariable)  # boxes that carry axis names
+BOXES = (meta.Partitioned, SplitVariable)  # boxes with axis names
 
 
 def is_box(leaf: Any) -> bool:
-    """Returns whether ``leaf`` is a box that carries axis names."""
+    """Returns whether ``leaf`` is a box with axis names."""
     return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
 
 
@@ -305,8 +305,8 @@ def rebox(leaf: Any, value: Any) -> Any:
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     """Returns the leaf in a box that lists its axes as ``model_axes``, except the axes in ``gathered``.
 
-    Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not tell shards to be gathered from shards
-    with which the model itself computes (experts).
+    Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not say whether a shard is to be gathered
+    or the model computes with the shard itself (experts).
     """
     if not is_box(leaf) or isinstance(leaf, SplitVariable):
         return leaf
@@ -443,12 +443,12 @@ def gather_leaf(
 
 
 def is_gathered(leaf: Sharded, axes: tuple[str, ...], communication: Communication) -> bool:
-    """Returns whether the running loss has gathered the leaf already, with complete options ``communication``."""
+    """Returns whether the running loss has gathered the leaf already; no option in ``communication`` is ``None``."""
     return running_loss().has_gathered(leaf.value, _of_gather(leaf, axes, communication, None))
 
 
 def _of_gather(leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None) -> Any:
-    """Returns what determines the result of a gather: how the shard is gathered, and the box around the result."""
+    """Returns the key of a gather: two gathers of a shard with equal keys have the same result."""
     return leaf.replace(value=None), axes, communication, type(wire)
 
 

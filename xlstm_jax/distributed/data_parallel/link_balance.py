@@ -28,8 +28,8 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize
 
-# Six axes have 720 orders, eight have 40,320: of more than six only the outermost places are tried, which carry the
-# most bytes.
+# Up to six axes all orders are tried (720). Eight axes have 40,320 orders: with more than six axes only the choices of
+# the three outermost axes are tried, because these carry the most bytes.
 ALL_TRIED, PLACES_TRIED = 6, 3
 
 # The layers of a Python loop keep one order, so that JAX traces and XLA compiles one layer, unless that makes the
@@ -71,8 +71,8 @@ def balanced_orders(
         fast = tuple(axis for axis in default_orders[leaf] if axis not in slow_axes)
         first = permutations(fast, len(fast) if len(fast) <= ALL_TRIED else PLACES_TRIED)
         choices = [(*outer, *(axis for axis in fast if axis not in outer), *slow) for outer in first]
-        # `min` takes the first of equally good orders, hence reversed: the first axis is left to modules with a single
-        # leaf, which keeps the given order.
+        # `min` takes the first of equally good orders. The choices are reversed, so that the given order is taken last:
+        # its outermost axis stays free for modules with a single leaf, which keeps the given order.
         choices = choices[::-1] if any(total.values()) else choices[:1]
         orders[leaf] = min(choices, key=partial(loads, sizes[leaf]))
         for axis, sent in _traffic(sizes[leaf], orders[leaf], axis_sizes).items():

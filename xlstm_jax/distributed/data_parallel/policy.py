@@ -38,8 +38,8 @@ class ShardPolicy:
     """Options of a wrapper: axes, which leaves are split, dtypes of communication, when gathered weights are dropped.
 
     ``shard_module_params`` documents each option, and the errors. Dtypes are stored by name and axes as tuples, so that
-    equal policies compare as equal. ``axis_name=None`` stands for the axes of the mesh on which the wrapper runs that
-    ``create_fsdp_mesh`` makes for parameters: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
+    equal policies compare as equal. ``axis_name=None`` means the FSDP axes of the mesh on which the wrapper runs, with
+    the names of ``create_fsdp_mesh``: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
     """
 
     axis_name: AxisNames | None
@@ -95,8 +95,8 @@ class ShardPolicy:
             raise ValueError(
                 f"{min(both)!r} is in axis_name={axes} and in {self.replicas}; an axis splits or copies, not both."
             )
-        # Normalised values replace the user's, so that equal policies compare as equal: jit and vjp rules cache by
-        # them.
+        # Normalised values replace the user's values, so that equal policies compare as equal: jit and vjp rules cache
+        # by policy.
         fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
         fields |= {name: value for name, value in vars(travels).items() if name not in ("options", "of_layers")}
         for name, value in fields.items():

@@ -213,7 +213,7 @@ def _sent_together(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], li
 
 @dataclass(frozen=True)
 class _Scan:
-    """Forward and backward pass of the scan. Lists have an entry per stacked leaf, ``None`` if it is not concerned.
+    """Forward and backward pass of the scan. Lists have an entry per stacked leaf, ``None`` for leaves of another kind.
 
     ``values`` are the stacked leaves. ``ahead`` holds weights of later layers: ``ahead[s]`` has the split leaves of one
     layer after s + 1 stages, the last entry fully gathered leaves. Entries past either end of the scan are ``None``.

@@ -33,7 +33,7 @@ class Reason:
         return (self,)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the name of the class and the numbers, for ``json``."""
+        """Returns a dict for ``json``: the class name under "kind", and each field under its name."""
         return {"kind": type(self).__name__, **vars(self)}
 
 

@@ -6,9 +6,9 @@
 JAX calls a policy once per operation, with the operation, the types of inputs and the parameters, but not the
 origin of the inputs. So a policy cannot recognise a weight. Naming the output of a gather and keeping everything except
 that name does not help either: JAX then keeps the gather's output before the name, or a value computed after the name.
-Refusing the gathers themselves (``GATHERS``) helps, together with operations that only move or cast values, compute
-element by element, or draw random numbers (``RECOMPUTED``), and functions with a custom derivative that contain only
-the operations above.
+The policy therefore keeps no result of the gathers themselves (``GATHERS``), of operations that only move or cast
+values, compute element by element, or draw random numbers (``RECOMPUTED``), and of functions with a custom derivative
+that contain only these operations.
 
 Results of these operations on a gathered weight (a cast, a transpose, some rows, quantised values times their scales,
 an exp) are recomputed in the backward pass, and so are results of the same operations on activations. This costs no

@@ -45,8 +45,9 @@ def remat_policy(
       offload: names of values (``checkpoint_name``) to keep in host memory until the backward pass reads them;
         with base "nothing" only these values are kept. ``BLOCK_INPUT`` is the name of the input of each wrapped module.
       gathered_over: axes over which weights stay gathered until the backward pass, which then gathers over the other
-        axes alone. Only axes that are gathered first, which are the axes across hosts (``inter_host_axes``): nothing is
-        sent between hosts a second time, for the memory of a weight divided by the number of devices of a host.
+        axes alone. Only axes that are gathered first are possible: the axes across hosts (``inter_host_axes``). Nothing
+        is then sent between hosts a second time; in exchange each device keeps 1/n of every weight, for n devices of a
+        host.
     Returns:
       The policy; the same object for equal arguments: JAX compares policies by identity, and retraces for another
       object.

@@ -75,16 +75,17 @@ def shard_params(
 
     Args:
       params: leaves [..., d, ...], bare or boxed; boxes with further axes (tensor parallel) are kept and extended.
-      axis_name: an axis or a tuple of axes; a dim is split over the entire tuple. The largest leaf keeps the given
-        order, outermost first; the orders of smaller leaves balance the load of the axes.
+      axis_name: an axis or a tuple of axes, N devices in all; a dim is split over the entire tuple. The largest leaf
+        keeps the given order, outermost first; the orders of smaller leaves balance the load of the axes.
       min_weight_size: leaves with fewer values stay replicated; a leaf of exactly this size is split.
-      uneven: treatment of a leaf if the axis divides no dim; "replicate": the leaf stays replicated; "pad": the
+      uneven: treatment of a leaf if N divides no dim; "replicate": the leaf stays replicated; "pad": the
         leaf is split along its largest dim, with zeros up to the next multiple of N.
     Returns:
-      The tree. A leaf is split along the largest dim that the axis divides and that no other axis splits, and boxed as
+      The tree. A leaf is split along the largest dim that N divides and that no other axis splits, and boxed as
       ``nn.Partitioned`` with value [..., d / N, ...]. Other leaves are returned unchanged, including PRNG keys.
     Raises:
-      ValueError: an axis is not bound, and no mesh with the axes is set; lists the axes that are bound.
+      ValueError: an axis is not bound, and no mesh with the axes is set; lists the axes that are bound. Or
+        ``min_weight_size`` is negative, or ``uneven`` is unknown.
     """
     axes, around = as_axis_names(axis_name), jax.sharding.get_abstract_mesh()
     policy = ShardPolicy(axes, min_weight_size, uneven=uneven)
@@ -109,7 +110,7 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] | None = None,
 ) -> PyTree:
-    """Chooses the leaves to split, and puts the leaves, and frozen leaves, into boxes.
+    """Chooses the leaves to split, and puts these leaves and frozen leaves into boxes.
 
     ``take(value, dim, axes)`` converts the global array, in storage format, to the array in the box: its shard, say.
     ``None``: the box holds the global array.

@@ -7,7 +7,7 @@ that a module reads are related:
   order(ndim)             stored dim of each dim of the value
   read(stored, is_split)  converts a stored array to the value
   write(value, shape)     converts a value to a stored array
-  written_part(...)       the same for a part, on the host: so a device reads its shard alone of a file; optional
+  written_part(...)       part of a stored array, made on the host, to read a single shard from a file; optional
 
 ``Store`` itself stores values unchanged. Another form is a subclass in a separate file, as ``extensions/padding`` is:
 a frozen dataclass, since boxes with equal stores must compare equal. Wrappers choose a store by the option ``uneven``;
@@ -42,7 +42,7 @@ class Store:
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        """Converts a stored array to the value. Dims that ``is_split`` hold a shard of many, and stay as stored."""
+        """Converts a stored array to the value. A dim that is still split (``is_split``) stays as stored."""
         return stored
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
@@ -52,7 +52,7 @@ class Store:
     def written_part(self, value: Any, shape: Shape, part: tuple[slice, ...]) -> np.ndarray:
         """Returns ``write(value, shape)[part]``, from the entries of ``value`` that lie in the part; on the host.
 
-        Called if ``writes_parts``. Else a value is replicated, and written on the devices.
+        Called if ``writes_parts`` is True. Otherwise the full value is copied to the devices, which run ``write``.
 
         Args:
           value: has the shape of a value and the indexing of an array, such as a tensor in a file.

@@ -110,7 +110,7 @@ def unbox(tree: PyTree) -> PyTree:
     """Returns the tree without boxes and without padding (``uneven="pad"``): leaves have the plain model's shapes.
 
     (``nn.meta.unbox`` refuses shards, or constrains their sharding.) Inside ``shard_map`` a leaf is this device's shard
-    in its stored form.
+    in its stored form. Raises a ``ValueError`` if an array was donated to an earlier step.
 
     >>> unbox({"w": nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp"))})["w"].shape
     (16, 32)
@@ -210,8 +210,8 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
     (None, 'fsdp')
 
     Args:
-      tree: bare values, of true or of padded shapes.
-      boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``.
+      tree: bare values, with the plain model's shapes or with padding.
+      boxed: a tree of the same structure with boxes, of arrays or ``ShapeDtypeStruct``; its values are not used.
     """
 
     def stored(box: Sharded, value: Any) -> Any:
@@ -308,7 +308,9 @@ def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
 
 
 def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns the tree with a ``NamedSharding`` per leaf: ``partition_specs`` on a mesh of devices.
+    """Returns the tree with a ``NamedSharding`` per leaf: the specs of ``partition_specs``, on ``mesh``.
+
+    Arguments and errors are as for ``partition_specs``.
 
     >>> shardings(nn.Partitioned(jnp.ones((16, 32)), (None, "fsdp")), mesh).shard_shape((16, 32))
     (16, 8)
@@ -323,7 +325,7 @@ def is_on_host(value: Any) -> bool:
 
 
 def bytes_per_device(tree: PyTree) -> int:
-    """Returns the tree's bytes on its first device; arrays outside of a mesh count with the full size.
+    """Returns the bytes of a tree that a device stores: of each ``jax.Array`` a shard, of other leaves the full array.
 
     >>> w = jax.device_put(jnp.ones((16, 32)), jax.NamedSharding(mesh, jax.P(None, "fsdp")))
     >>> bytes_per_device({"w": w, "b": jnp.ones(32)})  # 16 * 8 values and 32, of 4 bytes

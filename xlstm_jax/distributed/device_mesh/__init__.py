@@ -3,10 +3,11 @@
 The last axis connects the devices that are closest to each other; the first axes cross the slow links:
 
   two hosts of four    create_device_mesh({"dp": 2, "fsdp": 4})    dp crosses the hosts, fsdp stays within
-                       create_device_mesh({"fsdp": 8})             fsdp crosses, between its halves
+                       create_device_mesh({"fsdp": 8})             fsdp crosses the hosts, between its two halves
 
 Meshes made here have axes of type ``Auto``. ``jax.make_mesh`` makes explicit axes by default: then types of arrays
-contain shardings. Every function takes both kinds, also under ``jax.set_mesh``; see ``xlstm_jax.explicit_axes``.
+contain shardings. Every function accepts both kinds of axes, also under ``jax.set_mesh``; see
+``xlstm_jax.explicit_axes``.
 
 In a run of several processes each process makes the same mesh, and ``shard_batch`` combines the rows of each process
 into a global array.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 else:
     __getattr__ = names_when_used(__name__, {"DataParallel": "xlstm_jax.distributed.device_mesh.data_parallel_methods"})
 
-create_fsdp_mesh = DeviceMeshManager.create_fsdp_mesh  # the mesh of most trainings, by a name of its own
+create_fsdp_mesh = DeviceMeshManager.create_fsdp_mesh  # a short name, because most trainings need only this mesh
 
 __all__ = [
     "DataParallel",

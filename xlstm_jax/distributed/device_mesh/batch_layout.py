@@ -4,9 +4,9 @@
   batch_spec=P(("dp", "fsdp"), "cp")         tokens[b, t] -> [b / n, t / c]    and each example over "cp"
   batch_spec={"tokens": P("dp", "cp"), "label": P("dp")}                       leaf by leaf; a prefix of the batch
 
-Dim 0 of every leaf holds examples, and is split over the same axes in every leaf, ``row_axes``. Scalars are replicated.
-Losses, weights and gradients are reduced over ``axes``, the axes of any dim. The ready-made steps, ``shard_batch``,
-``abstract_batch`` and the comparison of a step with one device use a ``BatchLayout``.
+Dim 0 of every leaf counts examples, and is split over the same axes in every leaf, ``row_axes``. Scalars are
+replicated. Losses, weights and gradients are reduced over ``axes``, the axes that split any dim. The ready-made steps,
+``shard_batch``, ``abstract_batch`` and the comparison of a step with one device use a ``BatchLayout``.
 
 Batches come in natural order, with contiguous tokens on each device. A step with another layout (zigzag) first permutes
 the tokens (``entered``), along the dims split by its specs.
@@ -117,14 +117,17 @@ def with_usual_names(sizes: Any) -> dict[str, int] | None:
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -> tuple[str, ...]:
-    """Returns ``axis_names`` as a tuple, checked to be axes of the mesh; ``argument`` names the argument in errors.
+    """Returns ``axis_names`` as a tuple, after a check that the mesh has these axes.
+
+    ``argument`` is the name of the caller's argument, for errors.
 
     >>> mesh_axes(mesh, "fsdp", "batch_axes")
     ('fsdp',)
 
     Raises:
       TypeError: ``mesh`` is not a mesh.
-      ValueError: the mesh lacks an axis; names ``argument``. Or as ``as_axis_names``, whose text says ``axis_name``.
+      ValueError: the mesh lacks an axis; names ``argument``. Or ``axis_names`` is empty, repeats a name, or contains
+        something other than names; the error calls the argument ``axis_name``.
     """
     check_mesh(mesh)
     axes = as_axis_names(axis_names)
@@ -162,7 +165,9 @@ class BatchLayout:
         return str(self.axes if self.axes == self.row_axes else self.spec)
 
     def specs(self, batch: PyTree) -> PyTree:
-        """Returns a ``PartitionSpec`` per leaf, after checks of all dims but dim 0, where a process may have some rows.
+        """Returns a ``PartitionSpec`` for each leaf, after checks of the shapes.
+
+        The size of dim 0 is not checked, because on a host it is the number of rows of the process.
 
         Raises:
           ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
@@ -178,7 +183,10 @@ class BatchLayout:
         return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
-        """Returns the part of a global batch for the device with the index ``device`` along ``axes``, maybe traced."""
+        """Returns the part of a global batch for one device.
+
+        ``device``, an int or a traced integer, is the row-major index of the device over ``axes``.
+        """
         places: dict[str, Any] = {}
         # The last axis varies fastest over the devices.
         for axis in reversed(self.axes):
@@ -200,8 +208,8 @@ class BatchLayout:
         """Returns the layout with ``tokens`` set: as given, else "zigzag" for ``ReorderedTokens``, else "contiguous".
 
         Raises:
-          ValueError: a leaf has another token layout, or was laid out for another number of devices than split it; or a
-            sequence does not divide into two chunks of equal size per device.
+          ValueError: a leaf has a different token layout, or was reordered for a different number of devices; or twice
+            the number of devices does not divide the length of a sequence.
         """
         leaves = flatten_with_path(batch, one_leaf=ReorderedTokens)[0]
         in_zigzag = [leaf for _, leaf in leaves if isinstance(leaf, ReorderedTokens) and leaf.devices > 1]
@@ -230,7 +238,7 @@ class BatchLayout:
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can query."""
+        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can read."""
         leaves, treedef = flatten_with_path(batch, one_leaf=ReorderedTokens)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
@@ -243,7 +251,7 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def reorder(self, batch: PyTree) -> PyTree:
-        """Returns a global batch whose tokens are in zigzag order, if ``tokens`` says so: as the step splits it."""
+        """Returns a global batch with tokens in the order that the step uses: reordered for zigzag, else unchanged."""
         if self.tokens != ZIGZAG:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
@@ -263,7 +271,10 @@ class BatchLayout:
         return token_dims
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split otherwise than in the layout."""
+        """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split differently from the layout.
+
+        ``shardings`` has the sharding of each leaf; ``axes`` are the axes that split these dims.
+        """
         # Most batches are on no mesh, or split by rows alone: then the specs are not needed.
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
         splits = [_columns(its.spec, its.mesh) if isinstance(its, NamedSharding) else {} for its in shardings]
@@ -300,7 +311,7 @@ class BatchLayout:
                 f"{name} of shape {shape} has {len(shape)} dims, and its spec {spec} is of {len(spec)}. Give each leaf "
                 "a spec of its own, as batch_spec={'tokens': P('dp', 'cp'), 'label': P('dp')}."
             )
-        # Skip dim 0: `check_batch` compares the rows, and on a host their number is that of a process.
+        # Skip dim 0: `check_batch` compares the rows, and on a host dim 0 has only the rows of the process.
         for dim in range(1, len(spec)):
             if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
                 raise ValueError(
@@ -375,7 +386,7 @@ def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim in the spec of the leaf at ``path``; raises for a spec that the mesh cannot have."""
+    """Returns the axes of each dim in the spec of the leaf at ``path``; raises if the mesh cannot have this spec."""
     name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(

@@ -25,7 +25,7 @@ WIDEST_BYTES = {"f": 8, "c": 16}  # bytes of the widest supported number, by kin
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """Returns the end of an error text for a leaf that is not an array of numbers: its kind, and a cure; else None."""
+    """Returns None for an array of numbers; for any other leaf the end of an error text: its kind, and a cure."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask JAX does not take. Pass leaf.filled(0), and the mask as a leaf beside it."
     if isinstance(leaf, ARRAYS):
@@ -47,7 +47,7 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 def has_numbers(dtype: Any) -> bool:
-    """Returns whether devices support the dtype. True also for None (a Python number) and for keys."""
+    """Returns whether devices support the dtype. True also for None (a Python number) and for PRNG keys."""
     kind = getattr(dtype, "kind", None)
     # bfloat16 and similar dtypes have the kind of records.
     if kind in NO_NUMBERS or issubclass(getattr(dtype, "type", object), np.void):
@@ -113,6 +113,9 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
 
 
 def _structure(batch: PyTree) -> object:
-    """Returns a key of a batch's tree, row shapes and dtypes; a batch may be padded by rows of another with its key."""
+    """Returns a hashable key: the tree, row shapes and dtypes of a batch.
+
+    A batch may be padded by rows of an earlier batch with the same key.
+    """
     leaves, treedef = jax.tree.flatten(batch)
     return treedef, tuple((np.shape(leaf)[1:], str(leaf.dtype)) if np.ndim(leaf) else None for leaf in leaves)

@@ -1,4 +1,4 @@
-"""``shard_batch``: makes global arrays from the rows of each process; ``abstract_batch``: the same as shapes."""
+"""``shard_batch``: makes global arrays from the rows of each process; ``abstract_batch``: shapes and shardings."""
 
 import weakref
 from collections.abc import Mapping
@@ -40,17 +40,19 @@ def shard_batch(
     wait for each other, for milliseconds if none is late. Further batches cost no communication.
 
     Args:
-      batch: arrays [rows, ...], the same number of rows in every leaf and every process, and scalars.
+      batch: arrays [rows, ...] with the rows of this process, and scalars. Every leaf has the same number of rows.
+        Every process has the same number of rows; with ``pad``, the same number after padding.
       mesh: the mesh.
       batch_axes: the axes that the rows are split over, outermost first.
       batch_spec: replaces ``batch_axes`` if further dims are split: a ``PartitionSpec``, as ``P(("dp", "fsdp"), "cp")``
         for tokens [b, t], or a tree of specs that is a prefix of the batch. Dim 0 is split over the same axes in every
         leaf. Each process passes unsplit rows, and its devices keep their parts.
-      pad: True repeats rows, from the first on, until the number of local devices divides the number of rows. An
-        integer repeats them up to ``pad`` rows, so that processes may pass different numbers of rows, down to 0
-        (at the end of an epoch: then a row of an earlier batch is repeated). A loss that ignores ``weight`` counts the
-        copies, too (see docs/processes.md).
-      timeout_s: how long to wait for the other processes when batches are compared.
+      pad: True repeats rows of this process, from the first on, until the number of batch shards on the local devices
+        (the number of local devices, without model parallelism) divides the number of rows. An integer, a multiple of
+        this number of shards and equal in every process, repeats rows until this process has ``pad`` rows; so processes
+        may pass different numbers of rows, down to 0 (at the end of an epoch: then a row of an earlier batch is
+        repeated). A loss that ignores ``weight`` counts the copies, too (see docs/processes.md).
+      timeout_s: seconds to wait for the other processes when batches are compared.
     Returns:
       The batch of global arrays [all rows, ...], split over ``batch_axes`` or by ``batch_spec``. With ``pad``,
       ``(batch, weight)``, where ``weight``, float32 [all rows], is 1 for a row that was passed in and 0 for a padded
@@ -59,7 +61,7 @@ def shard_batch(
       ValueError: devices do not divide the rows or another dim, or leaves differ in their rows, on this process; a leaf
         has fewer dims than its spec, or the mesh lacks an axis; this process has no row to repeat, and had none before;
         or processes differ in shapes, dtypes, scalars, or rows that must be equal: then every process raises.
-      TimeoutError: this process passes a new shape, and another process does not.
+      TimeoutError: this process passes a new shape, and another process does not within ``timeout_s``.
       TypeError: a leaf is already a global array, is a tensor of another library, or has a dtype that devices do not
         support; a list of numbers, which JAX treats as scalars; a dataclass that is not registered as a pytree; or
         ``mesh`` is not a mesh.
@@ -164,10 +166,10 @@ def abstract_batch(
 
 @cache
 def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """Returns by process the indices of the batch shards on its devices.
+    """Returns, for each process, the indices of the batch shards on its devices.
 
     Raises:
-      ValueError: sets of two processes overlap in part, or differ in size.
+      ValueError: two processes have different numbers of shards, or have some but not all shards in common.
     """
     shards = num_shards(mesh, axes)
     held: dict[int, frozenset[int]] = {}
@@ -227,7 +229,7 @@ def _common_rows(batch: PyTree) -> int:
 
 
 def _padded_rows(rows: int, num_local: int, pad: bool | int, axes: tuple[str, ...]) -> int:
-    """Returns the number of rows, with padding, for this process; its devices hold ``num_local`` shards of a batch."""
+    """Returns the number of rows of this process after padding; its devices hold ``num_local`` shards of a batch."""
     where = f"process {jax.process_index()}, whose devices hold {num_local} shard(s) of the batch over {axes}"
     if pad is not True and pad is not False:
         if pad < max(rows, 1) or pad % num_local:
@@ -256,7 +258,10 @@ _batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
-    """Compares a batch between processes: new shapes between all, values between those that must pass the same rows."""
+    """Compares a batch with new shapes or dtypes between processes; raises in every process if the batches differ.
+
+    Shapes, dtypes and scalars are compared between all processes; values between processes with the same shards.
+    """
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")
     leaves, axes, split = leaves_with_path(batch), layout.row_axes, str(layout)

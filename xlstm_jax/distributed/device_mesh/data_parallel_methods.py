@@ -1,4 +1,4 @@
-"""``DataParallel``: plain data parallelism, for training loops that shard and average by calls of an object's methods.
+"""``DataParallel``: plain data parallelism, for training loops that call methods of an object to shard and average.
 
   create_data_parallel_sharding   mesh -> the sharding of a batch
   shard_batch                     places a batch in this sharding
@@ -35,7 +35,8 @@ REDUCE_TYPES = ("mean", "sum")
 class DataParallel(nnx.Module):
     """Methods for plain data parallelism: shard a batch, place a state, average gradients. A module without state.
 
-    Every method can also be called on the class. Three have a twin ``*_static``, as in ``DistributedMetrics``.
+    Every method can also be called on the class. ``create_data_parallel_sharding``, ``shard_batch`` and
+    ``all_reduce_gradients`` have a second name with the suffix ``_static``, as in ``DistributedMetrics``.
 
     >>> data = DeviceMeshManager.create_data_parallel_mesh()
     >>> dp = DataParallel()
@@ -48,7 +49,7 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
-        """Returns the sharding of a batch with rows split over one mesh axis, or over a tuple of axes."""
+        """Returns the sharding of a batch with rows split over ``data_axis``, a mesh axis or a tuple of axes."""
         check_mesh(mesh, devices=True)
         return placed(NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis"))))
 
@@ -105,14 +106,14 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def all_reduce_gradients(gradients: PyTree, reduce_type: str = "mean", axis_name: AxisNames = STEP_AXIS) -> PyTree:
-        """Returns the gradients of the full-batch loss, in every kind of step.
+        """Returns the gradients of the loss of the full batch, from the gradients that the step has computed.
 
         Inside ``shard_map`` or ``pmap`` a device has the gradient of the loss of its local rows; gradients are averaged
         or summed, correctly in both ``check_vma`` modes (by ``sync_gradients``). Under plain ``jit`` arrays are global,
         so the gradient already belongs to the full batch, and is returned unchanged.
 
         Args:
-          gradients: straight from ``jax.grad``.
+          gradients: the result of ``jax.grad``, not yet averaged.
           reduce_type: "mean" if the loss is a mean over rows, "sum" if it is a sum.
           axis_name: the axis, or the tuple of axes, bound by the step; ignored if no axis is bound.
         Raises:
@@ -129,7 +130,7 @@ class DataParallel(nnx.Module):
         count = collectives.axis_size(axes)
         return trees.map_values(lambda leaf: leaf.value * count if leaf.is_differentiable else leaf.value, means)
 
-    # These methods are static already, so each is its own twin.
+    # These methods are static already, so both names are the same function.
     create_data_parallel_sharding_static = create_data_parallel_sharding
     shard_batch_static = shard_batch
     all_reduce_gradients_static = all_reduce_gradients

@@ -44,15 +44,16 @@ class DeviceMeshManager:
 
         Args:
           mesh_shape: axis names with their sizes, as ``{"dp": 2, "fsdp": 4}`` or ``[("dp", 2), ("fsdp", 4)]``. A single
-            size may be -1: the number that the other sizes leave. If the sizes need fewer devices than there are, the
-            first devices are used.
-          devices: the devices in mesh order. Default: every device, ordered by the topology of the machine: with
-            several slices (or processes, where slow links connect these) the first axes cross them. With
-            fewer devices: in the order of ``jax.devices()``.
+            size may be -1: the number of devices divided by the product of the other sizes. If the sizes need fewer
+            devices than are available, the first devices are used.
+          devices: the devices in mesh order; None for ``jax.devices()``. With None, if the mesh needs every device, the
+            devices are ordered by topology: the first axes cross TPU slices or, on other platforms, processes, between
+            which links are slow. If the mesh needs fewer devices, the order of ``jax.devices()`` is kept.
         Raises:
-          ValueError: there are too few devices, or the sizes beside a -1 do not divide their number; names both
-            numbers, and the nearest shapes that fit. Or the first devices leave a process of the job without a device;
-            or ``mesh_shape`` has no names, or ``devices`` is empty or repeats a device.
+          ValueError: the sizes need more devices than are available, or the product of the sizes beside a -1 does not
+            divide the number of devices; names both numbers, and the nearest shapes that fit. Or (with ``devices``
+            None) the first devices leave a process of the job without a device; or ``mesh_shape`` has no names, or
+            ``devices`` is empty or repeats a device.
           TypeError: ``devices`` contains something other than devices.
         """
         pairs = _named_sizes(mesh_shape)
@@ -74,7 +75,7 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_data_parallel_mesh(num_devices: int | None = None) -> Mesh:
-        """Makes a mesh with the single axis "data" over every device, or over the first ``num_devices``."""
+        """Makes a mesh with the single axis "data" over the first ``num_devices`` devices; None: over every device."""
         return _mesh_of_first("data", num_devices)
 
     @staticmethod
@@ -84,14 +85,18 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_hybrid_mesh(data_parallel_size: int, model_parallel_size: int) -> Mesh:
-        """Makes a mesh with axes "data" and "model" (on the fast links); sizes as for ``create_device_mesh``."""
+        """Makes a mesh with axes "data" and "model"; "model" is on the fast links.
+
+        One of the two sizes may be -1, as for ``create_device_mesh``.
+        """
         return DeviceMeshManager.create_device_mesh({"data": data_parallel_size, "model": model_parallel_size})
 
     @staticmethod
     def create_hsdp_mesh(replicas: int, shards: int) -> Mesh:
         """Makes a mesh with axes "dp" and "fsdp" for hybrid sharding: ``replicas`` copies of the parameters.
 
-        Each copy is split over ``shards`` devices, which the fast links connect. Sizes as for ``create_device_mesh``.
+        Each copy is split over ``shards`` devices, which the fast links connect. One of the two numbers may be -1, as
+        for ``create_device_mesh``.
         """
         return DeviceMeshManager.create_device_mesh({"dp": replicas, "fsdp": shards})
 
@@ -124,7 +129,11 @@ class DeviceMeshManager:
 
     @staticmethod
     def create_abstract_mesh(mesh_shape: Mapping[str, int]) -> AbstractMesh:
-        """Makes a mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for absent machines."""
+        """Makes a mesh without devices, as {"dp": 4, "fsdp": 64}, to plan and forecast for absent machines.
+
+        Raises:
+          ValueError: ``mesh_shape`` has no axes, no names, or a size that is not a positive integer (-1 included).
+        """
         shape = dict(_named_sizes(mesh_shape))
         if not shape or any(not is_size(size) for size in shape.values()):
             raise ValueError(f"mesh_shape={shape}: name axes with positive sizes, as {{'fsdp': 8}}.")
@@ -209,7 +218,7 @@ def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
 
 
 def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of ``count`` devices closest to ``sizes``, measured by factors; -1 matches any size."""
+    """Returns the shapes of ``count`` devices that are closest to ``sizes``; a size of -1 matches any size."""
 
     def distance(shape: tuple[int, ...]) -> float:
         # Distances are factors: 4 is as far from 8 as 16 is.

@@ -30,7 +30,11 @@ Coordinates = tuple[int, ...]  # of a device in the array of devices, before dim
 
 
 def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Device]) -> Mesh:
-    """Makes a mesh whose first axes cross slow links; slices (or processes) must have equal numbers of devices."""
+    """Makes a mesh of all ``devices`` whose first axes cross slow links.
+
+    Raises:
+      ValueError: slices (or, on platforms other than TPU, processes) have different numbers of devices.
+    """
     units, by_process = _hosts_or_slices(devices)
     if len(units) == 1:
         return jax.make_mesh(sizes, names, axis_types=auto_types(names), devices=devices)
@@ -49,7 +53,10 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
 
 
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
-    """Returns for each axis by which factor of its size it crosses hosts or slices (``units``), first axes first."""
+    """Returns, for each axis, the number of units (hosts or slices) that the axis crosses: a factor of its size.
+
+    The product of the result is ``units``, the number of units; first axes get the largest possible factors.
+    """
     outer = []
     for size in sizes:
         outer.append(math.gcd(size, units))
@@ -59,10 +66,10 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _hosts_or_slices(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Counts the devices of each host or slice (unit), between which links are slow.
+    """Returns the number of devices of each unit, by its number, and whether units are processes.
 
-    Also returns whether units are processes: so on a single host, or where JAX numbers neither the slices of a TPU job
-    nor, on other platforms, hosts (or groups of hosts behind a fast switch).
+    Links between units are slow. Units are the slices that JAX numbers: slices of a TPU or, on other platforms, hosts
+    or groups of hosts behind a fast switch. If JAX numbers no slices on a platform other than TPU, units are processes.
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
@@ -109,7 +116,7 @@ def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
     corners = _corners(devices)
     located = {}
     for device in devices:
-        # The job may have a box in the middle of a larger torus.
+        # Relative to the corner, because the job may have a box in the middle of a larger torus.
         coords = (at - start for at, start in zip(device.coords, corners[_slice(device)], strict=True))
         located[(sorted(corners).index(_slice(device)), *coords, device.core_on_chip)] = device
     return located

@@ -1,4 +1,4 @@
-"""``to_zigzag``: reorders the tokens of a batch on the host, to save an exchange in the step; and its inverse."""
+"""``to_zigzag`` and its inverse: reorder the tokens of a batch on the host, to save an exchange in the step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
     Arrays become ``ReorderedTokens`` leaves, which ready-made steps accept and ``shard_batch`` splits like arrays. The
     step reorders leaves of the batch that are still in natural order (positions added afterwards, say). Shift labels
-    before. Leaves without the dim (scalars, a number per row) stay unchanged.
+    before the call. Leaves that do not have the sequence dim (scalars, a number per row) stay unchanged.
 
     Args:
       batch: a tree of NumPy or JAX arrays, before they are split over the mesh.
@@ -53,6 +53,8 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     """Inverts ``to_zigzag``, for its ``ReorderedTokens`` leaves or for arrays in zigzag order, such as results.
 
+    Arguments as for ``to_zigzag``. Raises a ``ValueError`` if a leaf was reordered for a different number of devices.
+
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
@@ -73,8 +75,11 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
-    """Returns the batch with ``fn(array, length of dim)`` for each array that has the dim."""
-    # Leaves without the dim have no tokens, and stay unchanged.
+    """Returns the batch with ``fn(array, size of dim)`` in place of each array for which ``dim`` is in range.
+
+    Raises a ``ValueError`` if these sizes differ, or if ``dim`` is out of range for every leaf.
+    """
+    # Leaves for which the dim is out of range have no tokens, and stay unchanged.
     leaves = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]
     for path, x in leaves:
         if x.shape[dim] != (length := leaves[0][1].shape[dim]):

@@ -1,6 +1,6 @@
 """Metrics over many devices: three interfaces on the same accumulators and collectives.
 
-  reductions      dictionaries of arrays -> one value per name, now; ``DistributedMetrics`` has them as methods
+  reductions      functions: dictionary of arrays -> one value per name; ``DistributedMetrics`` has them as methods
   pure_metric     states for the training step, as pure functions: empty -> update ... update -> sync -> compute
   stateful        metrics with an internal state, for loops outside of the step
   sums_and_means, spread, classification, ranking    the metrics

@@ -163,7 +163,7 @@ class Total(Cell):
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x."""
-    # `upper` keeps the exponent of x, so x - upper is exact: the cleared bits.
+    # `upper` keeps the exponent of x, so x - upper is exact: the value of the cleared bits.
     # NaN and infinity stay in `upper` unchanged: clearing bits would turn NaN into inf, and inf - inf is NaN.
     unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]
     integer = lax.bitcast_convert_type(x, unsigned)

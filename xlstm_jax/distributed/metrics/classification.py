@@ -71,7 +71,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Binary:
-    """Binary classification: scores [b...] and labels [b...]; positive where ``score >= threshold``. C = 1.
+    """Binary classification: scores [b...] and labels [b...]; predicts positive where ``score >= threshold``. C = 1.
 
     Statistics describe the positive class for every ``average``. Label 1 is positive; any other label, such as 0 or -1,
     is negative.
@@ -91,9 +91,9 @@ class Binary:
 
 @dataclass(frozen=True)
 class Multilabel:
-    """Multilabel classification: scores [b..., L] and labels [b..., L] in {0, 1}; C = L.
+    """Multilabel classification: scores [b..., L] and labels [b..., L] in {0, 1}; C = L = ``num_labels``.
 
-    Weights are per row, [b...], or per label, [b..., L].
+    A label is predicted where ``score >= threshold``. Weights are per row, [b...], or per label, [b..., L].
 
     >>> Multilabel(3).decide(jnp.array([[0.9, 0.2, 0.7]]), jnp.array([[1, 0, 0]])).predicted.tolist()
     [[True, False, True]]
@@ -119,7 +119,7 @@ class Multilabel:
 
 @dataclass(frozen=True)
 class Multiclass:
-    """Multiclass classification: scores [b..., C] and labels; the highest score is the prediction.
+    """Multiclass classification, C = ``num_classes``: scores [b..., C] and labels; predicts the class of highest score.
 
     Labels are integers [b...] or [b..., 1] or, for floating scores, one-hot [b..., C] of any dtype. With ``top_k`` > 1
     the prediction is the label if the label is among the k highest scores, else the class of the highest score. Ties
@@ -273,11 +273,11 @@ class Statistic(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy(Statistic):
-    """Fraction of correct decisions; ``zero_division`` before any decision is observed.
+    """Fraction of correct decisions; ``zero_division`` if no decision was observed.
 
-    "micro" is the fraction of correct rows (Binary, Multiclass) or correct labels (Multilabel). "macro", "weighted" and
-    "per_class" score each class against the rest; with many classes most of these decisions are true negatives. For
-    balanced accuracy use ``Recall(average="macro")``.
+    "micro", the default, is the fraction of correct rows (Binary, Multiclass) or correct labels (Multilabel). "macro",
+    "weighted" and "per_class" score each class against the rest; with many classes most of these decisions are true
+    negatives. For balanced accuracy use ``Recall(average="macro")``.
 
     >>> metric = ConfusionMatrix(Binary(), {"accuracy": Accuracy()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 1])))
@@ -300,7 +300,9 @@ class Accuracy(Statistic):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Statistic):
-    """Fraction of the predictions of a class that are correct; ``zero_division`` for a class never predicted.
+    """Fraction of the predictions of a class that are correct; ``zero_division`` for a class that is never predicted.
+
+    By default the mean over classes (``average="macro"``).
 
     >>> metric = ConfusionMatrix(Binary(), {"precision": Precision()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 0, 0])))
@@ -315,6 +317,8 @@ class Precision(Statistic):
 class Recall(Statistic):
     """Fraction of the rows of a class that are predicted correctly; ``zero_division`` for a class without rows.
 
+    By default the mean over classes (``average="macro"``).
+
     >>> metric = ConfusionMatrix(Binary(), {"recall": Recall()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2, 0.7]), jnp.array([1, 0, 1, 0])))
     {'recall': Array(0.5, dtype=float32)}
@@ -326,10 +330,10 @@ class Recall(Statistic):
 
 @dataclass(frozen=True)
 class FBeta(Statistic):
-    """Weighted harmonic mean of precision and recall; recall counts ``beta`` times as much. F1 by default.
+    """Weighted harmonic mean of precision and recall; recall counts ``beta`` times as much. By default ``beta`` is 1.
 
     The value is ``zero_division`` for a class that neither occurs nor is predicted, so that precision and recall are
-    both undefined.
+    both undefined. By default the mean over classes (``average="macro"``).
 
     >>> metric = ConfusionMatrix(Binary(), {"f1": FBeta()})
     >>> metric.result(metric.observe(jnp.array([0.9, 0.8, 0.2]), jnp.array([1, 0, 1])))
@@ -357,11 +361,15 @@ def _over_classes(cells: Cells) -> Cells:
 # eq=False hashes by identity, as for `Compose`.
 @dataclass(frozen=True, eq=False)
 class ConfusionMatrix(PureMetric):
-    """Named statistics for a task (``Binary``, ``Multiclass``, ``Multilabel``); the value is a dict by name.
+    """Named statistics for a task; the value is a dict with the value of each statistic by name.
 
     ``update(state, scores, labels, weight=None)``: the weight is a scalar or has the leading dims of the labels, and
     may be fractional. Raises a ``ValueError`` if scores, labels, weight and task do not fit together. The cells of the
     state are the counts "tp", "fp", "fn" and "tn", each a ``Total`` of shape [C].
+
+    Args:
+      task: ``Binary``, ``Multiclass`` or ``Multilabel``, which turns scores and labels into decisions.
+      statistics: ``Accuracy``, ``Precision``, ``Recall``, ``FBeta`` or further subclasses of ``Statistic``, by name.
 
     >>> metric = ConfusionMatrix(Multiclass(3), {"top1": Accuracy(), "recall": Recall(average="per_class")})
     >>> values = metric.result(metric.observe(jnp.array([0, 1, 1, 2]), jnp.array([0, 1, 2, 2])))

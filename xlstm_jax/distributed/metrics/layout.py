@@ -6,7 +6,7 @@ vectors. Cells of the same type and dtypes form a group; a group is contiguous i
 
     cells     {"loss": {"total": Total [], "weight": Total []}, "hits": Total [3], "top": Maximum [], "seen": Count []}
 
-    vectors   float32-6b1f27   | top | high of hits, loss/total, loss/weight | low of the same |        [11]
+    vectors   float32-6b1f27   | top | high of hits, loss/total, loss/weight | low of these cells |     [11]
               uint32-6b1f27    | high of seen | low of seen |                                           [2]
 
 The name of a vector ends in a digest of the names, types and shapes of all cells in the state. So a state that was

@@ -115,9 +115,9 @@ class MeshState:
 
     @outside_set_mesh
     def to(self, device: Place) -> None:
-        """Moves the state to a single device, or to a different mesh with every axis declared.
+        """Moves the state to a single device, or to a different mesh, which then has a local value on every device.
 
-        If the number of devices changes, the local values are merged into the first row.
+        If the number of devices changes, the local values are merged into the value of the first device.
 
         Args:
           device: a device or a mesh; an int, the index of a device in ``jax.local_devices()``; or a platform ("cpu",
@@ -144,7 +144,9 @@ class MeshState:
 
     @outside_set_mesh
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a saved state; if the number of devices has changed, the local values are merged into the first row.
+        """Loads a saved state, the result of ``state_dict``.
+
+        If the number of devices has changed, the local values are merged into the value of the first device.
 
         Raises:
           ValueError: entries, shapes or dtypes do not fit this state. The state is then unchanged.

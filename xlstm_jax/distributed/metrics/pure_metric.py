@@ -40,8 +40,8 @@ from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes
 from xlstm_jax.distributed.metrics.layout import Cells, Layout, Vectors
 from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, placed
 
-# Most bytes that a device receives in a gathered sync: at 10 GB/s their transfer takes as long as the start of another
-# collective.
+# Maximum number of bytes that a device receives in a sync by gathering: at 10 GB/s their transfer takes as long as the
+# start of a further collective.
 GATHER_BYTES = 2**18
 
 State = TypeVar("State", bound="_State")
@@ -58,7 +58,10 @@ class _State(struct.PyTreeNode):
 
 
 class Local(_State):
-    """State per device along ``axes``; every array has a leading device dim, of size 1 inside ``shard_map``.
+    """State of a metric with a value for each device along ``axes``; not yet merged over devices.
+
+    Every array has a leading device dim: of size n, the number of devices along ``axes``, outside of ``shard_map``, and
+    of size 1 inside.
 
     >>> from xlstm_jax.distributed.metrics import Sum
     >>> Sum().empty(("dp", "fsdp"), mesh).cells.value
@@ -69,7 +72,7 @@ class Local(_State):
 
 
 class Synced(_State):
-    """State merged over devices; replicated.
+    """State of a metric merged over devices by ``PureMetric.sync``; every array is replicated.
 
     >>> from xlstm_jax.distributed.metrics import Sum
     >>> Sum().sync(Sum().update(Sum().empty(), jnp.ones(3))).cells.value
@@ -223,7 +226,7 @@ class PureMetric(ABC):
         """Converts a synchronized state to a local state: ``state`` on the first device, neutral on other devices.
 
         Use ``as_local`` to resume from a checkpoint on any number of devices: save ``sync(local)``, restore the
-        synchronized state and convert the state.
+        synchronized state, and convert it by ``as_local``. Call the method outside of ``shard_map``.
 
         Raises:
           ValueError: the state belongs to a different metric, or an axis is not an axis of ``mesh``.
@@ -238,9 +241,10 @@ class PureMetric(ABC):
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
         """Raises a ``ValueError`` unless a batch varies, by its types, along ``axes`` and along no other axis.
 
-        Along an undeclared axis a single device would count. Along a declared axis without variation, equal values
-        would count several times. A batch whose types vary along no axis passes. A metric that divides by the number of
-        devices with equal values overrides this method.
+        ``axes`` are the axes declared in ``empty``. If the batch varies along an undeclared axis, only one device along
+        this axis would count. If the batch is equal along a declared axis, equal values would count several times. A
+        batch whose types vary along no axis passes, because types then give no information. A metric that divides by
+        the number of devices with equal values overrides this method.
         """
         arrays = [x for x in jax.tree.leaves(observed) if isinstance(x, jax.Array)]
         varying = frozenset[str]().union(*(collectives.varying_axes(x) for x in arrays))

@@ -71,6 +71,8 @@ class BinnedRanking(PureMetric):
       bins: the number of bins of equal width between low and high. The bounds decrease about as 1 / bins.
       low, high: the range of the scores, such as -20 and 20 for logits. Scores outside of the range are counted in the
         outermost bins.
+      empty_auroc: the value of ``auroc`` if the positive or the negative class has no examples.
+      empty_average_precision: the value of ``average_precision`` if the positive class has no examples.
     """
 
     bins: int = 1000

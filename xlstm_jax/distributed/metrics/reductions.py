@@ -32,7 +32,7 @@ Operations = Mapping[str, "str | Operations | None"]  # metric name -> operation
 
 
 def reduce_mean(metrics: Metrics) -> Metrics:
-    """Returns the mean over the entries of each array; scalars are returned unchanged.
+    """Returns the metrics with each array replaced by the mean of its entries; scalars are returned unchanged.
 
     For global arrays, under plain ``jit`` or outside of ``jit``. The mean of integers or bools is a float32.
 
@@ -43,7 +43,9 @@ def reduce_mean(metrics: Metrics) -> Metrics:
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """Returns the sum over the entries of each array; see ``reduce_mean``. The sum of bools is a count.
+    """Returns the metrics with each array replaced by the sum of its entries, as ``reduce_mean``.
+
+    The sum of bools is an integer count.
 
     >>> reduce_sum({"hits": jnp.array([True, False, True])})
     {'hits': Array(2, dtype=int32)}
@@ -52,7 +54,7 @@ def reduce_sum(metrics: Metrics) -> Metrics:
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """Returns the largest entry of each array; see ``reduce_mean``.
+    """Returns the metrics with each array replaced by its largest entry, as ``reduce_mean``.
 
     >>> reduce_max({"norm": jnp.arange(4.0)})
     {'norm': Array(3., dtype=float32)}
@@ -61,7 +63,7 @@ def reduce_max(metrics: Metrics) -> Metrics:
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """Returns the smallest entry of each array; see ``reduce_mean``.
+    """Returns the metrics with each array replaced by its smallest entry, as ``reduce_mean``.
 
     >>> reduce_min({"norm": jnp.arange(4.0)})
     {'norm': Array(0., dtype=float32)}
@@ -70,7 +72,7 @@ def reduce_min(metrics: Metrics) -> Metrics:
 
 
 def reduce_custom(metrics: Metrics, reduce_fn: Operations | None = None) -> Metrics:
-    """Reduces each metric by the operation that ``reduce_fn`` names, on global arrays as ``reduce_mean`` does.
+    """Reduces each metric by the operation that ``reduce_fn`` names, over the entries of a global array.
 
     >>> reduce_custom({"loss": jnp.arange(4.0), "tokens": jnp.arange(4)}, {"tokens": "sum"})
     {'loss': Array(1.5, dtype=float32), 'tokens': Array(6, dtype=int32)}
@@ -184,7 +186,7 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
     Every device counts, in both ``check_vma`` modes. So name only the axes that the batch is split over: along a
     tensor parallel axis devices hold equal values, which would be counted several times. Result dtypes are as for
-    ``jnp.sum``.
+    ``jnp.sum``. Results are replicated along ``axis_name``; an unbound axis raises a ``ValueError``.
 
     >>> jax.pmap(lambda x: reduce_sum_collective({"n": x}), axis_name="batch")(jnp.arange(8))["n"][0]
     Array(28, dtype=int32)
@@ -195,6 +197,9 @@ def reduce_sum_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Returns the maximum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
 
+    Results have the dtypes of the metrics, and are replicated along ``axis_name``. An unbound axis raises a
+    ``ValueError``.
+
     >>> jax.pmap(lambda x: reduce_max_collective({"peak": x}), axis_name="batch")(jnp.arange(8))["peak"][0]
     Array(7, dtype=int32)
     """
@@ -203,6 +208,9 @@ def reduce_max_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS)
 
 def reduce_min_collective(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Returns the minimum over devices of each metric, elementwise; inside ``shard_map`` or ``pmap``.
+
+    Results have the dtypes of the metrics, and are replicated along ``axis_name``. An unbound axis raises a
+    ``ValueError``.
 
     >>> jax.pmap(lambda x: reduce_min_collective({"least": x}), axis_name="batch")(jnp.arange(8))["least"][0]
     Array(0, dtype=int32)
@@ -234,7 +242,8 @@ def reduce_custom_collective(
 def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics:
     """Gathers the metrics of every device: [...] -> [n, ...], replicated; inside ``shard_map`` or ``pmap``.
 
-    For a tuple of axes n is the product of the axis sizes, and the first axis is the outermost.
+    For a tuple of axes n is the product of the axis sizes, and the first axis is the outermost. An unbound axis raises
+    a ``ValueError``.
 
     >>> jax.pmap(lambda x: all_gather({"loss": x}), axis_name="batch")(jnp.arange(8))["loss"][0]
     Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
@@ -298,7 +307,7 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
 
 
 def collect_from_devices(metrics: Metrics) -> Metrics:
-    """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``, to lists of n values.
+    """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``: [n, ...] -> a list of n arrays.
 
     Scalars and values other than ``jax.Array`` are returned unchanged. Call the function outside of ``shard_map`` and
     ``pmap``.

@@ -31,13 +31,15 @@ from xlstm_jax.distributed.metrics.sums_and_means import ratio
 class StandardDeviation(PureMetric):
     """Weighted standard deviation of the observed values: sqrt(sum(weight * (value - mean)^2) / sum(weight)).
 
-    The divisor is the sum of weights, as ``numpy.std`` divides by the count; the value is ``empty_value`` if the sum is
-    0. Observe a value for each example for the deviation of the examples; observe one value for each step, such as the
-    gradient norm that the step returns, for the deviation over the steps.
+    ``update(state, values, weight=None)``: values [b, ...]; the weight is a scalar or has the leading dims of the
+    values. Rows with weight 0 are ignored. The divisor is the sum of weights, as ``numpy.std`` divides by the count;
+    the value is ``empty_value`` if the sum of weights is 0. For the deviation over examples observe a value for each
+    example; for the deviation over steps observe one value for each step, such as the gradient norm that the step
+    returns.
 
-    The relative error is below 3e-6 as long as the mean is less than 10,000 deviations, and grows with the square of
-    their ratio: 1e-4 for 100,000. For equal values the result is 0, or at most 1e-6 of the mean. Squares of values
-    beyond 1e18 overflow.
+    The relative error is below 3e-6 if the mean is less than 10,000 times the deviation. The error grows with the
+    square of the ratio mean / deviation: 1e-4 for 100,000. For equal values the result is 0, or at most 1e-6 of the
+    mean. Squares of values beyond 1e18 overflow.
 
     >>> deviation = StandardDeviation()
     >>> float(deviation.result(deviation.observe(jnp.array([1.0, 3.0, jnp.nan]), weight=jnp.array([1, 1, 0]))))
@@ -63,23 +65,24 @@ class StandardDeviation(PureMetric):
 
     def result(self, cells: Cells) -> jax.Array:
         weight, first, second = (cells[name] for name in ("weight", "first", "second"))
-        # Around the rounded mean m the sums are those of differences, which are small: nothing cancels after this line.
+        # Converts sums of x to sums of differences x - m from the rounded mean m. Differences are small, so the
+        # subtractions below lose no digits.
         mean = ratio(first.value, weight.value, 0.0)
         differences = first.merge(times(weight, -mean))  # sum w (x - m)
         squares = second.merge(times(first, -mean)).merge(times(differences, -mean))  # sum w (x - m)^2
-        shift = ratio(differences.value, weight.value, 0.0)  # of the true mean from m
+        shift = ratio(differences.value, weight.value, 0.0)  # difference of the exact mean from m
         variance = ratio(squares.value, weight.value, 0.0) - shift**2
         deviation = jnp.sqrt(jnp.where(variance < 0, 0, variance))  # NaN stays NaN
         return jnp.where(weight.value != 0, deviation, self.empty_value)
 
 
 def times(total: Total, x: jax.Array) -> Total:
-    """Returns the pair ``total`` times floats ``x`` of equal or broadcastable shape, to 2^-46 of the product."""
+    """Returns the pair ``total`` times floats ``x``, of equal or broadcastable shape; the relative error is 2^-46."""
     high = total.high * x
     (a, b), (c, d) = halves(total.high), halves(x)
-    # The products of halves are exact, and so is their sum: what `high` has lost by rounding. A fused multiply-add of
-    # two exact terms gives the same bits.
+    # The products of halves are exact, and so is their sum: the rounding error of `high`. A fused multiply-add of two
+    # exact terms gives the same bits.
     lost = ((a * c - high) + a * d + b * c) + b * d + total.low * x
     rounded = high + lost
-    finite = jnp.isfinite(rounded)  # of an infinite product, inf - inf would be NaN
+    finite = jnp.isfinite(rounded)  # for an infinite product, inf - inf would be NaN
     return Total(jnp.where(finite, rounded, high), jnp.where(finite, lost - (rounded - high), 0))

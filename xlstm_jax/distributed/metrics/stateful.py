@@ -107,10 +107,11 @@ class _Entrywise(PureMetric):
 
 
 class MetricAccumulator(MeshState):
-    """Accumulator without communication in ``update``; ``sync`` reduces the value over devices and processes.
+    """Accumulator with a local value on each device: ``update`` adds without communication, ``sync`` reduces.
 
-    The module docstring explains "local". Float sums are compensated and integer sums have 64 bits, so a sum neither
-    stops at 2^24 nor wraps silently.
+    ``update`` changes the local values of this process; ``sync`` reduces the local values over every device and
+    process. (The module docstring has an example.) Float sums are compensated, so a sum does not stop at 2^24. Integer
+    sums have 64 bits; reading a sum outside of the accumulator dtype raises an ``OverflowError``.
 
     >>> total = MetricAccumulator(jnp.float32(0))
     >>> total.update(5)  # a number counts once
@@ -136,8 +137,8 @@ class MetricAccumulator(MeshState):
             for any number of devices.
           reduce_op: "sum", "max" or "min", for updates and for ``sync``.
           mesh: the devices with a local value each; by default the devices of every process.
-          axes: the mesh axes along which devices count; by default every axis. Along the remaining axes devices hold
-            equal values.
+          axes: the mesh axes along which devices have separate local values; by default every axis. Along the remaining
+            axes devices hold copies of a local value, which count once.
         Raises:
           ValueError: ``reduce_op`` is unknown, or is "mean".
           TypeError: a sum of bools, or a dtype other than bool, integer and float, such as complex64.
@@ -192,7 +193,8 @@ class MetricAccumulator(MeshState):
     def value(self) -> jax.Array:
         """Returns the synchronized value, or the value of this process if values were added since the last ``sync``.
 
-        The shape and dtype are those of the initial value, which counts in the value of the first process.
+        The value has the shape and dtype of the initial value. Before ``sync`` the initial value is contained only in
+        the value of the process with the first device.
 
         Raises:
           OverflowError: an integer sum is outside of its dtype.
@@ -275,7 +277,7 @@ class Metric(ABC, Generic[Value]):
 
     @abstractmethod
     def compute(self) -> Value:
-        """Computes the value of the metric; after ``sync`` the value over every device and process."""
+        """Computes the value of the metric: after ``sync`` the value over every device and process."""
 
     def sync(self) -> None:
         """Merges the local states of all accumulators over devices and processes; every process must call ``sync``."""

@@ -32,6 +32,9 @@ from xlstm_jax.distributed.metrics.pure_metric import PureMetric, Synced
 class Sum(PureMetric):
     """Sum of values: a compensated float sum or, with an integer ``dtype``, an exact 64-bit integer sum; initially 0.
 
+    ``update(state, values, weight=None)``: values [b, ...]; the weight is a scalar or has the leading dims of the
+    values. Rows with weight 0 are ignored.
+
     The value of an integer sum is an int64 with x64, otherwise a float32 that is rounded above 2^24;
     ``synced.cells.exact()`` returns the exact integer on the host. An integer sum raises a ``TypeError`` for floats.
 
@@ -74,6 +77,9 @@ class _Extremum(PureMetric):
 class Max(_Extremum):
     """Largest value in ``dtype``; initially -inf, or the minimum of an integer dtype. NaN propagates.
 
+    ``update(state, values, weight=None)``: values [b, ...]. Rows with weight 0 are ignored; other weights have no
+    effect.
+
     >>> float(Max().result(Max().observe(jnp.array([-1.0, -5.0]))))
     -1.0
     """
@@ -85,6 +91,9 @@ class Max(_Extremum):
 class Min(_Extremum):
     """Smallest value in ``dtype``; initially +inf, or the maximum of an integer dtype. NaN propagates.
 
+    ``update(state, values, weight=None)``: values [b, ...]. Rows with weight 0 are ignored; other weights have no
+    effect.
+
     >>> float(Min().result(Min().observe(jnp.array([-1.0, -5.0]))))
     -5.0
     """
@@ -94,7 +103,10 @@ class Min(_Extremum):
 
 @dataclass(frozen=True)
 class WeightedMean(PureMetric):
-    """Weighted mean sum(weight * value) / sum(weight) over the observed values; ``empty_value`` if the weight is 0.
+    """Weighted mean sum(weight * value) / sum(weight) of the observed values; ``empty_value`` if sum(weight) is 0.
+
+    ``update(state, values, weight=None)``: values [b, ...]; the weight is a scalar or has the leading dims of the
+    values, 1 by default. Rows with weight 0 are ignored, NaN included.
 
     >>> mean = WeightedMean()
     >>> float(mean.result(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1]))))
@@ -119,7 +131,7 @@ class WeightedMean(PureMetric):
         return ratio(cells["total"].value, cells["weight"].value, self.empty_value)
 
     def accumulated_weight(self, state: Synced) -> jax.Array:
-        """Returns the sum of the weights that a synchronized state has observed: the number of tokens, say.
+        """Returns sum(weight) of a synchronized state, such as the number of tokens: a float scalar.
 
         Raises:
           ValueError: the state belongs to another metric.
@@ -135,7 +147,7 @@ class WeightedMean(PureMetric):
 
 def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> jax.Array:
     """Returns numerator / denominator, and ``empty_value`` where the denominator is 0."""
-    # Two `where`: a 0 / 0 in the unselected branch would still trigger `jax_debug_nans` and make gradients NaN.
+    # `where` twice, because a 0 / 0 in the unselected branch would trigger `jax_debug_nans` and make gradients NaN.
     some = denominator != 0
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), empty_value)
 
@@ -143,6 +155,8 @@ def ratio(numerator: jax.Array, denominator: jax.Array, empty_value: float) -> j
 @dataclass(frozen=True)
 class Perplexity(WeightedMean):
     """Perplexity: exp of the weighted mean of losses in nats per token; initially exp(empty_value) = 1.
+
+    ``update(state, losses, weight=None)`` as for ``WeightedMean``.
 
     >>> float(Perplexity().result(Perplexity().observe(jnp.log(jnp.full(10, 2.0)))))
     2.0
@@ -156,10 +170,11 @@ class Perplexity(WeightedMean):
 class Throughput(PureMetric):
     """Items per second: ``devices`` * sum(items) / sum(seconds), both sums over every device; initially 0.
 
-    Every device adds local items and seconds, so the ratio of the sums is the rate of one device. ``devices`` is the
-    number of devices that the batch is split over, the product of the sizes of the axes of ``empty``: 8 on a mesh
-    {"dp": 2, "fsdp": 4}, and also on {"dp": 2, "fsdp": 4, "tp": 2}. Time is measured on the host: pass the duration of
-    the previous step as an argument of the step. Items are integers or bools; floats raise a ``TypeError``.
+    ``update(state, items, seconds)``: numbers or arrays of this device. Every device adds local items and seconds, so
+    the ratio of the sums is the rate of one device. ``devices`` is the number of devices that the batch is split over:
+    the product of the sizes of the axes that were passed to ``empty``, 8 on a mesh {"dp": 2, "fsdp": 4}, and also on
+    {"dp": 2, "fsdp": 4, "tp": 2}. Time is measured on the host: pass the duration of the previous step as an argument
+    of the step. Items are integers or bools; floats raise a ``TypeError``.
 
     >>> tokens = Throughput(devices=8)
     >>> float(tokens.result(tokens.observe(4096, 0.5)))
@@ -182,10 +197,11 @@ class Throughput(PureMetric):
 class GlobalNorm(PureMetric):
     """L2 norm over the entries of every observed tree: the root of the sum of squares; initially 0.
 
-    Without ``axes`` every entry on every device counts. For parameters and gradients set ``axes`` to the axes of the
-    state (of ``empty``), so that replicated entries count once: a boxed leaf (``nn.Partitioned``) is a shard along the
-    axes named by the box and replicated along the remaining axes; a leaf without a box is replicated along every axis,
-    except the axes that its type varies over. Squares are computed in float32: entries above 1e19 overflow to inf.
+    ``update(state, tree)``. Without ``axes`` every entry on every device counts. For parameters and gradients set
+    ``axes`` to the axes of the state (of ``empty``), so that replicated entries count once: a boxed leaf
+    (``nn.Partitioned``) is a shard along the axes named by the box and replicated along the remaining axes; a leaf
+    without a box is replicated along every axis, except the axes that its type varies over. Squares are computed in
+    float32: entries above 1e19 overflow to inf.
 
     >>> norm = GlobalNorm()
     >>> float(norm.result(norm.observe({"kernel": jnp.array([3.0]), "bias": jnp.array([4.0])})))

@@ -1,10 +1,11 @@
 """Layers split over a model axis (tensor, sequence, context or expert parallel), in addition to parameter sharding.
 
-dense            products split by columns or rows (tensor parallel), tokens between them split (sequence parallel)
+dense            products split by columns or rows (tensor parallel), and tokens split between products (sequence
+                 parallel)
 attention        attention with split heads
 embedding        an embedding with a split vocabulary
 splitting        splits dense layers of a model without an edit of the model
-nnx_splitting    the same for an NNX model
+nnx_splitting    splits layers of an NNX model
 split_input      norms and dropout on split tokens or heads
 activations      how activations enter and leave split layers, and how tokens are split between such layers
 context          attention over a split sequence: keys are gathered, exchanged for heads, or sent around a ring

@@ -36,9 +36,9 @@ class SplitAttention(Split):
     Further fields as in ``ColumnDense`` and ``RowDense``.
 
     Attributes:
-      num_heads, head_dim: h and e.
-      num_kv_heads: g, for grouped queries; None: h. g divides h, and the number of devices divides g or is a multiple
-        of g.
+      num_heads, head_dim: the number h of query heads, and the size e of a head.
+      num_kv_heads: the number g of key and value heads, for grouped queries; None: h. g must divide h, and the number
+        of devices must divide g or be a multiple of g.
       attention_fn: ``(query, key, value, *args) -> y`` for this device's heads and all tokens. Rotary embeddings, masks
         and kernels belong here.
     """

@@ -8,10 +8,10 @@ get the keys K[b, t, g, d] (g heads) and values:
   ring      K[b, t, g, d] -- n - 1 permutes, each overlapped with the products of the keys that arrived before;
                              the softmax is merged in float32
 
-JAX differentiates gather and ulysses: the transpose of an all-gather is a reduce-scatter, of an all-to-all an
-all-to-all. The ring has a backward rule of its own. The rule keeps query, key, value, segment ids, result, and a single
-number for each query, and sends keys, values and segment ids around the ring a second time, with the gradients of keys
-and values.
+JAX differentiates gather and ulysses: the transpose of an all-gather is a reduce-scatter, and the transpose of an
+all-to-all is an all-to-all. The ring has a custom backward rule. The rule stores query, key, value, segment ids,
+result, and a single number for each query. In backward it sends keys, values and segment ids around the ring a second
+time, with the gradients of keys and values.
 
 Under a causal mask in the contiguous layout, the first device has almost no work and the last device the most. In the
 zigzag layout (``sequence_layout``) all devices have equal work.
@@ -157,19 +157,21 @@ def context_attention(
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
       causal: each token attends to itself and to earlier tokens.
       impl: "gather": each device gathers the keys and values of all devices, and without a custom kernel also computes
-        all logits of its queries at once. "ulysses": an all-to-all exchanges tokens for heads, with the fewest bytes; n
-        must divide h, and key heads are copied if n does not divide g. "ring": keys are sent around a ring, so that no
-        array in memory is longer than t.
+        all logits of its queries at once. "ulysses": an all-to-all exchanges tokens for heads; sends the fewest bytes.
+        The number n of devices must divide h, and key heads are copied if n does not divide g. "ring": keys and values
+        are sent around a ring, so that no array in memory has more than t tokens.
       layout: None: the layout of the step, set by ``make_train_step(..., layout="zigzag")`` or ``in_layout``. Otherwise
         the layout must equal the step's. In zigzag the ring does half of the work; gather also computes masked logits,
         and gains nothing.
-      window: number of visible tokens (to the left, to the right), or an int for both sides.
-      segment_ids: integers [b, t] of this device's tokens; a token attends to tokens of the same segment only.
+      window: number of visible tokens (to the left, to the right) in addition to the token itself, or an int for both
+        sides; None: no limit.
+      segment_ids: integers [b, t] of this device's tokens; a token attends to tokens of the same segment only. None: a
+        single segment.
       scale: factor of the logits; None: 1 / sqrt(d).
       kernel: ``kernel(query, key, value, mask=, is_causal=, local_window_size=, scale=)``, for gather and ulysses, with
         the protocol of ``jax.nn.dot_product_attention`` (the default): ``mask`` is bool [b or 1, 1, queries, keys], or
-        None. Ulysses passes ``is_causal`` and ``local_window_size``, and a mask for segments only; gather passes
-        everything in the mask.
+        None. Ulysses passes ``is_causal`` and ``local_window_size``, and a mask for segments only. Gather passes
+        causality, window and segments together in the mask.
       block_size: number of queries and keys in a block of the ring; rounded to the nearest size that divides t (in the
         zigzag layout t / 2).
     Returns:
@@ -202,7 +204,7 @@ def _by_gather(
     key, value = (collectives.all_gather(x, 1, options.axes) for x in (key, value))
     all_segments = None if segments is None else collectives.all_gather(segments, 1, options.axes)
     places = _local_positions(options, length), jnp.asarray(options.positions(length).ravel(), jnp.int32)
-    # The mask holds all conditions: the options of a kernel assume that keys and queries have the same order.
+    # The mask contains all conditions, because the options of a kernel assume keys and queries of equal positions.
     mask = _visible(options, *places, segments, all_segments)
     return kernel(query, key, value, mask=mask, is_causal=False, local_window_size=None, scale=options.scale)
 
@@ -338,7 +340,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(options: _Options, length: int) -> int:
-    """Returns the number of ring steps: the devices whose keys a device needs, all or, with a window, fewer."""
+    """Returns the number of ring steps: of devices whose keys a device needs, fewer than all with a causal window."""
     # In zigzag, tokens before a device's second chunk are also on devices after this device.
     if options.causal and options.window and options.layout == CONTIGUOUS:
         return min(options.devices, 1 + math.ceil(options.window[0] / length))

@@ -143,8 +143,9 @@ def column_products(
 ) -> list[Array]:
     """Multiplies ``x`` by this device's columns of each kernel: [..., d], [d, f / n] each -> [..., f / n] each.
 
-    ``x`` is replicated; one all-reduce in backward serves all kernels. With ``sequence_dim``, ``x`` has this device's
-    tokens along that dim, and one gather serves all kernels; with ``ring`` in ring steps interleaved with the products.
+    Without ``sequence_dim``, ``x`` is replicated; one all-reduce in backward serves all kernels. With ``sequence_dim``,
+    ``x`` has this device's tokens along this dim, and one gather serves all kernels. With ``ring`` the gather runs in
+    ring steps interleaved with the products.
     """
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
@@ -183,8 +184,8 @@ def row_product(
     """Multiplies this device's features by this device's rows of the kernel, and sums the products over the devices.
 
     [..., f / n], [f / n, d] -> [..., d]; ``x`` has all tokens. Without ``sequence_dim`` the sum is replicated. With
-    ``sequence_dim`` the sum is split along that dim of tokens; with ``ring`` in ring steps interleaved with the
-    products.
+    ``sequence_dim`` the sum is split along this dim of tokens. With ``ring`` the sum is computed in ring steps
+    interleaved with the products.
     """
     n = axis_devices(axis_name, caller)
     if sequence_dim is None:
@@ -216,7 +217,7 @@ def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
     """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``.
 
     Raises:
-      ValueError: ``axis`` names other dims than the last, or the last dims in another order.
+      ValueError: ``axis`` names a dim that is not among the last dims, or the last dims not in their order.
     """
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in axes)
@@ -377,10 +378,10 @@ class ColumnDense(_SplitDense):
       axis_name: the mesh axis.
       sequence_dim: the dim of tokens along which the input is split over the axis, such as 1 of [b, t, d]; None: the
         input is replicated.
-      ring: with ``sequence_dim``, gather tokens in ring steps interleaved with the product; without ``sequence_dim`` a
-        ``ValueError``.
-      copied: if the first feature dim is smaller than the number of devices, several devices compute the same features
-        (key heads of grouped-query attention). The parameters then stay replicated along the axis.
+      ring: gather tokens in ring steps interleaved with the product, which hides the transfer. Needs ``sequence_dim``,
+        else the call raises a ``ValueError``.
+      copied: allow a first feature dim that is smaller than the number of devices: several devices then compute the
+        same features (key heads of grouped-query attention), and the parameters stay replicated along the axis.
     """
 
     copied: bool = False
@@ -503,8 +504,8 @@ class RowDense(_SplitDense):
 
     Attributes:
       sequence_dim: the dim of tokens along which the result is split over the axis; None: the result is replicated.
-      ring: with ``sequence_dim``, scatter tokens in ring steps interleaved with the product; without ``sequence_dim`` a
-        ``ValueError``.
+      ring: scatter tokens in ring steps interleaved with the product, which hides the transfer. Needs ``sequence_dim``,
+        else the call raises a ``ValueError``.
     """
 
     @nn.compact
@@ -558,7 +559,7 @@ class SwiGLU(Split):
 
     Attributes:
       hidden: number of hidden features.
-      activation: of the gate.
+      activation: function applied to the output of the layer ``gate``.
     """
 
     hidden: int

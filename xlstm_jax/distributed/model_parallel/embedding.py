@@ -31,7 +31,7 @@ def look_up_split_rows(
 ) -> Array:
     """Looks tokens [b, t] up in this device's rows [V / n, d] of a table: [b, t, d], or [b, t / n, d].
 
-    The result is split along ``sequence_dim`` if that is not ``None``; a row is NaN for an invalid token.
+    The result is split along ``sequence_dim`` if ``sequence_dim`` is not None; a row is NaN for an invalid token.
     """
     size = table.shape[0]
     if axis_devices(axis_name, caller) == 1:

@@ -13,8 +13,8 @@ accepts C rows of each group of rows, and the result is the same as on one devic
 groups.
 
 The axis of experts may be an axis of the batch: each device has different tokens, and the gradient of an expert, a sum
-over the tokens of all devices, is divided like any gradient (``sync_gradients``). Or the tokens are replicated along
-the axis: each device then takes a part of the tokens, and the results are gathered.
+over the tokens of all devices, is divided like any gradient (``sync_gradients``). If the tokens are instead replicated
+along the axis, each device sends a part of the tokens to their experts, and the results are gathered.
 """
 
 import math
@@ -66,7 +66,7 @@ def apply_by_group(expert: Expert, params: PyTree, rows: Array, sizes: Array, bl
 
     Args:
       expert: ``expert(params of an expert, rows [m, d])`` -> [m, e], each row independently.
-      params: stacked, with a leading dim of experts.
+      params: the parameters of the experts, stacked along a leading dim of experts.
       rows: [r, d], sorted by expert.
       sizes: integers [experts], the number of rows of each expert; their sum is at most r.
       block_size: at least 1.
@@ -182,10 +182,10 @@ def mix_experts(
 
     Args:
       expert, block_size: as for ``apply_by_group``.
-      params: stacked, of this device's experts: E / p experts over p devices.
+      params: the parameters of this device's E / p experts, stacked along a leading dim; p devices along ``axes``.
       rows: [n, d], this device's tokens.
-      routing: experts and weights of ``rows``, over all E experts: the k choices of a token are distinct, from 0 to
-        E - 1. The result of a token with invalid choices is NaN.
+      routing: experts and weights of ``rows``. The k choices of a token are distinct numbers of experts, from 0 to
+        E - 1 on every device. The result of a token with invalid choices is NaN.
       axes: the axes that experts are split over, outermost first; () if each device has all experts.
     Returns:
       [n, e], in the dtype of the experts' results.
@@ -238,8 +238,8 @@ def _exchanged(
 ) -> Array:
     """Computes ``own_experts(rows, sizes)`` on rows sorted by expert, each row on the device of its expert.
 
-    A device has room for ``most`` rows of each device, the maximum, as a token goes to an expert at most once. Three
-    exchanges: the rows, the counts of rows by device and expert, and the results.
+    A device has room for ``most`` rows of each device, the most that can arrive because a token chooses an expert at
+    most once. Three exchanges: the counts of rows by device and expert, the rows, and the results.
     """
     # The receiver needs the expert of each row to sort the rows by expert.
     sent = sizes.reshape(collectives.axis_size(axes), -1)  # [p, E / p]
@@ -270,9 +270,8 @@ def mix_experts_with_capacity(
 
     The n rows are cut into ``row_groups`` groups of m rows. In each group an expert accepts the first C rows that chose
     the expert: all first choices before all second choices, each in row order. Further choices are dropped, and add
-    nothing to their tokens.
-    Each device along an axis of the batch has at least a group, so N devices with a group each compute the same as a
-    single device with ``row_groups=N``.
+    nothing to their tokens. Groups contain rows of one device only. So N devices with different rows and
+    ``row_groups=1`` compute the same as a single device with the rows of all devices and ``row_groups=N``.
 
     >>> routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)), jnp.zeros((4, 2)))  # all to the first of 2
     >>> one = lambda factor, rows: factor * rows
@@ -284,7 +283,7 @@ def mix_experts_with_capacity(
 
     Args:
       expert, params, rows, routing, axes: as for ``mix_experts``.
-      capacity_factor, row_groups: see above.
+      capacity_factor, row_groups: determine C and m, see above; m = n / ``row_groups``.
       row_weights: [n]; rows of weight 0 (padding) take no places, and have the result 0.
     Returns:
       [n, e], and the fraction of this device's choices that were dropped, without padding, float32 [].
@@ -379,18 +378,18 @@ class Experts(nn.Module):
     dropped choices into "intermediates" as "dropped"; ``init`` sows nothing. See ``load_balancing_loss``.
 
     Attributes:
-      module: the expert, which maps rows [m, d] to [m, e], each row independently: parameters only, no dropout, no
-        BatchNorm.
+      module: the expert, which maps rows [m, d] to [m, e], each row independently. It may have parameters, but no
+        further collections (BatchNorm), and draws no random keys (dropout).
       num_experts, top_k: number of experts E, and of experts for each token, 1 to E.
       axis: the mesh axis, or axes, that experts are split over; None: each device has all experts.
       shared: a module applied to all tokens; its result is added.
       capacity_factor: None: no token is dropped. A number: see ``mix_experts_with_capacity``.
-      row_groups: number of groups of this device's rows for the capacity. On a single device pass N to reproduce N
-        devices.
+      row_groups: with ``capacity_factor``, the number of groups into which the rows of this device are cut. On a single
+        device pass N to get the result of N devices.
       normalize: divide the weights of each token's experts by their sum.
-      batch_axes: all axes along which tokens differ. None: the axes in the tokens' type (``check_vma=True``), else the
-        batch axes of ``value_and_grad`` and the ready steps. Under ``check_vma=False`` required in a custom step,
-        and if ``axis`` is not a batch axis.
+      batch_axes: all axes along which tokens differ. None: under ``check_vma=True`` the axes in the tokens' type, under
+        ``check_vma=False`` the batch axes of ``value_and_grad`` or of the ready step. Under ``check_vma=False`` the
+        argument is required in a custom step, and if ``axis`` is not a batch axis.
       block_size: number of rows that an expert computes at a time, without a capacity.
     """
 

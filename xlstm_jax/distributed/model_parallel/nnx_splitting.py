@@ -130,10 +130,10 @@ def _own_params(module: nnx.Module) -> list[str]:
 
 
 def _is_checked(module: nnx.Module) -> bool:
-    """Returns whether a module that is not split gets a check of its input (``_checked``): it has trainable parameters.
+    """Returns whether an unsplit module gets a check of its input (``_checked``): if it has trained parameters.
 
-    An ``nnx.Embed`` gets no check: its input are tokens, never split features, and a unit recognises an ``nnx.Embed``
-    by its unchanged method.
+    An ``nnx.Embed`` gets no check: its input is tokens, never split features; and a wrapped unit recognises an
+    ``nnx.Embed`` by its unchanged method.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 

@@ -2,8 +2,9 @@
 
 A linear recurrence h[s] = a[s] h[s - 1] + u[s] over the tokens of a device, with elementwise products, maps the state
 before the tokens to the state after the tokens, h -> A h + U. A is the product of the a[s], and U the final state for a
-zero initial state. Two such steps in sequence are again a step: (A2, U2) after (A1, U1) is (A2 A1, A2 U1 + U2). So the
-states at the borders of n devices need only ceil(log2(n)) + 1 exchanges among all devices, not n sequential steps:
+zero initial state. The pair (A, U) is called a *step* here. Two steps in sequence are again a step: (A2, U2) after
+(A1, U1) is (A2 A1, A2 U1 + U2). So the states at the borders of n devices need only ceil(log2(n)) + 1 exchanges among
+all devices, not n sequential exchanges:
 
   every device   (A, U) of its t tokens, from a zero state
   scan           (A, U) of the devices before it, by doubling: of 1, then 2, then 4, ... devices
@@ -47,7 +48,7 @@ def recurrence_over_axis(
 
     Args:
       decay: the product of the decays of this device's tokens; broadcasts against ``state``.
-      state: the state after this device's tokens, for a zero state before.
+      state: the state after this device's tokens, computed from a zero state before the first of them.
       axis: the mesh axis of the sequence, or a tuple of axes, outermost first.
       initial: the state before the first token of the sequence, of the shape of ``state``, replicated; None: zeros.
       reverse: run the recurrence from the last token to the first; the result is the state after the device's last

@@ -62,19 +62,19 @@ def load_balancing_loss(
 ) -> Array:
     """Returns E times the sum over experts of (share of the choices) x (mean probability): 1 if balanced, <= E / k.
 
-    Shares are over the global batch. The mean of the returned values over devices is the loss of the global batch, and
-    the mean of the gradients is its gradient: add the value to the device's loss like any mean over the device's
-    tokens.
+    Shares of the choices are counted over the global batch. The mean of the returned values over devices is the loss of
+    the global batch, and the mean of their gradients is the gradient of this loss. So add the value to the device's
+    loss like any mean over the device's tokens.
 
     >>> routing = route_tokens(jnp.zeros((4, 8)), top_k=1)  # all to the first of 8 experts, all equally likely
     >>> float(load_balancing_loss(routing))
     1.0
 
     Args:
-      routing: of this device's tokens.
+      routing: the routing of this device's tokens.
       batch_axes: all axes along which tokens differ; () outside of ``shard_map``.
-      row_weights: [n], 0 for padding; means are weighted. In a loss of (sum, weight) add the value times the device's
-        weight.
+      row_weights: [n], 0 for padding; shares and means are weighted. In a loss of (sum, weight) add the value times the
+        device's weight to the sum.
     """
     n, experts = routing.logits.shape
     weights = jnp.ones(n, routing.logits.dtype) if row_weights is None else row_weights.astype(routing.logits.dtype)

@@ -34,9 +34,10 @@ LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
 
 def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
-    """Returns positions in the full sequence of a device's tokens ``places``, 0 to t - 1; [n, t] for devices [n, 1].
+    """Returns the positions in the full sequence of the tokens of one device, or of several devices.
 
-    Chunks have t / 2 tokens. The first chunk of device i is chunk i; the second counts from the end.
+    ``places`` are the indices of the tokens on a device, 0 to t - 1. The result is [t] for a ``device`` of shape [],
+    and [n, t] for [n, 1]. Chunks have t / 2 tokens. Device i has chunk i, and chunk i counted from the end.
     """
     half = len(places) // 2
     is_second = places >= half
@@ -144,7 +145,7 @@ class SequenceLayout:
 
     Attributes:
       layout: of the tokens, an element of ``LAYOUTS``.
-      axes: the axes that split any dim but the rows, outermost first.
+      axes: the axes that split a dim other than the rows, outermost first.
       row_axes: the axes that split rows.
     """
 
@@ -305,7 +306,9 @@ def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int,
 
 
 def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
-    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; a value with dim None stays.
+    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; returns the new values.
+
+    ``dims`` has the token dim of each value; a value with dim None is unchanged.
 
     A device has chunks 2 i and 2 i + 1. Each chunk is sent to its device in the zigzag layout, with an exchange for the
     even chunks and an exchange for the odd chunks of all values of a dtype.

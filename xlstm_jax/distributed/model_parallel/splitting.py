@@ -95,11 +95,11 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     Args:
       model: a Linen module, or a class of Linen modules; or an NNX model, made by ``nnx_model``, with layers of NNX in
         the place of the Linen layers named below (``nnx.Linear`` for ``nn.Dense``, ``nnx.LinearGeneral``).
-      split: maps a pattern (``re``) for the last names of a layer's path, such as "attention/(query|key|value)", to a
-        kind. The first pattern that matches counts. Kinds: "column" or "row"; "vocabulary" for an ``nn.Embed``, or for
-        the ``nn.Dense`` of the head, whose logits are gathered because the model expects replicated logits (the logits
-        of ``LMHead`` stay split); "inside" for another module between the two; "replicated" for a module between the
-        two with replicated input and output.
+      split: maps regular expressions for the last names of a layer's path, such as "attention/(query|key|value)", to
+        kinds. The first expression that matches counts. Kinds: "column" or "row"; "vocabulary" for an ``nn.Embed``, or
+        for the ``nn.Dense`` of the head, whose logits are gathered because the model expects replicated logits (the
+        logits of ``LMHead`` stay split). For another module between a column-split and a row-split layer: "inside" if
+        its input is split, "replicated" if its input and output are replicated.
       axis_name: the mesh axis.
     Raises:
       ValueError: an unknown kind; in ``init``, a pattern that matches no dense layer (or no module), with a list of
@@ -129,7 +129,7 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
 
 @dataclass(frozen=True)
 class _Splitting:
-    """Arguments of a ``split_modules`` call; records module paths and matched patterns in ``init``, for errors."""
+    """Arguments of a ``split_modules`` call; also records module paths and matched patterns in ``init``, for errors."""
 
     kinds: Mapping[re.Pattern[str], str]
     axis_name: str

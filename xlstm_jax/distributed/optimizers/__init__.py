@@ -5,17 +5,22 @@ single device. Inside ``shard_map`` an optimizer works on shards. Elementwise tr
 result there. A transform that combines elements of a leaf or of the tree (a norm, a factored moment, a matrix sign)
 gives a different result on each device, without an error, and replicated leaves drift apart.
 
-  global_norm           the norm of the full tree from its shards, with a collective for each set of axes
-  clip_by_global_norm   optax's clipping, by the norm of the full tree
-  elementwise_only      a guard for any transform: compares runs on a small tree, unsharded and in shards
-  muon                  Muon, with AdamW for non-matrices: each device updates some unsharded matrices; anywhere
-  on_unsharded_matrices     any optax rule for unsharded matrices, run in the same way
-  matrix_dimensions     the leaves that ``muon`` and ``on_unsharded_matrices`` update as matrices, and the dims
-  with_ema              keeps an average of the weights (EMA) in the optimizer state; anywhere
-  with_leaf_norms       keeps norms of each leaf's gradient, parameter and update in the state; leaf_norms reads them
-  with_slow_params      keeps the slow weights of optax.lookahead in the optimizer state; slow_params reads them
-  Offload               the parts of a training state to keep in host memory
-  skip_nonfinite        skips steps with a non-finite loss or gradient, on all devices alike; anywhere
+For use inside ``shard_map``, on boxed shards:
+  global_norm            the norm of the full tree from its shards, with a collective for each set of axes
+  clip_by_global_norm    optax's clipping, by the norm of the full tree
+  elementwise_only       a guard for any transform: compares runs on a small tree, unsharded and in shards
+
+For both, global arrays and shards inside ``shard_map``:
+  muon                   Muon, with AdamW for leaves that are not matrices: each device updates some unsharded matrices
+  on_unsharded_matrices  any optax rule for a single matrix, run in the same way
+  matrix_dimensions      the leaves that ``muon`` and ``on_unsharded_matrices`` update as matrices, and their dims
+  with_ema               keeps an average of the weights (EMA) in the optimizer state; ``ema_params`` reads the average
+  with_leaf_norms        keeps norms of each leaf's gradient, parameter and update; ``leaf_norms`` reads the norms
+  with_slow_params       keeps the slow weights of optax.lookahead in the optimizer state; ``slow_params`` reads them
+  skip_nonfinite         skips steps with a non-finite loss or gradient, by the same decision on every device
+
+For states of ``create_train_state``:
+  Offload                the parts of a training state to keep in host memory
 
 ``sharded_optimizer`` makes a ``ShardedOptimizer`` from any transform: init, update and shardings of a state on a mesh.
 Optional features of its update are in separate files, each registered by a line of ``WRAPPERS_OF_STATES`` here. Remove

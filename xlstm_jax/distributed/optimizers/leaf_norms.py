@@ -49,8 +49,8 @@ def with_leaf_norms(tx: optax.GradientTransformation, every: int = 1) -> optax.G
     Args:
       tx: any optax optimizer. Norms of gradients are of the gradients that ``with_leaf_norms`` gets: before clipping
         if clipping is inside ``tx``. Put only transforms that skip steps, as ``optax.MultiSteps``, around it.
-      every: norms are computed at the first update and at each ``every``-th update after it; in between the last norms
-        stay. A computation reads gradients, parameters and updates once.
+      every: norms are computed at the first update and at each ``every``-th update after the first; in between, the
+        state keeps the last norms. Each computation reads gradients, parameters and updates once.
     Returns:
       The optimizer. Norms of parameters are of the parameters before the update.
     Raises:

@@ -41,11 +41,13 @@ def learning_rates(source: LearningRate | None, before: PyTree, step: jax.Array 
     {'learning_rate': Array(1., dtype=float32)}
 
     Args:
-      source: as for ``make_train_step``; None for no metric.
-      before: the state before the update. A schedule is called with the count of the first schedule in ``before`` (for
-        a dict, of the first below the group's name), or with ``step`` if the optimizer has no schedule.
+      source: the optimizer's schedule, or a dict of schedules by group of parameters; None for no metric.
+      before: the optimizer's state before the update. A schedule is called with the count of updates of the first
+        schedule in ``before`` (for a dict: of the first schedule below the name of the group).
+      step: number of updates; a schedule is called with ``step`` if ``before`` contains no count of a schedule.
     Returns:
-      ``learning_rate``, or ``learning_rate/<group>`` for each of several; float32 scalars.
+      ``{"learning_rate": rate}``; for a dict ``{"learning_rate/<group>": rate, ...}``; {} for None. Each rate is a
+      float32 scalar.
     """
     if source is None:
         return {}

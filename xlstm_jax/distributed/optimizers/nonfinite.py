@@ -99,8 +99,8 @@ def skip_counts(opt_state: PyTree) -> Metrics:
     Returns:
       ``{"skipped_steps", "skipped_in_a_row"}``, int32 scalars; {} without ``skip_nonfinite``.
     Raises:
-      ValueError: the optimizer has several: each would decide for a part of the parameters, and half of a step be
-        applied.
+      ValueError: the optimizer contains ``skip_nonfinite`` several times. Each would decide for a part of the
+        parameters, so a step could be applied in part.
     """
     states = states_of(opt_state, SkipNonfiniteState)
     if len(states) > 1:
@@ -120,7 +120,7 @@ def with_skipped_collections(
     def update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
-        skip_counts(before.opt_state)  # raises if there are several
+        skip_counts(before.opt_state)  # raises if the state has several counters
         if collections and VALUE in extra_args:
             extra_args[VALUE] = _nan_where_spoiled(extra_args[VALUE], before.collections, collections)
         after, metrics = optimizer.update(grads, before, collections, **extra_args)
@@ -150,7 +150,7 @@ def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Map
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
-    """Returns whether loss and gradients are finite on all devices: by a collective in ``shard_map``, else by XLA."""
+    """Returns whether loss and gradients are finite on all devices, bool [], equal on every device."""
     looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
     # An "or" over devices. With decisions from local shards devices would drift apart.

@@ -1,4 +1,4 @@
-"""``Offload``: keeps the optimizer's state in host memory; each update copies it to the device and back.
+"""``Offload``: keeps the optimizer's state in host memory; each update copies the state to the device and back.
 
   create_train_state(..., offload=Offload())      moments in "pinned_host", split over devices as without offload
   make_train_step                                 finds leaves on the host by the types of the state; see ``streaming``

@@ -6,7 +6,7 @@
     update(grads, before, collections)      the parts after an update, in their boxes and places
     shardings(opt_state)                    the sharding of each leaf of a state
 
-An update converts between the arrays of optax and the stored state:
+An update converts between the arrays of optax and the stored state. The functions of this module, in order of calls:
 
   trainable, given_state -> tx.update -> stored_state, with_trainable
 
@@ -51,7 +51,10 @@ State = TypeVar("State", bound=tuple[Any, ...])
 
 
 class StateBox(Sharded, repr=False):
-    """Box by which an optax transform sets the layout of its state: split as the names say, never unboxed for it."""
+    """Box that an optax transform puts around a leaf of its state, to split the leaf over the axes that the box names.
+
+    ``tx.update`` gets the leaf in the box.
+    """
 
 
 def is_state_box(leaf: PyTree) -> bool:
@@ -90,7 +93,11 @@ def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
 
 
 def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
-    """Returns weights from an optimizer's state, in the boxes, dtypes and places of ``params`` and in new buffers."""
+    """Returns weights from an optimizer's state, in the boxes, dtypes and places of ``params`` and in new buffers.
+
+    ``state`` is a tree of weights with the paths of ``params``; a leaf missing there (frozen) is copied from
+    ``params``. ``caller`` is the public function, for the ``ValueError`` if a shape differs.
+    """
     by_path = dict(trees.sharded_leaves(state))
 
     def as_parameter(path: str, leaf: Sharded) -> PyTree:
@@ -109,13 +116,13 @@ def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """Converts parameters or gradients to arrays for optax: without boxes and padding; None where no gradient is."""
+    """Converts parameters or gradients to arrays for optax, without boxes and padding; None for an untrained leaf."""
     leaves = [leaf for _, leaf in trees.sharded_leaves(tree)]
     return trees.with_leaves(tree, [true_value(leaf) if leaf.is_differentiable else None for leaf in leaves])
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """Returns ``tree`` with ``values``, a tree as ``trainable`` returns, in its boxes; leaves without gradient stay."""
+    """Returns ``tree`` with ``values`` in its boxes; inverts ``trainable``. Leaves without gradient are unchanged."""
     trainable, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
     return put_back([rebox(p, stored_value(p, value)) for p, value in zip(trainable, values, strict=True)])
@@ -147,7 +154,8 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     """Returns the shardings of an optimizer's state: each leaf is split like its parameter.
 
     A leaf with a shape unlike its parameter's (a factored moment, a history) is split over the same axes along the
-    largest dim that the axes divide. A leaf without a parameter is replicated. Shardings change no value.
+    largest dim that the axes divide. A leaf without a parameter is replicated. The values of an update do not depend on
+    the shardings.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> opt_state = optax.sgd(0.1, momentum=0.9).init(unbox(params))
@@ -157,8 +165,9 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     Args:
       opt_state: arrays or ``ShapeDtypeStruct``, without boxes.
       params: boxed parameters, arrays or abstract.
+      mesh: the mesh whose axes the boxes name.
     Returns:
-      A ``NamedSharding`` for every leaf of ``opt_state``.
+      A tree with a ``NamedSharding`` for every leaf of ``opt_state``.
     """
     return state_shardings(opt_state, leaves_and_specs(params, mesh), mesh)
 
@@ -173,7 +182,7 @@ def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpec
 
 
 def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Does ``optimizer_state_shardings`` for parameters by path."""
+    """Implements ``optimizer_state_shardings``, for parameters by path from ``leaves_and_specs``."""
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
         value = leaf.value if is_box(leaf) else leaf
@@ -203,7 +212,7 @@ def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | Ab
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], copies: Copies, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Returns ``spec`` with a dim split over the axes of copies of the parameter, too (ZeRO-1)."""
+    """Returns ``spec`` with a dim also split over the axes along which the parameter has copies (ZeRO-1)."""
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     # Local sizes: the copies divide the dims after the parameter's axes.
@@ -224,8 +233,8 @@ class Trained(NamedTuple):
 
     Attributes:
       step: number of updates.
-      params: in their boxes.
-      opt_state: as stored.
+      params: the parameters, in their boxes.
+      opt_state: the optimizer's state, as stored.
       collections: the model's collections beside the parameters; {} if the update must not change the collections.
     """
 
@@ -244,7 +253,7 @@ class Update(Protocol):
 
 
 class ShardedOptimizer(NamedTuple):
-    """Optimizer of boxed parameters on a mesh; all functions are traced, and arrays are global.
+    """Optimizer of boxed parameters on a mesh. Its functions are called while a program on global arrays is traced.
 
     Attributes:
       init: takes the parameters; returns the initial state, as stored.
@@ -276,10 +285,10 @@ ON_DEVICES = Placement()
 
 
 class WrapperOfStates(NamedTuple):
-    """Wrapper of ``update`` for some states alone.
+    """Wrapper of ``update`` that is applied only to states with a certain node or a leaf in a certain memory.
 
     Attributes:
-      needs: the class of a node of these states (as ``SkipNonfiniteState``), or the memory of a leaf.
+      needs: the class of the node, such as ``SkipNonfiniteState``, or the memory of the leaf.
       wrap: the wrapper.
     """
 
@@ -332,7 +341,7 @@ def sharded_optimizer(
       tx: the transform.
       params: boxed parameters, arrays or abstract: only boxes, shapes and dtypes are read.
       mesh: the mesh of the parameters.
-      *wrappers: applied after the registered wrappers.
+      *wrappers: further wrappers, applied around the registered wrappers, the last outermost.
     """
     optimizer = _plain(tx, params, mesh)
     for wrap in WRAPPERS:

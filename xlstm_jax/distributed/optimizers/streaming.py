@@ -11,8 +11,8 @@ The equations are not changed, and JAX evaluates each once: for any transform, e
 offload. If a transform couples moments of several parameters (Muon's rounds, a norm of the updates), the coupled
 equations run after the transfer of the last of these moments.
 
-The device holds the moments of the largest parameter and their new values. Small parameters come first, which frees
-their gradients before the largest parameter comes.
+The device needs memory for the moments of the largest parameter and for their new values. Small parameters are updated
+first, which frees their gradients before the largest parameter is updated.
 """
 
 import math
@@ -121,8 +121,8 @@ def streamed(
         values |= _evaluated(closed, eqns[k], values)
         new = {i: _read(values, jaxpr.outvars[i]) for i in variables if new_in[i] == k}
         stored |= {i: jax.device_put(value, jax.memory.Space.Host) for i, value in new.items()}
-        # A group whose new values need a later group copies nothing back: the next group then waits for an earlier
-        # group.
+        # If the new values of a group need a later group, the group copies nothing back. The next group then waits for
+        # the last group that did.
         before = list(new) or before
     out = [stored[i] if i in stored else _read(values, x) for i, x in enumerate(jaxpr.outvars)]
     return jax.tree.unflatten(structure[0], out)

@@ -68,7 +68,7 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
     paths = [path for path, _ in leaves_with_path(params)]
     try:
         verdicts = _verdicts(tx, params, len(paths))
-    # A user's transform may raise anything: the transform may need extra arguments, or values. A plan has more columns.
+    # A user's transform may raise anything: it may need extra arguments, or values. Other columns of the plan remain.
     except Exception as error:
         verdicts = [("?", f"tx.update raised {type(error).__name__}")] * len(paths)
     by_verdict: dict[tuple[str, str], list[str]] = {}
@@ -142,6 +142,6 @@ class DecaySection(Section[DecayPlan]):
     def table(entries: Sequence[DecayPlan]) -> RenderableType | None:
         unclear = [entry for entry in entries if entry.reason]
         rows = [[listed(dict.fromkeys(map(path_pattern, e.leaves))).replace("'", ""), e.reason] for e in unclear]
-        return rich_table("Weight decay that the plan cannot tell", ["leaves", "why"], rows, left=2) if rows else None
+        return rich_table("Leaves whose weight decay is unknown", ["leaves", "why"], rows, left=2) if rows else None
 
     from_json = staticmethod(DecayPlan.from_json)

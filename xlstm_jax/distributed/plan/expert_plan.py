@@ -51,16 +51,19 @@ class ExpertPlan:
         return self.num_experts // self.devices
 
     def experts_of(self, device: int) -> range:
-        """Returns the experts of the device at this position along ``axes``, the first axis outermost."""
+        """Returns the range of experts that a device stores.
+
+        ``device`` is the index of the device along ``axes``, from 0 to ``devices`` - 1; the first axis is outermost.
+        """
         return range(device * self.per_device, (device + 1) * self.per_device)
 
     def owner(self, expert: int) -> int:
-        """Returns the position along ``axes`` of the device that stores an expert."""
+        """Returns the index along ``axes`` of the device that stores an expert: the inverse of ``experts_of``."""
         return expert // self.per_device
 
     @property
     def padding(self) -> float:
-        """Ratio of sent rows to chosen rows (one per token and expert), if a device sends equal parts to each device.
+        """Ratio of sent rows to chosen rows (``top_k`` per token), if a device sends equal parts to each device.
 
         A part has room for the capacity or, without a capacity, for the worst case. For an exchange of only the chosen
         rows (on TPUs, except v5e) see ``Dispatch.padding``.
@@ -111,7 +114,7 @@ def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
     for plan in plans:
         named.setdefault(str(plan), []).append(plan.path)
     rows = [[path_pattern(paths[0]) if len(paths) > 1 else paths[0], text] for text, paths in named.items()]
-    return rich_table("Experts, and who owns them", ["module", "what there is, and where"], rows, left=2)
+    return rich_table("Experts, and the devices that store them", ["module", "experts on each device"], rows, left=2)
 
 
 class ExpertSection(Section[ExpertPlan]):

@@ -31,8 +31,8 @@ class MatrixPlan:
       per_owner: number of places for matrices on each owner; places may be empty.
       reason: why the leaves are not matrices; "" for matrices.
 
-    >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 24, 2048, 8192, owners=16, per_owner=2, reason=""))
-    24 matrices of 2048 x 8192, muon: 2 places on each of 16 owners, 25% of them idle; the busiest has 1.33 x the mean
+    >>> print(MatrixPlan("muon", ("blocks/up/kernel",), 32, 2048, 8192, owners=16, per_owner=2, reason=""))
+    32 matrices of 2048 x 8192 (muon): at most 2 on each of 16 devices
     """
 
     rule: str
@@ -59,14 +59,13 @@ class MatrixPlan:
         if not self.count:
             return f"no matrices: {self.reason}"
         text = f"{self.count} matrices" if self.count > 1 else "1 matrix"
-        text += f" of {self.rows} x {self.columns}, {self.rule}"
+        text += f" of {self.rows} x {self.columns} ({self.rule})"
         if self.owners == 1:
-            return f"{text}: every device does the same work"
-        places = f"{self.per_owner} place{'s' * (self.per_owner > 1)}"
-        spread = f", {self.workless_fraction:.0%} of them idle" if self.workless_fraction else ""
+            return f"{text}: every device computes every update"
+        spread = f", {self.workless_fraction:.0%} of which have none" if self.workless_fraction else ""
         # All owners wait for an owner whose places are full.
-        spread += f"; the busiest has {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
-        return f"{text}: {places} on each of {self.owners} owners{spread}"
+        spread += f"; the busiest computes {1 / (1 - self.idle_fraction):.3g} x the mean" if self.idle_fraction else ""
+        return f"{text}: at most {self.per_owner} on each of {self.owners} devices{spread}"
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "MatrixPlan":
@@ -105,7 +104,9 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
     """Returns a table with a line for each shape of matrices, and for each reason against matrices."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
-    return rich_table("Matrices that are updated whole", ["leaves", "what they are, and who owns them"], rows, left=2)
+    return rich_table(
+        "Optimizer updates of unsharded matrices", ["leaves", "matrices, and devices that update them"], rows, left=2
+    )
 
 
 class MatrixSection(Section[MatrixPlan]):

@@ -74,7 +74,7 @@ def plan_sharding(
     planned as ``shard_module_params(model, axis_name, min_weight_size)``.
 
     Args:
-      model: a Linen module.
+      model: a Linen module, or a model of ``nnx_model``.
       axis_sizes: the axes of the mesh, outermost first, with their sizes: ``{"dp": 4, "fsdp": 64}``, or ``mesh.shape``.
       *inputs: example inputs of the model with global shapes, arrays or ``ShapeDtypeStruct``: the arrays in the loss's
         call of the model, such as ``tokens[:, :-1]``, not the batch.

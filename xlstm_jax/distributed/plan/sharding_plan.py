@@ -159,7 +159,7 @@ class ShardingPlan:
         )
 
     def _repr_html_(self) -> str:
-        title = "What each device keeps, by leaf: value, gradient, optimizer state; replicated leaves in orange"
+        title = "Bytes stored on each device, by leaf: value, gradient, optimizer state; replicated leaves in orange"
         return notebook_html(self.table(), title, plan_bars(self))
 
     def __str__(self) -> str:

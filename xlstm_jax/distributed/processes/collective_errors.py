@@ -37,15 +37,15 @@ def raise_on_all(
 ) -> Result:
     """Calls ``work`` and returns the result; raises ``failure`` in every process if ``work`` raises in any process.
 
-    Every process must call ``raise_on_all``. The error names the failed processes, with their errors. If processes
-    raise different types, every process raises the last of these types in ``failure``.
+    Every process must call ``raise_on_all``. The error names the failed processes, with their errors. If errors of
+    different types occur, every process raises the type that comes last in the tuple ``failure``.
 
     Args:
       work: a function that may fail in some processes only, such as reading a file.
-      failure: the type of the error. Of a tuple of types, an error of a listed type keeps its type, and any further
-        error becomes the first type.
+      failure: the type of the error to raise, for any error of ``work``; or a tuple of types: an error of a listed type
+        keeps its type, and an error of any other type becomes the first listed type.
       action: name of the work for errors, the same in every process.
-      timeout_s: how long to wait for the other processes.
+      timeout_s: seconds to wait for the other processes.
     Raises:
       TimeoutError: a process has not finished ``work`` within ``timeout_s`` of this process; names it, and ``action``.
     """

@@ -28,10 +28,11 @@ class Device(Protocol):
 
 
 def simulate_cpu_devices(num_devices: int = 8) -> None:
-    """Makes JAX run on ``num_devices`` devices simulated on the CPU. Call it before any use of JAX devices.
+    """Makes JAX run on ``num_devices`` devices simulated on the CPU. Call the function before any use of JAX devices.
 
-    In a run of several processes each process gets ``num_devices``; call it before ``initialize_distributed``. The
-    number overrides ``--xla_force_host_platform_device_count`` in XLA_FLAGS, whose other flags keep their effect.
+    In a run of several processes each process gets ``num_devices``; call the function before
+    ``initialize_distributed``. The number overrides ``--xla_force_host_platform_device_count`` in XLA_FLAGS; further
+    flags in XLA_FLAGS keep their effect.
 
     Sets the environment variable NPROC unless it is set: XLA's CPU client reads its number of threads only from NPROC,
     when the devices start. Child processes inherit the variable.
@@ -60,11 +61,12 @@ def simulate_cpu_devices(num_devices: int = 8) -> None:
 
 
 def available_devices(simulated: int = 8) -> list[Device]:
-    """Returns the accelerators; without accelerators, ``simulated`` CPU devices, or the devices already in use by JAX.
+    """Returns the accelerators; on a machine without accelerators ``simulated`` CPU devices.
 
-    For programs without a preferred platform; programs on CPU devices call ``simulate_cpu_devices``. On a machine
-    without any accelerator ``jax_platforms`` becomes "cpu": libtpu and the CUDA plugin may be installed only to
-    compile for other machines, and would search for a device and complain.
+    If JAX has started its devices before this call, returns these devices (``jax.devices()``). For programs without a
+    preferred platform; programs on CPU devices call ``simulate_cpu_devices``. On a machine without any accelerator
+    ``jax_platforms`` becomes "cpu": libtpu and the CUDA plugin may be installed only to compile for other machines, and
+    would search for a device and complain.
 
     >>> len(available_devices())
     8
@@ -99,10 +101,9 @@ def _plugins() -> set[str]:
 def _set_cpu_devices(count: int) -> None:
     """Sets the number of CPU devices, and enough threads of XLA's CPU client for several programs per device.
 
-    A collective holds a thread per device until every device has arrived. By default the client has as many threads
-    as devices (or cores, if there are more). Two programs in flight can then each get some of the threads and
-    wait forever for the remaining ones; observed on JAX 0.10 in two of five runs of 400
-    steps.
+    A collective occupies a thread per device until every device has arrived. By default the client has as many threads
+    as devices (or as cores, if more). Two programs in flight can then each get some of the threads and wait forever for
+    the remaining threads; observed on JAX 0.10 in two of five runs of 400 steps.
     """
     jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))

@@ -25,8 +25,8 @@ import jax
 from xlstm_jax.formatting import one_line, shortened
 from xlstm_jax.private_names import job, register_atexit
 
-EXIT_FAILED = 13
-EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_FAILED = 13  # exit code of every process of a job after an error in one of them
+EXIT_INTERRUPTED = 128 + signal.SIGINT  # exit code after Ctrl-C
 FLUSH_TIMEOUT_S = 0.5
 POST_TIMEOUT_S = 2.0
 OWN_ERROR_S = 0.75  # time for a process to print an error of its main thread after another process has left
@@ -37,9 +37,10 @@ _KEY = "xlstm_jax/leaving"  # prefix of a text for each process; an empty text e
 
 
 def leave(code: int, reason: str = "") -> None:
-    """Ends this process at once: no ``atexit``, no barrier. With a ``reason`` the other processes end, too.
+    """Ends this process at once with exit code ``code``, without functions of ``atexit`` and without a barrier.
 
-    Output is flushed as far as this does not block.
+    With a ``reason`` the other processes of the job end, too, and print the reason. Output is flushed if flushing does
+    not block.
     """
     # `sys.exit` would run JAX's `atexit`, which waits in a barrier for processes that in turn wait for this process.
     if reason and _has_peers():

@@ -51,7 +51,7 @@ def initialize_distributed(
     heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
     shutdown_timeout_s: int = SHUTDOWN_TIMEOUT_S,
 ) -> None:
-    """Joins the processes of a job, so that JAX sees the devices of every process. Call it before using a device.
+    """Joins the processes of a job, so that JAX sees the devices of every process. Call before any use of a device.
 
     Without arguments JAX detects the cluster manager of the program: SLURM, Open MPI, Kubernetes, TPU pods. If there
     is no cluster, or only a single process, nothing happens, so the same program also runs alone. A second call with
@@ -59,23 +59,24 @@ def initialize_distributed(
 
     Args:
       coordinator_address: "host:port" of process 0, as seen from the rest of the job. Process 0 listens on this address
-        only; set JAX_COORDINATOR_BIND_ADDRESS if its local address differs. An address detected by JAX is treated
-        likewise, unless its name resolves on the host to no local address except loopback: then process 0 listens on
-        every interface.
+        only; set JAX_COORDINATOR_BIND_ADDRESS if its local address differs. If JAX detects the address, process 0
+        listens on the local address to which the host name resolves. If the name resolves only to loopback or to no
+        address of this host, process 0 listens on every interface.
       num_processes, process_id: the number of processes, and the index of this process, from 0.
-      local_device_ids: the accelerators of this host for this process. Default: every accelerator, or, under
-        SLURM and Open MPI, the accelerator with the local index of the process: start one process per accelerator, or
-        pass the list.
-      initialization_timeout_s: how long to wait for the job to be complete. A process without a coordinator raises. If
-        the coordinator is found but a third process is missing, JAX's runtime aborts the process (SIGABRT,
-        "RegisterTask ... Deadline Exceeded").
-      heartbeat_timeout_s: when a process has sent no heartbeat for this long (its host is gone, or it was stopped),
-        JAX's runtime aborts the rest of the job (SIGABRT). Pauses within a ``LoopGuard`` must be shorter: pass at least
-        its ``step_timeout_s``. The job notices at once if a process is killed in a collective or leaves by an error;
-        otherwise it waits this long, unless another limit comes first.
-      shutdown_timeout_s: how long an exiting process waits for the rest of the job to exit.
+      local_device_ids: indices, on this host, of the accelerators that this process uses. Default: every accelerator;
+        under SLURM and Open MPI one accelerator, whose index is the local index of the process. There start one process
+        per accelerator, or pass the list.
+      initialization_timeout_s: seconds to wait until every process has joined. If the coordinator is missing, this
+        process raises a ``TimeoutError``. If the coordinator is found but a third process is missing, JAX's runtime
+        aborts this process (SIGABRT, "RegisterTask ... Deadline Exceeded").
+      heartbeat_timeout_s: if a process has sent no heartbeat for this number of seconds (its host is gone, or the
+        process was stopped), JAX's runtime aborts the rest of the job (SIGABRT). With a ``LoopGuard`` pass at least its
+        ``step_timeout_s``, because a process may pause for this time. The job ends sooner if a process is killed in a
+        collective or leaves by an error: the other processes notice at once.
+      shutdown_timeout_s: seconds that an exiting process waits for the rest of the job to exit.
     Raises:
       ValueError: the first three arguments are given only in part, or contradict each other.
+      TypeError: ``num_processes`` or ``process_id`` is not an int.
       TimeoutError: nothing listens at the coordinator's address.
       RuntimeError: this process has joined with other arguments, or JAX has already started its devices.
 

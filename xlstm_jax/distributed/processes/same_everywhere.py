@@ -43,11 +43,11 @@ VALUES_SHOWN = 6  # of an array in an error
 def assert_same_everywhere(
     value: PyTree, what: str = "configuration", *, timeout_s: float = AGREEMENT_TIMEOUT_S
 ) -> None:
-    """Raises in every process, within seconds of the last call, if processes call it with different values.
+    """Raises an error in every process if processes pass different values, within seconds of the last process's call.
 
-    Call it in every process, after ``initialize_distributed`` and before the model is built: processes with different
-    configurations run different programs and wait for each other forever, and processes with different seeds start
-    from different weights. In a single process nothing is compared; a leaf that cannot be compared still raises.
+    Call the function in every process, after ``initialize_distributed`` and before the model is built. Processes with
+    different configurations run different programs and wait for each other forever, and processes with different seeds
+    start from different weights. In a single process nothing is compared; a leaf that cannot be compared still raises.
 
     Args:
       value: dataclasses, mappings, sequences, namespaces and pytrees of numbers, strings, bytes, arrays, enums, dtypes
@@ -56,7 +56,7 @@ def assert_same_everywhere(
         of Python and of the numerical packages, and the settings of JAX that change a computation: options of
         ``jax.config``, XLA_FLAGS, LIBTPU_INIT_ARGS, NVIDIA_TF32_OVERRIDE (see ``COMPARED_OPTIONS``).
       what: the name of the value in the error.
-      timeout_s: how long to wait for a late process.
+      timeout_s: seconds to wait for a late process.
     Raises:
       ValueError: the values differ; lists up to 12 leaves by path, each with its values (up to 80 characters) in the
         8 largest groups of equal processes, and the processes of each value.

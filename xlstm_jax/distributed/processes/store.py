@@ -61,13 +61,14 @@ class KeyValueStore:
 
 
 def exchange_in(store: KeyValueStore, text: str, action: str, timeout_s: float) -> list[str]:
-    """Posts this process's text, and returns the texts of all ``store.processes``, in order; every process calls.
+    """Posts this process's text, and returns the texts of all ``store.processes``, in order.
 
-    ``action`` names the purpose for errors, as "restore step 3", and must be the same in every process.
+    Every process of ``store.processes`` must call this function. ``action`` names the purpose for errors, as "restore
+    step 3", and must be the same in every process.
 
     Raises:
-      TimeoutError: processes are missing at the deadline; names the processes.
-      ValueError: processes call it with different ``action``; names the processes of each.
+      TimeoutError: processes are missing after ``timeout_s`` seconds; names the processes.
+      ValueError: processes pass different ``action``; names the processes of each.
     """
     deadline = time.monotonic() + timeout_s
     store.post(f"texts/{store.me}", json.dumps([action, text]))

@@ -164,8 +164,7 @@ class LoopGuard:
         """Whether to save a checkpoint and leave the loop, because a process received SIGTERM or Ctrl-C.
 
         Call ``should_stop`` in every process after every step, with the step number. The result becomes True in every
-        process after the same step, which the processes agree on through JAX's preemption service, without a
-        collective.
+        process after the same step: processes agree on the step through JAX's preemption service, without a collective.
         """
         self._entered("should_stop")
         self._unheard = False

@@ -33,7 +33,7 @@ _DEVICE = "device"
 
 
 class ReplicaError(DisagreementError):
-    """Error: replicas of a leaf differ between devices; ``devices`` are those that most replicas differ from.
+    """Error: replicas of a leaf differ between devices; ``devices`` are the devices outside of the largest equal group.
 
     >>> options = {"in_specs": (), "out_specs": PartitionSpec(), "check_vma": False}
     >>> unequal = jax.shard_map(lambda: jax.lax.axis_index("dp"), mesh=mesh, **options)()
@@ -55,7 +55,7 @@ class _Copied(NamedTuple):
 
 @outside_set_mesh
 def check_replicas(tree: PyTree) -> None:
-    """Raises a ``ReplicaError`` if the replicas of a shard differ in a bit (0.0 and -0.0 differ, equal NaN bits agree).
+    """Raises a ``ReplicaError`` if replicas of a shard differ in any bit. (0.0 and -0.0 differ; equal NaN bits agree.)
 
     A replicated leaf has a replica on every device; a sharded leaf has replicas along the axes that do not split it.
     Every process must call this function with the same tree; either every process raises, or no process raises.
@@ -162,7 +162,11 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
-    """Gathers the checksums of the devices of every process; returns the checksums [leaf, 2] of each device."""
+    """Gathers the tables of every process; returns a row for each device of the job.
+
+    ``table`` has the checksums of the local devices, uint32 [local device, leaf, 2]: a checksum is two words. A row is
+    [leaf, 2]. Every process must call this function.
+    """
     # An exchange with a time limit, because the next line would wait forever for a missing process.
     allgather_text("", "check_replicas")
     tables = multihost_utils.process_allgather(table) if jax.process_count() > 1 else table[None]
@@ -174,7 +178,10 @@ def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
 
 
 def _groups(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[list[Device]]:
-    """Returns, for the first shard whose replicas differ, the devices that agree, largest group first; [] if all do."""
+    """Returns groups of devices with equal replicas, largest group first, for the first shard whose replicas differ.
+
+    Returns [] if the replicas of every shard are equal.
+    """
     for devices in leaf.holders:
         groups = defaultdict(list)
         for device in devices:

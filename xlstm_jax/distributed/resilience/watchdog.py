@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from xlstm_jax.distributed.processes.exit import EXIT_FAILED, in_time, leave
 
-EXIT_HUNG = 14
+EXIT_HUNG = 14  # exit code of a process that has exceeded a time limit
 LOOK_EVERY_S = 0.25
 TIMER_GRACE_S = 1.0  # extra time of the timer in C, so that the thread writes its more detailed message first
 MAX_TIMEOUT_S = threading.TIMEOUT_MAX - TIMER_GRACE_S  # the longest limit that the timer supports; 292 years

@@ -2,7 +2,7 @@
 
   init_sharded          initialises the model with the plain model's values; each device computes its shards
   value_and_grad        inside shard_map: loss and gradient of the mean over devices
-  accumulate_gradients  the same over minibatches, in sequence
+  accumulate_gradients  value_and_grad over minibatches, in sequence
   TrainState            Flax's TrainState with a field for the model's collections
   create_train_state    init_sharded, plus an optimizer state split like the parameters
   abstract_train_state  shapes and shardings of the state: the target of a restore
@@ -12,8 +12,8 @@
   default_batch_axes    every axis of the mesh, except the axes over which the model itself splits parameters
   create_nnx_module     makes an NNX module with split parameters, for a training script of NNX
   nnx_value_and_grad    nnx.value_and_grad of the mean over devices, for such a module
-  check_step            compares the gradients of a step, yours or ours, with one device on the full batch
-  LMHead                a layer whose losses over a large vocabulary need no logits: chunked_cross_entropy
+  check_step            compares the gradients of any step with the gradients of one device on the full batch
+  LMHead                a layer that computes losses over a large vocabulary without all logits in memory
 
 The optimizer receives global arrays without boxes. A norm is therefore the global norm, a factored moment covers its
 full matrix, and any optax transform computes on shards the same as on one device; XLA adds the communication of the few
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from xlstm_jax.distributed.training.replay.replayed_step import ReplayError, replayed
     from xlstm_jax.distributed.training.step_check.check import check_step
     from xlstm_jax.distributed.training.step_check.report import StepCheck
-else:  # what many programs do without
+else:  # names that many programs do not use
     __getattr__ = names_when_used(
         __name__,
         {

@@ -45,9 +45,9 @@ def default_batch_axes(params: PyTree, mesh: Mesh | AbstractMesh) -> tuple[str, 
 
 
 class StepOfState:
-    """A step without ``batch_axes``: the first state that the step is called with says them.
+    """Step made without ``batch_axes``: reads the axes off the state that the step is first called with.
 
-    The first call makes the ``CheckedStep`` of these axes, to which all calls go.
+    The first call makes the ``CheckedStep`` for these axes; all calls run this ``CheckedStep``.
 
     Args:
       make: makes the step for batch axes.

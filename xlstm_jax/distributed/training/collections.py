@@ -5,9 +5,9 @@
           leaves of ``updated`` have the paths, shapes and dtypes of ``collections``, and are equal on every device
 
 Equality is read off the equations (``varying``) before anything is computed: a value that each device computes from
-its local examples raises. Devices share the state; otherwise, with ``check_vma=False``, each would silently continue
-with a different value. ``check_vma=True`` does not find every case: types ignore the predicate of a ``lax.cond`` or a
-loop.
+its local examples raises. Devices must share the state: without this check, and with ``check_vma=False``, each device
+would silently continue with a different value. ``check_vma=True`` does not find every case: types ignore the predicate
+of a ``lax.cond`` or a loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence

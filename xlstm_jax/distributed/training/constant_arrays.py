@@ -23,13 +23,13 @@ BEFORE_KEY = 3  # arguments of a loss before the key: params, apply_fn, batch
 def with_constants(fn: Callable[..., Any], state: Any, has_key: bool, *, returns_pair: bool) -> Callable[..., Any]:
     """Returns ``fn``, a loss or evaluation function, as a function that takes the collections of a state last.
 
-    ``fn`` is returned as it is if the state has other collections than the constant arrays of an NNX model, or if
+    ``fn`` is returned unchanged if the state has other collections than the constant arrays of an NNX model, or if
     ``fn`` takes collections.
 
     Args:
       fn: ``fn(params, apply_fn, batch)``, or ``fn(params, apply_fn, batch, rng)``.
       state: the state of a step.
-      has_key: whether the step was given a key; a function that takes a key or none is then given the key.
+      has_key: whether the step was given a key; a function with an optional key argument then receives the key.
       returns_pair: whether a function with collections returns a pair of its result and the collections.
     """
     model = getattr(state.apply_fn, "__self__", None) if hasattr(state, "apply_fn") else None

@@ -102,6 +102,8 @@ def chunked_cross_entropy(
       sequence_dim: with ``vocab_axis``, the token dim along which ``hidden`` is split over that axis; labels and result
         cover the full sequence.
       dtype: dtype of the products; None for the wider of the dtypes of ``hidden`` and ``kernel``.
+    Returns:
+      ``TokenLosses`` with arrays [...], an entry for each label.
     Raises:
       ValueError: shapes do not match, the chunk size is not positive, or ``vocab_axis`` is not bound.
       TypeError: the labels are not integers.

@@ -134,7 +134,7 @@ def make_eval_step(
 class _Evaluation:
     """Options of ``make_eval_step``, and the step to compile (``step``).
 
-    With ``is_watched``, the analysis of padded rows, observations get names in the jaxpr.
+    With ``is_watched`` (for the analysis of padded rows) observations get names in the jaxpr.
     """
 
     eval_fn: Callable[..., Any]

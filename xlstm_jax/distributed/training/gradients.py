@@ -37,6 +37,9 @@ from xlstm_jax.private_names import core
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
     """Returns a key that differs between devices along the axes of a ``shard_map``, for dropout and similar draws.
 
+    The index of the device along ``axis_name``, an axis or a tuple of axes, is folded into ``rng``. Devices that differ
+    only along other axes get the same key. Raises a ``ValueError`` if an axis is not bound.
+
     >>> draw = lambda key: jax.random.uniform(fold_rng_over_axis(key, "fsdp"), (1,))
     >>> draws = jax.shard_map(draw, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("fsdp"))(jax.random.key(0))
     >>> len(set(draws.tolist()))  # the mesh has 4 devices along "fsdp"

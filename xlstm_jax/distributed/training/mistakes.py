@@ -4,8 +4,8 @@
   a step's trace       checks the same with the options of the step; its axes; its averages
   a step's call        checks padded rows and their weights
 
-Certain mistakes raise. Possible mistakes warn, once per process. A mesh of a single device cannot split anything, so
-warnings about splits are skipped.
+A certain mistake raises an error. A possible mistake warns, once per process. A mesh of a single device cannot split
+anything, so warnings about splits are skipped.
 """
 
 import math

@@ -48,8 +48,8 @@ Moment = Literal[
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
     "traced",  # after the ``shard_map`` of a step was traced: TracedStep
-    # JittedCall, in this and the five below. Of calls of a step "names", "new call" and "placed" have the first of each
-    # kind alone: with these names of arguments, and a batch with this structure and placement.
+    # The context of the next six moments is a JittedCall. "names", "new call" and "placed" run for the first call of a
+    # kind: calls of a kind have the same argument names, and batches with the same structure and placement.
     "names",  # when a step, its ``lower`` or a similar method is called
     "call",  # when a step is called
     "new call",  # when a step is called
@@ -66,8 +66,8 @@ class TrainingCheck(NamedTuple):
 
     Attributes:
       reads: attributes of the context that the function takes, as "step.extra_trees"; () to take the context itself.
-      needs: attribute of the context without which (empty, None) the check has nothing to look at, and is not called.
-      unless: attribute of the context, an option of the user that switches the check off.
+      needs: attribute of the context; if the attribute is empty or None, the check is not called.
+      unless: attribute of the context, an option of the user; if the attribute is true, the check is not called.
     """
 
     moment: Moment
@@ -283,7 +283,7 @@ def run_checks(moment: Moment, context: Any) -> None:
 
 
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs checks, each only where the context has something to look at."""
+    """Runs the checks that ``needs`` and ``unless`` do not exclude for this context."""
     for check in checks:
         if check.needs and not attrgetter(check.needs)(context):
             continue
@@ -332,7 +332,7 @@ class CheckedStep:
         donated = [arguments[index] for index in np.atleast_1d(options["donate_argnums"])]
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
         self._known: set[object] = set()  # the kinds of the calls so far
-        self._runs_outside = False  # of a mesh that is set with explicit axes
+        self._runs_outside = False  # True: runs as if no mesh with explicit axes were set
         self._before_each, self._after_each = checks_at("call"), checks_at("returned")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -409,7 +409,7 @@ class CheckedStep:
     ) -> Any:
         """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault.
 
-        With ``explicit`` axes of the mesh that is set, arguments and results are placed on this mesh.
+        If ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh.
         """
         if explicit:
             args, kwargs = on_set_mesh((call.args, call.kwargs))

@@ -37,8 +37,9 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
     donated its arguments, in an error about deleted arrays.
 
     Raises:
-      ValueError: an argument has a NaN or an infinity; names the leaf.
-      FloatingPointError: no argument has one, so the step makes the value.
+      ValueError: JAX's search fails, and an argument has a NaN or an infinity; names the leaf.
+      FloatingPointError: JAX's search fails on donated arguments, and no argument has a NaN or an infinity: the step
+        makes the value.
     """
     # Search before the call, since the call may donate the buffers of its arguments.
     lines = list(_found(arguments))

@@ -116,7 +116,7 @@ def nnx_value_and_grad(
     Args:
       loss_fn: ``loss_fn(module, *args)`` -> the mean over the rows of this device, a real scalar; with ``has_aux`` a
         pair of the loss and any tree. ``args`` are trees of arrays, split along dim 0, scalars, which are passed on
-        unchanged, and further NNX objects, as a teacher or ``nnx.Rngs``, of which a key differs by device.
+        unchanged, and further NNX objects: a teacher, or an ``nnx.Rngs``, whose keys then differ by device.
       wrt: filter of the variables that are differentiated, as for ``nnx.Optimizer``: ``nnx.LoRAParam``.
       has_aux: see ``loss_fn``. Scalars of the auxiliary output are averaged over devices; an array with a row for each
         example is returned with all rows.
@@ -130,9 +130,9 @@ def nnx_value_and_grad(
       on all devices; the gradients are an ``nnx.State``, for ``optimizer.update(module, grads)``. Values that the
       module sows are dropped; return them as auxiliary output.
     Raises:
-      ValueError: the module has no mesh; the axes do not divide the rows; a variable that the module changes would
-        differ from device to device; an array of the auxiliary output has neither rows nor a single value; or as
-        ``value_and_grad``.
+      ValueError: the module has no mesh; ``wrt`` selects no variable; the axes do not divide the rows; a variable that
+        the module changes would differ from device to device; an array of the auxiliary output has neither rows nor a
+        single value; or as ``value_and_grad``.
     """
 
     def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:

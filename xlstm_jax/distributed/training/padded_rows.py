@@ -8,8 +8,8 @@ the weights is read off its equations, once per shape of a padded batch:
 
 A sum over the rows of every device without weights, on which the loss depends, counts as a batch statistic.
 
-A loss that depends on gathered rows compares rows across devices (contrastive losses, a top-k of the batch). It counts
-as a comparison unless reduced weights enter as well: a mask of the gathered rows.
+A loss that depends on gathered rows compares rows across devices (contrastive losses, a top-k of the batch). The loss
+is reported as a comparison, unless the loss also depends on weights from all devices, as for a mask of gathered rows.
 
 A loss without a returned weight must reduce the weights over devices: devices hold different numbers of real rows, and
 the mean of their means is not the mean.

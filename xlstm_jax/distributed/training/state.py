@@ -78,7 +78,7 @@ class TrainState(FlaxTrainState):
     def _repr_html_(self) -> str:
         title, rows = _title_and_rows(self)
         table = rich_table(title, ["part", "leaves", "bytes", "per device"], rows)
-        return notebook_html(table, "What each device keeps, by leaf", _bars(self))
+        return notebook_html(table, "Bytes stored on each device, by leaf", _bars(self))
 
     # Keyword-only, so that a subclass may have fields without a default after it.
     collections: Mapping[str, PyTree] = struct.field(default_factory=dict, kw_only=True)
@@ -159,8 +159,8 @@ def init_sharded(
         replicated.
       mesh: the mesh, with the axes that the wrappers name.
       rng: a key or a dict of keys, as for ``model.init``.
-      *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` where the leading
-        dim divides.
+      *inputs: example inputs with global shapes, the same in every process; split over ``batch_axes`` if these axes
+        divide the leading dim.
       batch_axes: the axes that the batch is split over. None: every axis of the mesh, except the axes over which the
         model itself splits parameters (see ``default_batch_axes``).
       trainable, frozen_dtype: predicate of the trainable parameters (wrappers may freeze more; for an NNX model also a
@@ -193,6 +193,8 @@ def jitted_init(
     **kwargs: Any,
 ) -> jax.stages.Wrapped:
     """Returns the ``jax.jit`` function of ``(rng, inputs)`` that ``init_sharded`` calls, for lowering and inspection.
+
+    Arguments and errors are as for ``init_sharded``; ``rng`` and inputs may be ``ShapeDtypeStruct``.
 
     >>> rng, x = jax.random.key(0), jnp.ones((8, 32))
     >>> jitted_init(nn.Dense(16), mesh, rng, x, batch_axes="dp").lower(rng, (x,)).out_info["params"]["kernel"].shape
@@ -255,7 +257,8 @@ def create_train_state(
         ``slow_params``.
       allow_replicated: suppresses the warnings about replicated parameters (no parameter is split, or at least 5 % of
         the bytes are not) and about a wrapper that gathers every layer of a scan at once.
-      offload: which parts are stored in host memory; steps read this off the state, and need no option.
+      offload: an ``Offload`` stores the optimizer's state in host memory; by default nothing is in host memory. Steps
+        read the memory off the state, and need no option.
     Returns:
       ``TrainState(step=0, apply_fn=model.apply, params, tx, opt_state, collections)``: ``params`` boxed where split,
       ``opt_state`` split like the parameters and boxed only where these are padded; ``collections`` holds the remaining

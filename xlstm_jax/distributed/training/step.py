@@ -107,8 +107,8 @@ def make_train_step(
         first state with ``metric.empty(axes, mesh)`` for the axes of the batch, and read it with ``make_log_step``.
       learning_rate: adds the ``learning_rate`` of this update to the metrics. Pass the schedule of the optimizer, or
         for groups of parameters a dict of schedules by group name, reported as ``learning_rate/<name>``.
-      compiler_options: XLA options for ``jax.jit``; "auto" takes ``compiler_options`` for the mesh's chips and slice,
-        "forecast" those with ``chosen_by="forecast"``.
+      compiler_options: XLA options for ``jax.jit``; None: XLA's defaults. "auto": the options that the function
+        ``compiler_options`` returns for the mesh's chips and slice; "forecast": with ``chosen_by="forecast"``.
       allow_replicated: as for ``create_train_state``.
     Returns:
       ``step(state, batch, rng) -> (state, metrics)``, a ``jax.jit`` function, so that ``step.lower`` works. ``state``
@@ -249,7 +249,7 @@ class StepOptions:
 
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
         """Returns the program of a device: (params, batch, rng, local, collections, extra_trees) -> ``BatchResult``."""
-        # `axes` are the batch axes; `whole` is the spec of replicated values.
+        # `axes` are the batch axes; `replicated` is the spec of replicated values.
         collections, axes, replicated, mesh = (
             collections_of(state),
             self.accumulation.axes,

@@ -1,4 +1,4 @@
-"""``varying_params``: parameters of which ``jax.grad`` returns local gradients, which the types then tell from means.
+"""``varying_params``: lets ``jax.grad`` return local gradients, whose type differs from the type of a mean.
 
 Under ``check_vma=True`` JAX sums the gradient of a parameter over each axis along which the parameter does not vary by
 type, and the sum has the type of a mean. If the parameters are cast to varying before ``jax.grad``, nothing is summed:

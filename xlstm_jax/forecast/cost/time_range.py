@@ -1,10 +1,10 @@
-"""A time that hangs on assumptions, as a range; and the ratio of two such times.
+"""A time that depends on assumptions, as a range; and the ratio of two such times.
 
     compute              least      rooflines of FLOP and memory, by published rates
                          expected   the compiler's cycles with corrected fills (TPUs), kernels at reached rates (GPUs)
-                         most       the compiler's cycles as they are; on GPUs as expected
+                         most       the compiler's cycles, uncorrected (TPUs); GPUs: equal to expected
     waits                least      bytes at published rates, without latency
-                         expected   with latency: TPUs of synchronous collectives, GPUs as NCCL's schedule has it
+                         expected   with latency: TPUs of synchronous collectives, GPUs in the simulated schedule
                          most       with the latency of every collective, hidden or not
     step                 the sum, and no less than the bytes take on the busiest link
 
@@ -31,12 +31,12 @@ class TimeRatio(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Seconds under three sets of assumptions, of which each is made for the whole step.
+    """Seconds under three sets of assumptions; each set applies to the entire step.
 
     Attributes:
       least: by published rates alone, without latency.
       expected: by the rates that are reached, with the latencies that the schedule waits for.
-      most: with the compiler's cycles as they are, and every latency exposed.
+      most: with the compiler's uncorrected cycles, and every latency exposed.
 
     >>> Range(least=0.08, expected=0.13, most=0.14).expected
     0.13

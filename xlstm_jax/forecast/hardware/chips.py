@@ -1,6 +1,6 @@
 """Table of accelerators: published figures of each chip, and the available slices.
 
-Rates are per chip and second, in FLOP and bytes, 1e9 to the giga; memory sizes are in bytes. Link bandwidth is given
+Rates are per chip and second, in FLOP and bytes, with 1e9 for giga; memory sizes are in bytes. Link bandwidth is given
 *one way*: a ring uses links in both directions at once and so moves twice as much per axis.
 
 A new chip needs an entry in ``CHIPS``; a new GPU needs another in ``gpu_targets``, and a new TPU in
@@ -21,7 +21,7 @@ figure with sparsity; A100 has no FP8, and B300 and GB300 hardly any INT8.
 
 Links to the host. GPU: PCIe x16, of generation 4 (A100) or 5 (also B300, whose hosts have no more), and NVLink-C2C of
 GB200 and GB300, 900 GB/s both ways for two GPUs, by the same data sheets. TPU: the book has 16 GB/s each way for v4; no
-figure is published for later TPUs, so the table uses the same, for TPU7x half for each of the two devices.
+figure is published for later TPUs, so the table uses v4's figure, for TPU7x half for each of the two devices.
 
 Between the two devices of a chip of TPU7x: we found no figure in bytes. The table assumes six links of the torus, so
 that this connection never bounds a collective that also crosses chips.
@@ -141,8 +141,8 @@ def _tpu(
 
 # The clock follows from peak = matrix units x (128 x 128) x 2 FLOP x clock. v4 and v5p have 2 cores of 4 units each,
 # v5e has 1 core of 4 units. v6e has units of 256 x 256; cloud.google.com names 2 of them, but the compiler's cycles for
-# a matrix product are fewer than 2 units need, so the table assumes 4. So are those for TPU7x, of which each device has
-# 4 units by the same reasoning (2,604,600 cycles for 8192 x 8192 x 8192 in bfloat16; 2 units need 4,194,304).
+# a matrix product are fewer than 2 units need, so the table assumes 4. By the same reasoning each device of TPU7x has 4
+# units (2,604,600 cycles for 8192 x 8192 x 8192 in bfloat16; 2 units need 4,194,304).
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (

@@ -41,7 +41,7 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each dim of ``shape`` is a ring. v5e, v6e: dims as long as the pod; v4, v5p, tpu7x: all or none.
+        """Whether each dim of ``shape`` is a ring. v5e, v6e: a dim of the pod's full length; others: all dims or none.
 
         The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4, so
         smaller slices have no rings; the same is assumed for tpu7x. A dim without a ring has half the bandwidth for

@@ -33,7 +33,7 @@ class Dispatch:
     >>> from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
     >>> mixture = ExpertPlan("moe", 8, 2, None, ("ep",), devices=8, layers=1, expert_bytes=2**20, expert_size=2**18)
     >>> found = Dispatch(mixture, imbalance=1.5, wire_bytes=4e9, seconds=0.1, waited_s=0.1, expert_s=0.2)
-    >>> found.ideal_bytes, round(found.imbalance_s, 3)  # a token goes to 2 of the 8 devices with room for it
+    >>> found.ideal_bytes, round(found.imbalance_s, 3)  # 8 devices have room for a token, which goes to 2 of them
     (1000000000.0, 0.1)
 
     Attributes:

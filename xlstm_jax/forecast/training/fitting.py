@@ -139,8 +139,8 @@ class Trial:
       forecast: forecast of the step; None after a failure.
       fits: whether the step is within the budget.
       problem: reason for a missing forecast, in a line.
-      took_s: seconds from the start of the compilation to the trial, with the wait for parallel trials listed before;
-        None without a compilation, or for a result from the cache.
+      took_s: seconds from the start of the compilation until the trial is listed, with the wait for parallel trials
+        listed before; None without a compilation, or for a result from the cache.
     """
 
     options: Options
@@ -157,7 +157,7 @@ class Trial:
 
     @property
     def tight(self) -> bool:
-        """Whether the step fits, but within 5 % of the memory at which XLA computes values again, or beyond."""
+        """Whether the step fits, but without the margin of memory of ``Forecast.has_margin``."""
         return self.fits and self.forecast is not None and self.forecast.has_margin is False
 
     @property
@@ -172,7 +172,8 @@ class Fit:
 
     Attributes:
       topology, budget_bytes: as passed to ``fit``, or the default of the budget.
-      trials: every trial, fitting trials first, of these the trials with a margin of memory, the fastest first.
+      trials: every trial: first trials that fit with a margin of memory, then trials that fit, then the rest; within
+        each group the fastest first.
       considered: with ``model_axes``, every mesh that was estimated, the best first.
       batch_specs: the PartitionSpec of the steps' batch, by mesh as text; None if leaves are split differently.
       layout: the layout of tokens of the steps, as for ``make_train_step``; None if unknown.
@@ -294,7 +295,9 @@ def fit(
     cache: bool | ReportCache = True,
     model_axes: Mapping[str, int] | None = None,
 ) -> Fit:
-    """Searches for the fastest step that fits.
+    """Searches for the options of the fastest step that fits into the memory of a device, by compiling and forecasting.
+
+    No step runs. The result lists every trial; ``Fit.best`` is None if nothing fits.
 
     >>> fit(lambda options: training().build_step(options.mesh), "v5e:3x3")
     Traceback (most recent call last):

@@ -54,7 +54,7 @@ class Workload:
     """Parts of a training, without devices.
 
     Attributes:
-      model: a Linen module with large parts wrapped by ``shard_module_params``.
+      model: a model whose large parts are wrapped by ``shard_module_params`` or chosen by ``shard_modules``.
       tx: the optimizer.
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...].
       loss_fn: as for ``make_train_step``.

@@ -1,14 +1,15 @@
-"""Entries of a tensor that differ from the version before, as tensors of a safetensors file.
+"""Entries of a tensor that differ from the previous version, stored as tensors of a safetensors file.
 
   before    1.0  2.0  3.0  4.0  5.0  6.0
   after     1.0  2.5  3.0  4.0  5.0  6.5
 
-  gaps:W    1, 3         unchanged entries before each changed one, in 8, 16 or 32 bits
+  gaps:W    1, 3         number of unchanged entries before each changed entry, as integers of 8, 16 or 32 bits
   values:W  2.5, 6.5     the bits of the changed entries, as unsigned integers
 
-A step changes few entries of weights in bfloat16, and the entries lie scattered: of blocks of 64 entries, of which 2 %
-change, three in four contain a changed entry. So the block is a single entry. A gap that is larger than its integers is
-split by unchanged entries. A tensor whose delta would be larger than the tensor is stored unchanged, as ``tensor:W``.
+A step changes few entries of weights in bfloat16, and the changed entries are scattered: if 2 % of the entries change,
+three of four blocks of 64 entries contain a changed entry. So entries are stored singly and not in blocks. A gap that
+is too large for the integers is split: some unchanged entries in the gap are stored like changed entries. A tensor
+whose delta would be larger than the tensor is stored in full, as ``tensor:W``.
 
 Bits are compared, not values: 0.0 and -0.0 differ, and a NaN equals itself.
 """
@@ -25,8 +26,10 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
     """Returns the tensors of a delta from ``before`` to ``after``; {} if both are equal in every bit.
 
     Args:
-      name: of the tensor.
-      before: of the shape and dtype of ``after``; None if the version before has no such tensor.
+      name: name of the tensor.
+      before: the tensor of the previous version, with the shape and dtype of ``after``; None if the previous version
+        has no tensor with this name, shape and dtype.
+      after: the tensor of the new version.
 
     >>> encoded("w", np.zeros(100), np.eye(1, 100, 7)[0])["gaps:w"].tolist()
     [7]
@@ -52,9 +55,10 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
 
 
 def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | None) -> np.ndarray | None:
-    """Returns the tensor after a delta, a new array; ``before`` itself if the delta does not change the tensor.
+    """Returns the tensor ``name`` after a delta.
 
-    ``before`` is None if the version before has no tensor ``name``. Returns None if the delta does not fit ``before``.
+    Returns a new array; or ``before`` itself if the delta does not change the tensor; or None if the delta does not fit
+    ``before``. ``before`` is None if the previous version has no tensor ``name``.
     """
     if WHOLE + name in delta:
         return np.array(delta[WHOLE + name])
@@ -78,8 +82,8 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _split(gaps: np.ndarray, width: int) -> np.ndarray:
-    """Splits gaps into gaps of ``width`` bytes: 600 becomes 255, 255, 88, with unchanged entries at the first two."""
-    reach = 1 << (8 * width)  # entries from one of the unchanged entries to the next
+    """Splits gaps into gaps of ``width`` bytes: 600 becomes 255, 255, 88; the first two end at unchanged entries."""
+    reach = 1 << (8 * width)  # number of entries from one of these unchanged entries to the next
     extra = gaps // reach
     stored = np.full(gaps.size + int(extra.sum()), reach - 1, f"uint{8 * width}")
     stored[np.cumsum(extra + 1) - 1] = gaps % reach

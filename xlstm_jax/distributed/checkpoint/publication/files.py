@@ -40,7 +40,7 @@ from xlstm_jax.distributed.checkpoint.safetensors_io import (
 )
 from xlstm_jax.formatting import how_to_install
 
-DIGESTS = "digests"  # in the metadata of a file: JSON, digest by tensor name
+DIGESTS = "digests"  # key in the metadata of a file; the value is JSON with the digest of each tensor by name
 _DELTA_INDEX = re.compile(r"model-(\d{8,})\.delta\.json")
 _FILE = re.compile(r"\.?model-(\d{8,})(?:-\d{5,}-\d{5,})?\.(?:safetensors|delta|delta\.json)(?:\.tmp)?")
 _BLOCK_BYTES = 1 << 24
@@ -99,15 +99,15 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
         from safetensors.numpy import save_file
     except ImportError as error:
         raise ImportError(f"publications are written with safetensors: {how_to_install('publish')}.") from error
-    # The library safetensors writes a file of a random name beside the target. The target is therefore in a hidden
-    # folder for this file alone: if the writer is killed, the next publication deletes the folder.
+    # The safetensors library first writes a file with a random name beside the target. So the target is in a hidden
+    # folder that contains no other file: if the writer is killed, a later publication deletes the folder.
     hidden = hidden_file(path)
     _delete(hidden)
     hidden.mkdir()
     try:
         written = hidden / path.name
         save_file(dict(tensors), written, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
-        # The library makes the file readable by its owner only.
+        # The safetensors library makes the file readable by its owner only.
         written.chmod(hidden.stat().st_mode & 0o666)
         _sync(written)
         sha256 = read_header(written).sha256
@@ -120,7 +120,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Writes an index, atomically: from this moment on the version is published."""
+    """Writes an index, atomically; this publishes the version."""
     metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
     content: Json = {"metadata": metadata}
     if index.since is None:
@@ -138,7 +138,7 @@ def write_index(directory: Path, index: Index) -> None:
 
 
 def delete_before(directory: Path, version: int) -> None:
-    """Deletes the files of versions before ``version``, also unfinished files of writers that were killed."""
+    """Deletes the files of versions below ``version``, including unfinished files of writers that were killed."""
     for path in directory.iterdir():
         if (match := _FILE.fullmatch(path.name)) and int(match[1]) < version:
             _delete(path)

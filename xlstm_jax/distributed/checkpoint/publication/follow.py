@@ -21,11 +21,11 @@ from xlstm_jax.formatting import joined, listed
 
 
 class Published(NamedTuple):
-    """Tensors of a version.
+    """A version of a publication; the result of ``apply_publication``.
 
     Attributes:
       version: number of the version.
-      arrays: tensors by name.
+      arrays: the tensors of the version, by name.
 
     >>> Published(3, {"w": np.zeros(1)}).version
     3
@@ -36,10 +36,10 @@ class Published(NamedTuple):
 
 
 class VersionNeededError(ValueError):
-    """The error of ``apply_publication`` for arrays to which the newest version cannot be applied.
+    """Raised by ``apply_publication`` if the newest version is a delta that cannot be applied to the passed arrays.
 
     Attributes:
-      needed: number of the version that the delta of the newest version applies to.
+      needed: number of the version that the newest delta applies to.
 
     >>> VersionNeededError("version 4 applies to version 3", 3).needed
     3
@@ -60,19 +60,19 @@ def latest_version(directory: str | os.PathLike[str]) -> int:
 
 
 def apply_publication(arrays: Mapping[str, np.ndarray], directory: str | os.PathLike[str]) -> Published:
-    """Updates arrays to the newest version in a folder that ``publish`` writes; or reads the newest version.
+    """Updates arrays to the newest version in a folder that ``publish`` writes; or reads that version from the start.
 
     Every tensor is checked by its digest before the call returns. The passed arrays are not changed, and are still
     valid after an error.
 
     Args:
-      arrays: tensors by name, as an earlier call has returned them; or {} to read every tensor.
+      arrays: tensors by name, as returned by an earlier call; or {} to read every tensor.
       directory: the folder.
     Returns:
-      The number of the version, and its arrays. Tensors that have not changed are the passed arrays themselves.
+      The number of the newest version, and its tensors. Unchanged tensors are the passed arrays, not copies.
     Raises:
-      VersionNeededError: the newest version is a delta, and the arrays belong to no version that the delta builds on.
-        Names the versions that it builds on. Start with {} again.
+      VersionNeededError: the newest version is a delta, and the arrays are of no version that the delta builds on; the
+        error names these versions. Call again with {}.
       ValueError: a file is damaged; names the file.
       FileNotFoundError: no version is published; or a file is missing.
 
@@ -110,12 +110,15 @@ class _Step(NamedTuple):
 
 
 class Chain:
-    """Versions that lead from a full version to a newer one.
+    """A full version and the deltas that lead from it to a newer version.
 
     Args:
       directory: the folder of the publication.
-      indices: of the versions in the folder.
+      indices: the indices of the versions in the folder, by version.
       version: the newest version of the chain.
+    Raises:
+      FileNotFoundError: an index or a file of the chain is missing.
+      ValueError: a file of the chain is damaged.
     """
 
     def __init__(self, directory: Path, indices: Mapping[int, Index], version: int) -> None:
@@ -166,11 +169,15 @@ class Chain:
         return result
 
     def _steps_in(self, digests: Mapping[str, str]) -> int:
-        """Returns how many versions of the chain are contained in arrays with these digests."""
+        """Returns the position in the chain of the first version to apply to arrays with these digests.
+
+        Returns 0 to read the full version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
+        and the newest version is a delta.
+        """
         for position in reversed(range(len(self._steps))):
             if digests == self._steps[position].digests:
                 return position + 1
-        # A full version can be read without an earlier version.
+        # A full version is read without an earlier version, so the passed arrays do not matter.
         if not digests or len(self._steps) == 1:
             return 0
         needed = [step.in_index.version for step in self._steps[:-1]]

@@ -1,4 +1,4 @@
-"""Layouts in which a reader's tensor consists of several tensors of the model, or of a part of a tensor.
+"""Layouts in which a tensor of the reader consists of several tensors of the model, or of a part of such a tensor.
 
   Joined     q [a, d], k [b, d], v [b, d]     <->  qkv [a + b + b, d]
   Divided    qkv [a + b + b, d]               <->  q [a, d], k [b, d], v [b, d]
@@ -7,8 +7,9 @@
   Repeated   embed [v, d]                     <->  embed [v, d], lm_head [v, d]
 
 A layout is a sequence of rules, applied in order to the tensors after the map of names (``NameMap``, which renames,
-separates layers and transposes dims: ``Stored``). The rules are first applied to shapes, which results in a tree for
-each tensor of the reader; export and import both follow the trees, so that import is the inverse of export.
+separates layers and transposes dims: ``Stored``). The *reader* is the program that reads the files. The rules are first
+applied to shapes, which results in a tree (``Tensor``) for each tensor of the reader; export and import both follow
+these trees, so that import is the inverse of export.
 """
 
 import math
@@ -27,9 +28,10 @@ Index: TypeAlias = tuple[Any, ...]
 
 
 class Tensor(NamedTuple):
-    """Tensor of the reader: a tensor ``name`` of the model, or ``parts`` along an existing or a new dim ``dim``.
+    """Tensor of the reader: the model's tensor ``name`` or a part of it; or several ``parts``, combined along ``dim``.
 
-    ``place`` is the part of the model's tensor: indices applied in order; () for the undivided tensor.
+    With ``is_new_dim`` the parts are stacked along a new dim, else concatenated. ``place`` selects the part of the
+    model's tensor by indices that are applied in order; () for the undivided tensor.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +59,7 @@ class Tensor(NamedTuple):
             yield leaf.name
 
     def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
-        """Builds the tensor from the model's tensors."""
+        """Builds the tensor from the model's tensors, given in the order of ``sources``."""
         if not self.parts:
             return self.part_of(next(arrays))
         parts = [part.assembled(arrays) for part in self.parts]
@@ -98,10 +100,10 @@ class Joined:
     """Joins tensors along an existing dim.
 
     Attributes:
-      parts: a pattern for the name of the first part, and the names of the further parts, which may refer to groups of
-        the pattern.
-      name: the name of the joined tensor, which may also refer to groups of the pattern.
-      dim: the dim along which the parts lie.
+      parts: a regular expression that matches the full name of the first part; and the names of the further parts,
+        which may refer to groups of the expression (``\\1``).
+      name: the name of the joined tensor, which may also refer to groups of the expression.
+      dim: the dim along which the parts are concatenated.
 
     >>> rule = Joined((r"(.+)\\.gate", r"\\1.up"), r"\\1.gate_up")
     >>> to_layout({"0.gate": np.zeros(1), "0.up": np.ones(1)}, [rule])
@@ -131,8 +133,9 @@ class Stacked:
     """Stacks numbered tensors, such as experts, along a new first dim.
 
     Attributes:
-      part: a pattern for the names of the parts, with a group ``n`` for the number, which counts from 0.
-      name: the name of the stacked tensor, which may refer to further groups of the pattern.
+      part: a regular expression that matches the full names of the parts, with a group ``n`` for the number, which
+        counts from 0.
+      name: the name of the stacked tensor, which may refer to further groups of the expression.
 
     >>> to_layout({"w0": np.zeros(3), "w1": np.ones(3)}, [Stacked(r"w(?P<n>\\d)", "w")])["w"].tolist()
     [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
@@ -161,10 +164,10 @@ class Divided:
     """Divides a tensor of the model into several tensors along a dim: the inverse of ``Joined``.
 
     Attributes:
-      name: a pattern for the name of the tensor.
-      parts: the names of the parts, which may refer to groups of the pattern.
+      name: a regular expression that matches the full name of the tensor.
+      parts: the names of the parts, which may refer to groups of the expression (``\\1``).
       sizes: the sizes of the parts along the dim; () for equal sizes.
-      dim: the dim along which the parts lie.
+      dim: the dim that is divided.
 
     >>> to_layout({"0.gate_up": np.arange(4)}, [Divided(r"(.+)\\.gate_up", (r"\\1.gate", r"\\1.up"))])
     {'0.gate': array([0, 1]), '0.up': array([2, 3])}
@@ -200,8 +203,9 @@ class Unstacked:
     """Splits a tensor of the model into one tensor per entry of its first dim: the inverse of ``Stacked``.
 
     Attributes:
-      name: a pattern for the name of the tensor.
-      part: the name of the parts, with ``{n}`` for the number, which counts from 0. May refer to groups of the pattern.
+      name: a regular expression that matches the full name of the tensor.
+      part: the name of the parts, with ``{n}`` for the number, which counts from 0. May refer to groups of the
+        expression (``\\1``).
 
     >>> sorted(to_layout({"w": np.ones((2, 3))}, [Unstacked("w", "w{n}")]))
     ['w0', 'w1']
@@ -226,11 +230,11 @@ class Unstacked:
 
 @dataclass(frozen=True)
 class Repeated:
-    """Repeats a tensor under a second name: tied weights, for readers that look for both names.
+    """Writes a tensor a second time under a second name: tied weights, for readers that look for both names.
 
     Attributes:
       name: the second name.
-      source_name: the name of the tensor.
+      source_name: the name of the tensor to repeat; not a pattern.
 
     >>> sorted(to_layout({"embed": np.zeros(1)}, [Repeated("head", "embed")]))
     ['embed', 'head']
@@ -265,6 +269,9 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
     """Converts tensors of the model to the tensors of the reader, by name.
 
+    Raises:
+      ValueError: a rule does not fit the tensors; names the tensors.
+
     >>> arrays = {"q": np.zeros((4, 2)), "k": np.ones((1, 2))}
     >>> to_layout(arrays, [Joined(("q", "k"), "qk")])["qk"].shape
     (5, 2)
@@ -278,14 +285,16 @@ def from_layout(
 ) -> dict[str, np.ndarray]:
     """Converts tensors of the reader to the tensors of the model: the inverse of ``to_layout``.
 
-    Results are views of ``arrays``, except model tensors that the layout splits: their parts are copied together.
+    Results are views of ``arrays``. Only a tensor of the model that the layout divides or unstacks is a new array, into
+    which the parts are copied.
 
     Args:
-      arrays: tensors of the reader.
-      layout: the rules.
-      like: tensors of the model, of which only shapes and dtypes are read.
+      arrays: tensors of the reader, by name.
+      layout: the rules, as for ``to_layout``.
+      like: tensors of the model, by name, of which only shapes and dtypes are read.
     Raises:
-      ValueError: tensors are missing or left over, have another shape or dtype, or are tied and have different values.
+      ValueError: tensors are missing or left over; a shape or dtype differs; or a tensor that the layout repeats has
+        different values in ``arrays``.
 
     >>> layout, like = [Joined(("q", "k"), "qk")], {"q": np.zeros((4, 2)), "k": np.zeros((1, 2))}
     >>> from_layout({"qk": np.ones((5, 2))}, layout, like)["k"].shape

@@ -1,7 +1,7 @@
 """Publishes the weights of a trainer: every process writes its share of the tensors, then process 0 the index.
 
 every process   receives its tensors one by one, and writes a file after every max_file_bytes of tensors
-process 0       writes the index after the files of every process are on disk: now the version is published
+process 0       writes the index after the files of every process are on disk; the index publishes the version
 """
 
 import json
@@ -38,7 +38,7 @@ from xlstm_jax.distributed.checkpoint.tensor_names import NameMap
 from xlstm_jax.distributed.processes.collective_errors import allgather_text, raise_on_all
 from xlstm_jax.formatting import joined
 
-FILES_OF_A_PROCESS = 8  # of a full version: a host holds one file at a time in memory
+FILES_OF_A_PROCESS = 8  # default number of files of a full version; a process has one file at a time in memory
 MIN_SHARE_BYTES = 2**25  # smaller files would be too many to open
 
 
@@ -53,14 +53,15 @@ def publish(
 ) -> int:
     """Writes parameters as the next version of a publication; every process writes its part. Returns the version.
 
-    With ``since`` only entries with other bits than in version ``since`` are written, for readers that call
-    ``apply_publication``. Each process reads its tensors of version ``since`` from the folder.
+    Every process must call this function. With ``since`` a delta is written: only the entries whose bits differ from
+    version ``since``, for readers that call ``apply_publication``. Each process reads its tensors of version ``since``
+    from the folder.
 
     Tensors are assigned to processes by bytes, in about equal shares. Each tensor is sent, unsharded, only to the
-    process that writes the tensor. A host has at most the tensors of a file (``max_file_bytes``) and a further tensor
-    in memory, so less with more processes. Readers of safetensors files with an index can read the folder; a new
-    version replaces the previous version atomically. A full version keeps the files of the previous full version and
-    of later deltas, for readers at work, and deletes older files.
+    process that writes the tensor. A process has in memory at most the tensors of one file (``max_file_bytes``) and one
+    further tensor. A full version can be read by any reader of safetensors files with an index; a new full version
+    replaces the previous full version atomically. Publishing a full version deletes old files, except the files of the
+    previous full version and of the deltas after it, which readers may still be reading.
 
     Args:
       params: as in ``export_safetensors``.
@@ -69,13 +70,13 @@ def publish(
       names: as in ``export_safetensors``.
       layout: rules by which tensors are joined, divided, stacked, unstacked or repeated, under the names that ``names``
         gives: ``Joined``, ``Divided``, ``Stacked``, ``Unstacked``, ``Repeated``.
-      max_file_bytes: size of the files of a full version; a larger tensor gets a separate file. None: an eighth of the
-        bytes per process, but not below 32 MiB and not above 5 GB. A delta is a single file per process.
+      max_file_bytes: maximum size of the files of a full version; a larger tensor gets a separate file. None: an eighth
+        of the largest process's bytes, but not below 32 MiB and not above 5 GB. A delta has one file per process.
     Raises:
-      FileExistsError: the folder has a ``model.safetensors``, which readers would take in place of the index.
+      FileExistsError: the folder has a file ``model.safetensors``, which readers would read instead of the index.
       TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
         ``since``; the layout does not fit the tensors; or a file in the folder is damaged, or of another program.
-      OSError: a file cannot be written; the version before stays published.
+      OSError: a file cannot be written; the previous version stays published.
       ImportError: the package safetensors is not installed.
 
     >>> import tempfile
@@ -154,7 +155,7 @@ def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
 def _files(
     version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> dict[str, list[str]]:
-    """Returns the files of a process, each with the names of its tensors."""
+    """Returns the names of the tensors in each file of a process, by file name."""
     groups = grouped_by_bytes({name: tensors[name].nbytes for name in names}, max_file_bytes)
     return {file_name(version, process, number, delta=False): group for number, group in enumerate(groups)}
 
@@ -162,7 +163,7 @@ def _files(
 def _received(
     by_process: list[list[str]], tensors: Mapping[str, Tensor], sources: Mapping[str, TensorToWrite]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and values of each tensor that this process writes, in the layout of the file."""
+    """Yields (name, values) of each tensor that this process writes, in the layout of the file."""
     to_send = [
         [(source, Source(*sources[source].to_gather())) for name in some for source in tensors[name].sources()]
         for some in by_process

@@ -38,8 +38,8 @@ def import_in_layout(
       path: as in ``import_safetensors``, such as a folder that ``publish`` or ``save_pretrained`` wrote.
       abstract_params: as in ``import_safetensors``.
       layout: the rules that lead from the model's tensors to the tensors of the files, as in ``publish``. A tensor of
-        the model that is assembled from several tensors of the files is unsharded in the memory of each host, four
-        leaves at a time. Of every further tensor each device reads only its entries.
+        the model that is assembled from several tensors of the files is unsharded in the memory of each host, at most
+        four leaves at a time. From any other tensor each device reads only the entries of its shard.
       names: as in ``export_safetensors``.
       ignore: as in ``import_safetensors``.
     Raises:
@@ -82,7 +82,7 @@ def import_in_layout(
 
 
 class _Piece(NamedTuple):
-    """Part ``number`` of a stored tensor; ``source`` is the corresponding tensor, or part of a tensor, of the model."""
+    """Part ``number`` of a stored tensor; ``source`` describes the model's tensor, or part, that has these values."""
 
     name: str
     stored: StoredTensor
@@ -99,7 +99,7 @@ class TensorOfPieces:
 
     def __init__(self, name: str, shape: tuple[int, ...], pieces: list[_Piece]) -> None:
         self._name, self.shape = name, shape
-        # The undivided tensor first: then every further piece can only repeat its values.
+        # A piece with the undivided tensor comes first: then every further piece can only repeat its values.
         self._pieces = sorted(pieces, key=lambda piece: len(piece.source.place))
         first, *others = self._pieces
         self.dtype = first.stored.dtype

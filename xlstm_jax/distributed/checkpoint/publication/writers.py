@@ -75,9 +75,11 @@ class _Piece(NamedTuple):
     device: Device
 
 
-@outside_set_mesh  # shards are on one device, and the all-to-all has another mesh
+@outside_set_mesh  # shards are arrays on a single device, and the all-to-all runs on a mesh of processes
 def received(sources: Sequence[Source | None]) -> np.ndarray | None:
-    """Returns the unsharded values of this process's source, after an all-to-all. Every process must make the call.
+    """Returns the unsharded values of this process's source, by an all-to-all; None if this process has no source.
+
+    Every process must call this function, with the same sources.
 
     Args:
       sources: for each process the source that the process receives, or None.
@@ -115,11 +117,14 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
 
 
 def _pieces(source: Source | None, writer: int) -> list[_Piece]:
-    """Returns pieces that cover the source, in the same order in every process."""
+    """Returns pieces that cover the source; the pieces and their order are equal in every process.
+
+    A fully addressable array has pieces only in the process ``writer``.
+    """
     if source is None or not isinstance(source.leaf, jax.Array):
         return []
-    # A fully addressable array: every process has a full copy on its devices, and does not see the devices of copies in
-    # other processes.
+    # Every process has a full copy of a fully addressable array on its devices, and does not see the devices of copies
+    # in other processes.
     local = source.leaf.is_fully_addressable
     if local and writer != jax.process_index():
         return []
@@ -164,8 +169,8 @@ def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.nd
 def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.ndarray]:
     """Sends ``parts[w]``, of at most ``longest`` bytes, to process w.
 
-    Returns, for each device of this process, the received bytes, uint8 [sender, bytes]. Concatenated along the bytes,
-    the arrays of all devices are the rows of the senders.
+    Returns an array of received bytes, uint8 [sender, bytes], for each device of this process. Concatenating these
+    arrays along dim 1 results in the padded row of each sender.
     """
     mesh = _mesh_of_processes()
     processes, devices = mesh.devices.shape

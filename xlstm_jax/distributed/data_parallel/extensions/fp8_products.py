@@ -7,9 +7,9 @@ The devices share the scale, and the product quantises V with the same scale. V 
 product computes with the same bits as in plain Flax. The gradient ignores the rounding, as Flax's rule does. The
 history of the largest magnitudes receives the largest magnitude of W, not of V.
 
-W is quantised in the dtype in which it is stored. A product may compute in a wider dtype (W is stored in bfloat16, the
-product multiplies in float32), and would round other values up. Only the call of the product tells: W is then gathered
-once more, quantised in the dtype of the product, and XLA removes the first gather, whose result nothing reads.
+W is quantised in the dtype in which W is stored. A product may compute in a wider dtype (W is stored in bfloat16, the
+product multiplies in float32), in which some values round differently. The dtype is known when the product is called:
+W is then gathered once more, quantised in the dtype of the product, and XLA removes the first gather as unused.
 
 A product of Flax (``Fp8DirectDotGeneralOp``, ``Fp8Einsum``, ``Fp8DotGeneralOp``) is a submodule of the module that owns
 the parameter "kernel", and keeps state in the collection ``OVERWRITTEN``. The names of both identify the kernels with a
@@ -79,7 +79,7 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
 
 
 def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the operand of a product, which must be the kernel gathered for the product, in its first call.
+    """Returns the operand of a product's first call, which must be the kernel gathered for the product.
 
     Args:
       kernels: the quantised and gathered kernels, by the paths of their products in the model.
@@ -103,7 +103,7 @@ def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...]
             "time). Pass gather_dtype='bfloat16' for this module, or let nn.Dense or nn.DenseGeneral read the kernel: "
             "docs/fp8.md."
         )
-    kernels[path] = None  # the gradient of a second call would be added to the first; it is the next history, not a sum
+    kernels[path] = None  # refuses a second call: JAX would add the gradients of both calls, which are next histories
     return got
 
 

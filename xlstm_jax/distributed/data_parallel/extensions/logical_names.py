@@ -1,7 +1,7 @@
 """Logical names of dims, by which models in the style of MaxText, T5X and Flax's examples are split over a mesh.
 
     kernel_init = nn.with_logical_partitioning(init, ("embed", "mlp"))          names of the dims of a parameter
-    param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               the same of flax.linen.partitioning
+    param_with_axes("kernel", init, shape, axes=("embed", "mlp"))               such names, by flax.linen.partitioning
     with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", None))): ...         the mesh axis that splits each name
 
 Rules map names to axes as in Flax, except that axes missing in the mesh are ignored. The rules in force during
@@ -42,7 +42,7 @@ class LogicalNames(DimNames):
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
         """Maps the names in an NNX variable's metadata to mesh axes, by the variable's rules and the rules in force.
 
-        A name without a rule is an axis, as in NNX; if there are rules, and no axis of this name, it splits nothing.
+        A name without a rule is an axis, as in NNX. If there are rules, a name of no axis does not split the dim.
         """
         by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
         mesh = jax.sharding.get_abstract_mesh()

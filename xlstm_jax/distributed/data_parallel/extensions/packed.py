@@ -11,8 +11,8 @@ gradient takes the same way back: packed to [n, s], reduce-scattered along dim 0
 divided and added in the order in which a scatter of the leaf alone divides and adds, so that results are equal to the
 bit where a backend adds the terms of devices in an order that does not depend on shapes.
 
-A collective of its own costs a leaf the latency of a collective on each axis; packing costs a copy of the unsharded
-leaf, read and written. ``xlstm_jax.forecast.hardware.packing_limit`` compares both.
+A leaf that is sent alone adds the latency of a collective on each axis; packing adds a copy of the unsharded leaf, read
+and written. ``xlstm_jax.forecast.hardware.packing_limit`` compares both times.
 """
 
 import math
@@ -36,7 +36,7 @@ DEFAULT_BELOW = 3 * 2**20
 
 @dataclass(frozen=True)
 class PackSmall(Packing):
-    """Packing of the leaves of a unit that have fewer than ``below`` bytes, by dtype and axes.
+    """Packing of the leaves of a unit that have fewer than ``below`` bytes, in an array for each dtype and set of axes.
 
     >>> PackSmall(below=2**20)
     PackSmall(below=1048576)
@@ -88,7 +88,7 @@ class Columns:
         return jnp.concatenate([array.reshape(rows, -1) for array in moved], axis=1)
 
     def split(self, packed: jax.Array) -> list[jax.Array]:
-        """Returns the arrays of ``join``."""
+        """Returns the arrays from which ``join`` made ``packed``."""
         # The transpose of lax.split is one concatenate; slices would be padded and added.
         parts = lax.split(packed, [math.prod(shape) for shape in self.shapes], axis=1)
         return [

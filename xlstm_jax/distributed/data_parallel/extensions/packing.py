@@ -1,4 +1,4 @@
-"""Packing: gathers of a unit's leaves that share collectives, in one collective for each axis.
+"""Packing: gathers several leaves of a unit together, in one collective for each axis.
 
 Without a packing each leaf has its own collectives. A packing puts shards into parcels:
 
@@ -74,7 +74,7 @@ def packing_of(communication: Communication) -> Packing | None:
 
 
 class PackedGathers(Extension):
-    """Gathers the parcels of a unit's leaves, of which the option ``packing`` says which leaves they have."""
+    """Gathers the leaves of a unit in parcels; the unit's option ``packing`` chooses the leaves of each parcel."""
 
     def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
         return {path: packed_mark(path) for path, leaf in leaves.items() if is_packed(leaf.value, communication)}

@@ -15,7 +15,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean
 from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS, cast_dtype, dtype_name, packed_format
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 
-PACKED_TWICE = 2  # terms, then their mean
+PACKED_TWICE = 2  # number of roundings in blocks: of the terms, then of the mean
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Replicas(Copies):
         cast_dtype(value, self.reduce_dtype, "reduce_dtype", path)
 
     def mean(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        # Divided before sending: a sum in float16 overflows only where the mean does.
+        # Each term is divided by the count before the sum: a sum in float16 overflows only where the mean does.
         count = collectives.axis_size(axes)
         if name := packed_format(grad, self.reduce_dtype):
             return WIRE_FORMATS[name].mean_of_terms(term_of_mean(grad, count, grad.dtype), axes)

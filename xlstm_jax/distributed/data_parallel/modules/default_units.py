@@ -8,7 +8,7 @@ A parameter is gathered by the innermost unit around it. The units are
   a layer of a scan     the module that ``nn.scan`` runs for each layer
   a block of a loop     a module with modules inside, among siblings of its class with numbers in their names: h_0, h_1
   a loop over time      the module around a recurrent cell; the cell would gather at each step
-  an owner              every other module that owns parameters, outside of all of these: a head, the layers of an MLP
+  an owner              a module with parameters that is outside of the units above: a head, the layers of an MLP
 
 A block is large enough to be gathered while the block before it computes, and small beside the model.
 """
@@ -29,7 +29,7 @@ class SeenModule(NamedTuple):
 
     Attributes:
       cls: the class of the module.
-      owns: whether the module has parameters beside those of modules within.
+      owns: whether the module itself has parameters, apart from parameters of its submodules.
       is_embedding: whether the module looks rows of a table up.
       is_cell: whether a loop over time calls the module.
       is_layer: whether ``nn.scan`` runs the module once for each of its layers.
@@ -77,7 +77,7 @@ def note_units(reasons: Mapping[str, str]) -> None:
 # ----------------------------------------------------------------------------------------------------- the default rule
 
 # Smaller than the threshold of a model whose units are chosen by hand: at 2**18 about 6 % of a ResNet-50 would stay
-# whole on every device. Norms and biases of most models stay whole.
+# replicated. Norms and biases of most models stay replicated.
 DEFAULT_UNITS_MIN_WEIGHT_SIZE = 2**14
 
 

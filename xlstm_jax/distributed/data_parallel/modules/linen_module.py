@@ -71,9 +71,10 @@ def shard_module_params(
     Inside ``shard_map`` the parameters are gathered over ``axis_name`` when a public method of the module is entered,
     and the gradients are reduce-scattered as means. Outside, the module is the plain module (see ``unit``).
     Parameter names, shapes and initial values equal the plain module's: the wrapped class keeps its name.
+
     >>> model = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(32)
     >>> variables = init_sharded(model, mesh, jax.random.key(0), jnp.ones((8, 16)), batch_axes=("dp", "fsdp"))
-    >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # 32 values are fewer than 64: whole
+    >>> variables["params"]["kernel"].names, variables["params"]["bias"].shape  # the bias has fewer than 64 values
     ((None, 'fsdp'), (32,))
 
     Parameters that are gathered together are in memory together: wrap blocks, not the entire model, and put
@@ -94,24 +95,25 @@ def shard_module_params(
       reshard_after_forward: gather the parameters again for the backward pass, and keep everything else that is costly
         to compute (``remat_policy``). False: JAX keeps gathered weights, unless an ``nn.remat`` around the module drops
         them (an ``nn.remat`` that keeps nothing does); leave the option False inside such an ``nn.remat``. Axes: gather
-        again over these axes alone. Over the others, which cross hosts (``inter_host_axes``), weights stay gathered
-        from the forward pass on: nothing is sent between hosts a second time, for the memory of a weight divided by
-        the size of the named axes.
+        again over these axes alone. Over the remaining axes, which cross hosts (``inter_host_axes``), weights stay
+        gathered from the forward pass on. Nothing is then sent between hosts a second time; in exchange each device
+        keeps 1/n of every weight, for n devices along the given axes.
       replicas: hybrid sharding: further axes along which the shards are copied; see ``Replicas``.
       uneven: "replicate": a leaf stays replicated if ``axis_name`` divides no dim. "pad": the leaf is stored with
         zeros up to the next multiple; the module, the optimizer and checkpoints do not see the zeros.
       trainable: False freezes all parameters of the module, including modules inside: the parameters are split and
         gathered as usual, and have no gradient and no optimizer state. See docs/frozen.md.
-      inter_host_axes: axes of ``axis_name`` across hosts or slices (slow links); by default the axes that
-        ``create_fsdp_mesh`` makes. These axes are gathered first, when the fewest bytes are sent; the order of the
-        other axes rotates.
+      inter_host_axes: axes of ``axis_name`` across hosts or slices (slow links); by default ``fsdp_slice`` and
+        ``fsdp_host``, the names that ``create_fsdp_mesh`` gives such axes. These axes are gathered first, when the
+        fewest bytes are sent; the order of the other axes rotates.
       packing: leaves of the module that share collectives: ``PackSmall(below=...)`` sends the leaves with fewer bytes
         together, with one collective for each axis. None: each leaf is sent alone.
     Raises:
-      ValueError: (when the module runs) some mesh axes are bound, but not ``axis_name``; lists the bound axes. A
-        parameter is not a shard, or the module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
+      ValueError: an option has an invalid value, or names axes that do not fit ``axis_name``. When the module runs:
+        some mesh axes are bound, but not ``axis_name`` (lists the bound axes); a parameter is not a shard; or the
+        module is inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
       TypeError: the target is not of a kind listed above (for modules of ``flax.nnx`` see ``nnx_model``), or an
-        instance that has already been named by its parent; or a dtype is not a dtype.
+        instance that has already been named by its parent; or an option has another type, or a dtype is not a dtype.
     """
     cls: Any = target if isinstance(target, type) else type(target)
     if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
@@ -169,7 +171,7 @@ class MapOfLeaves(functools.partial[PyTree]):
 def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
 
-    With ``methods=None``, ``target`` is a function of a module, and the result is a function that gathers the module's.
+    With ``methods=None``, ``target`` is a function of a module; the result gathers the module's parameters around it.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(

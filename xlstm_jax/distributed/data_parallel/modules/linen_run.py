@@ -216,9 +216,10 @@ class LinenRun:
         return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
 
     def _is_left_out(self, path: str) -> bool:
-        """Returns True if a module inside the model's ``nn.map_variables`` must not be chosen: with ``larger_than``.
+        """Returns True, for a module inside the model's ``nn.map_variables`` that ``larger_than`` would choose.
 
-        The map would compute from shards. A module around the map may be chosen, and gathers before the map runs.
+        Such a module cannot be a unit: the map would compute from shards. ``larger_than`` passes over the module; a
+        module around the map may be chosen, and gathers before the map runs.
 
         Raises:
           ValueError: the module was chosen by class or by predicate.

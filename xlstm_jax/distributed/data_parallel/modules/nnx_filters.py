@@ -1,8 +1,8 @@
 """Filters of NNX (``nnx.PathContains``, ``nnx.All``, a class, ...) as selections of modules and of parameters.
 
-  shard_modules(model, nnx.All(nnx.Linear, nnx.PathContains("mlp")), "fsdp")    modules: of (path, module)
-  create_train_state(model, ..., trainable=nnx.LoRAParam)                       parameters: of (path, variable)
-  optax.adamw(1e-3, mask=model.leaf_mask(nnx.Not(nnx.PathContains("norm"))))    parameters: of (path, variable)
+  shard_modules(model, nnx.All(nnx.Linear, nnx.PathContains("mlp")), "fsdp")    filter called with (path, module)
+  create_train_state(model, ..., trainable=nnx.LoRAParam)                       filter called with (path, variable)
+  optax.adamw(1e-3, mask=model.leaf_mask(nnx.Not(nnx.PathContains("norm"))))    filter called with (path, variable)
 
 A filter receives a path as NNX does, as a tuple of names and numbers. The other selections of this library are
 functions of a path as text, as "blocks/0/kernel".
@@ -55,7 +55,7 @@ def leaf_predicate(selection: Any, variables: Mapping[str, tuple[tuple[Any, ...]
       variables: for each path as text, the path as NNX has it, and the variable.
     Raises:
       TypeError: the selection is neither a filter nor a function.
-      ValueError: a filter that is more than ``...`` or ``nnx.Nothing()`` selects no parameter.
+      ValueError: the filter selects no parameter, and is not ``nnx.Nothing()`` (or False), which selects none.
     """
     if not is_filter(selection):
         if not callable(selection):

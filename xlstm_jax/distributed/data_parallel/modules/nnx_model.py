@@ -432,4 +432,4 @@ def _sharded(
     return {f"params/{name}": boxed[below[name]] for name in unit_params}
 
 
-import_for_nnx()  # what extends models of NNX registers itself now
+import_for_nnx()  # modules that extend models of NNX register themselves now

@@ -58,9 +58,9 @@ def scan_layers(
         0 (each layer gets an entry of [layers, ...], the argument's first dim).
       prefetch: False: ``nn.scan`` of ``nn.remat``, without prefetch.
     Returns:
-      A class like ``layer``, called like the class of ``nn.scan``. Inside ``shard_map`` a call holds the gathered
-      weights of two layers, and the gradients of two. In ``init``, or with mutable
-      parameters, the call runs ``nn.scan`` of ``nn.remat``.
+      A class like ``layer``, called like the class of ``nn.scan``. Inside ``shard_map`` the gathered weights of two
+      layers are in memory at a time, and in the backward pass the unsharded gradients of two layers. In ``init``, or
+      with mutable parameters, the call runs ``nn.scan`` of ``nn.remat``.
     Raises:
       TypeError: ``layer`` is not a Linen module class, or already has an ``nn.remat``.
       ValueError: ``in_axes`` has an invalid entry; when the scan runs: a leaf cannot be gathered ahead, as one

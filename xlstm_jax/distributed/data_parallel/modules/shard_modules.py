@@ -65,16 +65,19 @@ def shard_modules(
         loops, the layers of scans, embeddings, and other modules that own parameters; ``plan_sharding`` lists the
         modules with the reasons (docs/howto/five_lines.md).
         - a module class or a tuple of classes, subclasses included;
-        - a predicate of a path, as "encoder/layer/0", and the module at this path;
+        - a function ``(path, module) -> bool``, with paths as "encoder/layer/0";
         - ``larger_than(size)``, for a Linen model;
         - a filter of NNX on modules, for an NNX model: ``nnx.All(nnx.Linear, nnx.PathContains("mlp"))``.
-      axis_name: see ``shard_module_params``, also for the following arguments. None: the axes of the mesh that
-        ``create_fsdp_mesh`` makes: ``fsdp``, or each axis with a name that begins with ``fsdp_``.
-      min_weight_size: None: 2**18, or 2**14 without ``where``.
+      axis_name: an axis or a tuple of axes over which parameters are split. None: the FSDP axes of the mesh on which
+        the model runs, by the names of ``create_fsdp_mesh``: ``fsdp``, or each axis with a name that begins with
+        ``fsdp_``.
+      min_weight_size: leaves with fewer values stay replicated. None: 2**18, or 2**14 without ``where``.
+      gather_dtype, ..., packing: see ``shard_module_params``.
     Raises:
-      ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model.
+      ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model. Or a
+        module of an NNX model was already chosen by an earlier call; or as ``shard_module_params``.
       TypeError: ``model`` is not a Linen module, or an instance that has already been named by its parent; ``where``
-        has another form; or as ``shard_module_params`` raises.
+        has another form; or as ``shard_module_params``.
     """
     if min_weight_size is None:
         min_weight_size = DEFAULT_UNITS_MIN_WEIGHT_SIZE if where is DEFAULT_UNITS else DEFAULT_MIN_WEIGHT_SIZE
@@ -113,6 +116,8 @@ def larger_than(size: int) -> Selection:
 
     Args:
       size: a number of values, as 2**20.
+    Raises:
+      ValueError: ``size`` is not an int of 0 or more.
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f"size={size!r} is no number of values; pass an int, as 2**20.")

@@ -10,7 +10,7 @@ A module library is described by a ``ModuleSystem``, and has a file that calls t
 
 Entering and leaving depend on where the module runs:
   inside shard_map        values are shards: gathered on entry, and split after init
-  under jax.set_mesh      values are global: init adds boxes, apply strips the boxes, XLA does the rest
+  under jax.set_mesh      values are global: init adds boxes, apply strips the boxes, XLA adds the communication
   anywhere else           values are global and bare: the module is the plain module
 """
 

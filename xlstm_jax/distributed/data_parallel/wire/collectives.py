@@ -481,7 +481,10 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
 
 
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
-    """Returns floats as signed integers in the same order, NaN as the winner of ``operation``; other dtypes as is."""
+    """Returns floats as signed integers in the order of the floats; other dtypes unchanged.
+
+    ``operation`` is "max" or "min". A NaN becomes the largest integer for "max" and the smallest for "min".
+    """
     # The bits of positive floats, read as integers, are in order already. For negative floats the order is reversed, so
     # all their bits except the sign are inverted.
     if not jnp.issubdtype(value.dtype, jnp.floating):

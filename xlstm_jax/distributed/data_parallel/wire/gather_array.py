@@ -192,7 +192,7 @@ def check_one_gradient_of_one_batch(
     """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
 
     Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard. Under a
-    ``remat`` inside the ``vmap`` the shard does not show that it is one of several: ``of_layers`` says so.
+    ``remat`` inside the ``vmap`` no tracer shows that the shard is one of several; callers pass ``of_layers=True``.
     """
     if not collectives.spread_axes(axes):
         return

@@ -103,7 +103,7 @@ def by_rows(
     table_bytes: float,
     row_bytes: float,
 ) -> RowLookup | None:
-    """Returns the lookup of ``tokens`` rows that sends the fewest bytes; ``None`` unless a gather sends more.
+    """Returns the lookup of ``tokens`` rows that sends the fewest bytes; ``None`` if a gather sends no more bytes.
 
     The group consists of one or more of the innermost axes; of several only if a device's columns still fill the lanes
     of a TPU.

@@ -62,10 +62,11 @@ class Pieces:
         return collectives.axis_size(self.axes) if self.dim == self.piece_dim else 1
 
     def entries(self, start: jax.Array | int, size: int, places: jax.Array | None = None) -> jax.Array:
-        """Returns the indices along dim ``piece_dim`` (in the padded matrix) of ``places`` of a piece; int32.
+        """Returns where entries of a piece are in the padded matrix: int32 indices along dim ``piece_dim``.
 
         An index of ``self.size`` or more is padding. A piece has the entries ``start`` to ``start + size``: of each
-        device's part if ``piece_dim`` is split, otherwise of the matrix. ``places`` None: every place of the piece.
+        device's part if ``piece_dim`` is split, otherwise of the matrix. ``places`` are positions within the piece;
+        None: all positions.
         """
         places = jnp.arange(size * self.parts, dtype=jnp.int32) if places is None else places.astype(jnp.int32)
         return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size

@@ -82,12 +82,12 @@ class Exchange(NamedTuple):
 
 
 def has_ragged_all_to_all() -> bool:
-    """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, where a 16 x 16 fails.
+    """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, which fails on 16 x 16.
 
     CPUs have no ragged all-to-all. XLA compiles the collective for GPUs, but latency hiding has spoiled the first
     backward pass, and XLA crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283). The
-    option that prevents the first error applies to the entire program, and is the user's to set. Elsewhere all places
-    are sent, with zeros in places without a row.
+    option that prevents the first error applies to the entire program, so the library does not set the option. Where
+    this function returns False, devices send all places, with zeros in places without a row.
     """
     tpu = tpu_of(kind_of_mesh(jax.sharding.get_abstract_mesh()) or "")
     return tpu is not None and "TPU v5 lite" not in tpu.device_kinds

@@ -3,12 +3,12 @@
   kernel     2048 x 8192            a matrix
   kernel     24 x 2048 x 8192       24 matrices, if the module's norms or biases have a leading dim of 24, too
   kernel     2048 x 16 x 128        a matrix of 2048 x (16 x 128), if its bias is 16 x 128, the shape of the outputs
-  embedding                         a lookup table, not a linear map
-  kernel with as many outputs as    the output layer, if the modules of kernel and embedding are in the same module
-  the embedding has rows
-  fewer than two dims               vectors
+  embedding                         no matrix: a lookup table, not a linear map
+  kernel with as many outputs as    no matrix: the output layer, if the modules of kernel and embedding are in the same
+  the embedding has rows            module
+  fewer than two dims               no matrix: a vector
 
-An undecided leaf is an error: a kernel of three or more dims in a module without bias and norms.
+A kernel of three or more dims in a module without bias and norms is undecided, and raises a ``ValueError``.
 """
 
 import fnmatch

@@ -73,7 +73,7 @@ def muon(
     consistent_rms: ArrayLike | None = None,
     exchange_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Runs ``optax.contrib.muon`` without redundant work: each device orthogonalises its share of unsharded matrices.
+    """Makes ``optax.contrib.muon`` without redundant work: each device orthogonalises its share of unsharded matrices.
 
     Matrices of equal shape form a group: an all-to-all brings every device its share, the device runs Newton-Schulz on
     the share as a batch, and a second all-to-all sends the updates back. Further leaves are trained by AdamW.
@@ -87,7 +87,8 @@ def muon(
     MaskedNode()
 
     Args:
-      learning_rate: and all arguments not listed below: as in ``optax.contrib.muon``; ``ns_steps`` is a Python number.
+      learning_rate: as in ``optax.contrib.muon``, like every argument not listed below. (But ``ns_steps`` must be a
+        Python int.)
       muon_weight_dimension_numbers: as in optax, a tree of ``optax.contrib.MuonDimensionNumbers`` and None, a prefix of
         such a tree, or a function of the parameters; None: ``matrix_dimensions()``, which handles stacked layers,
         embeddings and output layers. (Optax's default takes exactly the leaves of two dims.)
@@ -96,7 +97,7 @@ def muon(
     Raises:
       ValueError: an unknown preset, preconditioning or dtype; coefficients of a shape other than (3,) or (n, 3); or (in
         ``init`` and ``update``) as ``matrix_dimensions``.
-      TypeError: ``exchange_dtype`` is not a dtype, or ``ns_steps`` not a number.
+      TypeError: ``exchange_dtype`` is not a dtype, or ``ns_steps`` not a Python int.
     """
     if preconditioning not in PRECONDITIONINGS:
         raise ValueError(f"muon: preconditioning={preconditioning!r}; there are {', '.join(PRECONDITIONINGS)}.")
@@ -222,7 +223,7 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
 
 
 def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
-    """Returns the coefficients of Newton-Schulz as rows of three; raises a ``ValueError`` for another shape."""
+    """Returns the coefficients of Newton-Schulz, (3,) or rows of three; raises a ``ValueError`` for another shape."""
     if not isinstance(ns_steps, int):
         raise TypeError(f"muon: ns_steps={ns_steps!r} is no Python number; pass {DEFAULT_NS_STEPS}, say.")
     if isinstance(ns_coeffs, str):

@@ -5,8 +5,8 @@
   received   [n, p, d, f / n]   all-to-all: the first dim now counts the senders of slices
   unsharded  [p, d, f]
 
-Groups with fewer matrices than owners in total are sent together, with a matrix for each owner. Their rows are padded
-to the longest: places [n, longest of d * f / n].
+Several groups with at most as many matrices in total as owners are sent together, at most one matrix to each owner. The
+shards are flattened and padded to the longest shard: places [n, longest d * f / n].
 """
 
 import math
@@ -24,7 +24,10 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 
 
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
-    """Sends shards, by path; returns the matrices that this device owns, [places, rows, columns], rows <= columns."""
+    """Sends shards, by path; returns the matrices that this device owns, [places, rows, columns], rows <= columns.
+
+    ``exchange_dtype`` is the dtype in which values are sent; None: the dtype of the shards.
+    """
     stacked = _as_stacks(group, shards)
     empty = group.num_owners * group.places_per_owner - group.count
     # Narrow in the exchange only: the rule computes in the dtype of the leaves.

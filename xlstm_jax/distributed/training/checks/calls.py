@@ -93,7 +93,7 @@ def raise_for_leaf(call: JittedCall) -> None:
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
-    """Warns if a step has counted padded rows, once for each kind of batch."""
+    """Warns if results of a step ignore the weight 0 of padded rows, once per structure, shapes and padded leaves."""
     if not any_padded():
         return
     batch = call.named.get("batch")

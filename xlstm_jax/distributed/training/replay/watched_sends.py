@@ -40,7 +40,10 @@ _ARGUMENTS = ("params", "batch", "rng", "metric", "collections", "extra_trees")
 
 
 class _Value(NamedTuple):
-    """An array with labels: ``COMPUTED``; the sends it was computed from; until a send, the paths of its arguments."""
+    """An array with labels: ``COMPUTED``; names of sends, and paths of arguments, from which the array was computed.
+
+    An argument that entered only through a send is not listed: its label was replaced by the name of the send.
+    """
 
     array: Any
     labels: Labels

@@ -350,7 +350,10 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares observed leaves with ``expected``; if equal, ``seen.next_observation``, too. Returns the last."""
+        """Compares observed leaves with ``expected``; if equal, compares ``seen.next_observation``, too.
+
+        Returns the last compared observation, and its leaves.
+        """
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
             return flat(seen.of_gradients(self.one_device.tree(reference.grads)))

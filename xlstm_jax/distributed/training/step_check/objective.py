@@ -6,9 +6,9 @@ With the loss L of the full batch, L_1 .. L_n of its slices (a device's rows), g
   L = n x the mean                      a sum over rows; or the loss was divided by the global batch
   g = sum of c_i g_i, L = sum of c_i L_i, sum of c_i = 1      a mean of rows with weights
   g = sum of c_i g_i                    a function of a mean: a root, a logarithm
-  L of [batch, batch] grows like a sum   in part a sum over rows
-  L of [batch, batch] differs otherwise  a comparison of rows with each other: negatives
-  otherwise                             a statistic of the batch: a variance, a rank, a largest value
+  L of the batch twice grows as a sum    in part a sum over rows (each row is repeated)
+  L of the batch twice differs otherwise a comparison of rows with each other: negatives
+  otherwise                              a statistic of the batch: a variance, a rank, a largest value
 """
 
 import math

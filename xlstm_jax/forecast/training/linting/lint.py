@@ -78,7 +78,7 @@ def table(findings: Sequence[Finding]) -> RenderableType:
         [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
         for finding in findings
     ]
-    return rich_table(_counted(findings), ["rule", "where", "what, and what to do", "bytes"], rows, left=3)
+    return rich_table(_counted(findings), ["rule", "where", "finding, and cure", "bytes"], rows, left=3)
 
 
 def _counted(findings: Sequence[Finding]) -> str:
