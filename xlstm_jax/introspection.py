@@ -90,10 +90,11 @@ def closure(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def closure_of_lifted(method: Any) -> dict[str, Any]:
-    """Returns by name the closure variables of the outermost Linen transformation of a method, within any wrappers.
+    """Returns the closure variables, by name, of the Linen transformation (``nn.remat``, ``nn.scan``) around a method.
 
-    "transform" is the lifted transformation of Flax. A method without a transformation gives the variables of its
-    innermost function, without "transform"; anything but a Python function gives {}.
+    Follows ``__wrapped__`` from the outside to the first function with a closure variable named "transform", in which
+    Flax keeps the lifted transformation. Without such a function, returns the variables of the innermost function; {}
+    if ``method`` is not a Python function.
     """
     variables: dict[str, Any] = {}
     while inspect.isfunction(method) and "transform" not in variables:

@@ -133,7 +133,7 @@ def train(folder, sigterm_at=None):
                 guard.step_done(number, metrics)
                 if number == sigterm_at:  # as a scheduler would
                     os.kill(os.getpid(), signal.SIGTERM)
-                with guard.paused(timeout_s=600):  # covers all work between steps
+                with guard.paused(timeout_s=600):  # evaluation, log, save
                     if number % EVERY == 0:
                         seen, local = log_step(local)
                         held_out = evaluate(state)

@@ -26,12 +26,12 @@ def collectives(text):
     return [(kind, tuple(int(n) for n in re.findall(r"(\d+)x", shape))) for kind, shape in found]
 
 
-def lowered(shape, axis_name, check_vma, scan=False, remat=False, around=lambda model: model):
-    """Returns shapes of the boxed variables, and the lowered loss and gradient of the model on a mesh."""
+def lowered(shape, axis_name, check_vma, *, made_by=lambda make: make(), around=lambda model: model, **options):
+    """Returns the boxed variables, or their shapes by ``jax.eval_shape``, and the lowered loss and gradient."""
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices), tuple(shape)
-    model = around(Model)(fsdp(axis_name=axis_name), scan, remat)
-    variables = jax.eval_shape(lambda: init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=axes))
+    model = around(Model)(fsdp(axis_name=axis_name), **{"scan": False} | options)
+    variables = made_by(lambda: init_sharded(model, mesh, KEY, BATCH["x"], batch_axes=axes))
     specs = partition_specs(variables, mesh)
     split = tuple(axis for axis in axes if shape[axis] > 1)
     fn = value_and_grad(lambda v, b: mean_loss(v["params"], model.apply, b), axes)
@@ -75,7 +75,9 @@ def test_all_reduce_runs_only_for_loss_replicated_leaves_and_replicas_of_shards(
 @pytest.mark.parametrize("check_vma, around", [(True, lambda model: model), (False, fsdp)], ids=["blocks", "all too"])
 def test_nn_scan_gathers_a_single_layer_at_a_time(check_vma, around):
     """Each layer of a scan is gathered separately, also if the full model is wrapped around wrapped modules."""
-    variables, program = lowered({"fsdp": 8}, "fsdp", check_vma, scan=True, remat=True, around=around)
+    variables, program = lowered(
+        {"fsdp": 8}, "fsdp", check_vma, scan=True, remat=True, around=around, made_by=jax.eval_shape
+    )
     gathered = [dims for kind, dims in collectives(program.as_text()) if kind == "all_gather"]
     kernel = variables["params"]["blocks"]["Dense_0"]["kernel"].value.shape
     assert kernel == (3, 16, 32)
@@ -109,7 +111,7 @@ def instructions(compiled_text):
     "scan, remat, check_vma", [(False, False, True), (False, True, False), (True, False, False), (True, True, True)]
 )
 def test_mesh_of_a_single_device_compiles_to_the_instructions_of_the_plain_model(scan, remat, check_vma):
-    variables, program = lowered({"fsdp": 1}, "fsdp", check_vma, scan, remat)
+    variables, program = lowered({"fsdp": 1}, "fsdp", check_vma, scan=scan, remat=remat)
     assert any(is_box(leaf) for _, leaf in leaves_with_path(variables))
     model, bare = Model(scan=scan, remat=remat), unbox(variables)
     plain = jax.jit(jax.value_and_grad(lambda v, b: mean_loss(v["params"], model.apply, b))).lower(bare, BATCH)

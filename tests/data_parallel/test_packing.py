@@ -133,9 +133,13 @@ def test_packed_step_is_the_step_of_one_device(check_vma):
 
 @cache
 def state_over(axes, packing, reshard=False):
-    """Returns the shapes and boxes of a state: the tests below trace and compile nothing."""
-    model = LOOP(fsdp(axis_name=axes, min_weight_size=8, packing=packing, reshard_after_forward=reshard))
-    return jax.eval_shape(lambda: create_train_state(model, TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES))
+    """Returns the shapes and boxes of a state, for tests that only trace."""
+    return jax.eval_shape(lambda: new_state(axes, packing, reshard))
+
+
+def new_state(axes, packing, reshard=False):
+    wrap = fsdp(axis_name=axes, min_weight_size=8, packing=packing, reshard_after_forward=reshard)
+    return create_train_state(LOOP(wrap), TX, mesh_of(2, 4), KEY, BATCH["x"], batch_axes=AXES)
 
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("dp", "fsdp")], ids=len)
@@ -229,7 +233,7 @@ def test_leaf_that_the_loss_has_gathered_is_not_packed_again():
 
 def test_gather_params_packs_the_leaves_of_each_unit():
     def counted(packing):
-        params, mesh = state_over(("fsdp",), packing).params, mesh_of(2, 4)
+        params, mesh = new_state(("fsdp",), packing).params, mesh_of(2, 4)
         gather = on_mesh(
             lambda params: gather_params(params, "fsdp"), mesh, False, (partition_specs(params, mesh),), jax.P()
         )

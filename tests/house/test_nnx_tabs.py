@@ -66,7 +66,7 @@ INPUTS = {
     "tutorials/plain_script.md": [floats(64, 64)],
     "tutorials/third_party.md": [tokens(8, 16)],
     "tutorials/vision.md": [floats(8, 8, 8, 1)],
-    "tutorials/whole_loop.md": [floats(16, 32)],
+    "tutorials/whole_loop.md": [floats(16, 64)],
     "tutorials/wrong_step.md": [floats(64, 16)],
 }
 # The expression of the model that the page trains; "model" on other pages.

@@ -333,7 +333,11 @@ class _Scan:
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        """Runs the backward pass of the scan: gathers shards of earlier layers ahead, and scatters gradients."""
+        """Returns the cotangents of the arguments of ``forward``: runs the layers from last to first.
+
+        While a layer computes, the weights of the next layers to run (earlier in the model) are gathered, and the
+        gradient of the preceding one is scattered.
+        """
         values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.
         d_carry, d_outputs = jax.tree.map(lambda d: None if d.dtype == jax.dtypes.float0 else d, cotangents)

@@ -133,8 +133,10 @@ class WeightedMean(PureMetric):
     def accumulated_weight(self, state: Synced) -> jax.Array:
         """Returns sum(weight) of a synchronized state, such as the number of tokens: a float scalar.
 
+        Args:
+          state: as ``sync`` and ``state_of`` return.
         Raises:
-          ValueError: the state belongs to another metric.
+          ValueError: the state is that of a metric with other cells.
 
         >>> mean = WeightedMean()
         >>> synced = mean.state_of(mean.observe(jnp.array([1.0, 4.0]), weight=jnp.array([3, 1])))

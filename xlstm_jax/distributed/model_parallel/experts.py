@@ -478,7 +478,10 @@ class Experts(nn.Module):
         self.sow("losses", "router_z", router_z_loss(routing, weights))
 
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of the axes ``among`` along which devices have different tokens."""
+        """Returns those of the axes ``among`` along which devices have different tokens.
+
+        Types show these axes under ``check_vma=True``; otherwise they are the axes of the batch of the running loss.
+        """
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
         if self.batch_axes is None:

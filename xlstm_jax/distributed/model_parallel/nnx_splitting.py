@@ -277,7 +277,7 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 
 @functools.cache
 def _starting_run(cls: type[nnx.Module]) -> Any:
-    """Returns a subclass of the model's class whose public methods start a ``_Run``."""
+    """Returns a subclass of the model's class. A call of its public method from outside starts a ``_Run``."""
 
     def starting(plain: Method) -> Method:
         @functools.wraps(plain)

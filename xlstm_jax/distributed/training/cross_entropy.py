@@ -120,7 +120,10 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """Returns an unsharded kernel, and a ``Pieces`` by which chunks of the kernel are read without communication."""
+    """Returns the given, already unsharded kernel, and its ``Pieces``: the layout for reading it in one piece.
+
+    Nothing is sent, neither here nor when chunks of the kernel are read.
+    """
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
 

@@ -323,7 +323,10 @@ class _Program:
         return means, [leaf for leaf in leaves if np.ndim(leaf)]
 
     def aux_of(self, means: list[Any], rows: list[Any]) -> PyTree:
-        """Returns the auxiliary output, in its tree."""
+        """Returns the auxiliary output, as the tree that the loss function returned, from the lists of ``split_aux``.
+
+        ``means`` are the leaves averaged over devices, ``rows`` the leaves with an entry for each row of the batch.
+        """
         assert self.aux is not None
         tree, has_rows = self.aux
         of_means, of_rows = iter(means), iter(rows)

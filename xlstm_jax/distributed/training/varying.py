@@ -122,7 +122,7 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """Returns the axes without entries that have the suffix "by hand"."""
+    """Returns the names of axes, without the marks "AXIS by hand" (see the top of this file)."""
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 

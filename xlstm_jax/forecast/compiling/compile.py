@@ -187,9 +187,10 @@ class StepCall:
 
     @property
     def leaf_without_sharding(self) -> str | None:
-        """Path of the first argument leaf without a sharding on a mesh of several devices; else None.
+        """Path of the first argument leaf that has no sharding on a mesh of several devices; None if there is none.
 
-        Scalars and PRNG keys need no sharding: they are small and replicated.
+        Scalars and PRNG keys are skipped: they are small and replicated. None also for a step without a mesh, and for a
+        mesh of one device, where no sharding is needed.
         """
         if self.mesh is None or self.mesh.size == 1:
             return None

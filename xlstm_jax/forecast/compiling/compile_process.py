@@ -155,9 +155,10 @@ class Pending(Generic[T]):
 
     @functools.cached_property
     def key(self) -> str:
-        """Digest of the step, its settings, the compiler's environment variables, and the compiler's programs.
+        """Digest of the step, its settings, the compiler's environment variables, and the identity of the compiler.
 
-        Compilers are distinguished by package versions, by libtpu's file, and by the text of the child's program.
+        The identity is the versions of the packages, the text of the program that runs in the child process, and, if
+        ``TPU_LIBRARY_PATH`` names a libtpu, the path, size and date of this file.
         """
         # TPU_LIBRARY_PATH may select another libtpu, which the version of the package does not describe.
         library = os.environ.get("TPU_LIBRARY_PATH")

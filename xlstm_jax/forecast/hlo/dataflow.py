@@ -34,7 +34,10 @@ class Value:
 
 
 def upstream(program: Program, value: Value) -> Iterator[Value]:
-    """Yields the values from which a value is computed, nearest first, without the value itself."""
+    """Yields the values from which a value is computed, directly or not: nearest first, each once, without the value.
+
+    At most ``MAX_VISITED`` values are yielded.
+    """
     return _walk(program, value, sources)
 
 

@@ -262,11 +262,12 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
-    """Returns the trips of a ``while``; None if the length is not constant.
+    """Returns the number of iterations of a ``while``; None if the number is not constant.
 
     Args:
       computations: computations of the program by name.
       caller: the computation that contains the loop.
+      loop: the ``while`` instruction.
     """
     # Compilers for CPUs and GPUs write the number of trips.
     if known := _KNOWN.search(loop.attributes):

@@ -56,7 +56,7 @@ class Dispatch:
 
     @property
     def padding(self) -> float:
-        """Ratio of sent rows to rows chosen by tokens."""
+        """Ratio of sent rows, with padding, to needed rows: one for each expert that a token chose."""
         return 1.0 if self.is_ragged else self.experts.padding
 
     @property

@@ -84,7 +84,7 @@ read_without_constraints(nn.LogicallyPartitioned, _LogicallyNamed)
 
 
 def _on_mesh(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
-    """Returns the entry (axes that split a dim) without axes missing in ``sizes``, the sizes of the mesh's axes."""
+    """Returns the entry (axes that split a dim) without axes missing in ``sizes``, the mesh's axis sizes; or None."""
     return axes_entry(tuple(axis for axis in entry_axes(entry) if axis in sizes))
 
 

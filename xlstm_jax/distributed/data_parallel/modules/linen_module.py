@@ -322,7 +322,8 @@ class RunningUnit:
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     """Marks a module as the running unit inside the context, so that ``active_interceptors_of(RunningUnit)`` finds it.
 
-    Replaces Linen's shape error if the cause is a full array in place of a shard over ``axes``.
+    If the module reads a full array where its parameter is a shard over ``axes``, Linen raises a shape error; the
+    context replaces this error by ``closed_over_error``, which names the leaf and the cure.
     """
     recorded = active_interceptors_of(Stacks)
     for stacks in recorded:

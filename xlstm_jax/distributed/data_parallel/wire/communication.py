@@ -188,7 +188,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the 8-bit format in which ``value`` is sent by a gather; ``None``: sent as an array."""
+        """Returns the name of the 8-bit format in which a gather sends ``value``; None: in a plain dtype."""
         return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:

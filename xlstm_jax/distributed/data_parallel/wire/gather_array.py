@@ -133,7 +133,10 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
-    """Returns the unsharded array: the forward pass of a gather along ``dim``; sends in the format ``wire``."""
+    """Returns the unsharded array: the forward pass of a gather of the shard ``x`` along ``dim``.
+
+    ``wire`` is the sent format; None: the format that ``communication`` chooses.
+    """
     wire = wire or communication.wire(x, dim, axes)
     sent = wire.send(shard_as_sent(x, communication))
     return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))

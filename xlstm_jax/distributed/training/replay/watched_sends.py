@@ -118,7 +118,7 @@ class _Watcher:
         return _Watcher(self.axes, f"{self.name(len(self.sends))}.")
 
     def digests(self) -> jax.Array:
-        """Returns the digests of all sends: uint32 [sends, 2]."""
+        """Returns the digests of all sends that were added so far: uint32 [sends, 2]."""
         return jnp.stack([send.digest for send in self.sends])
 
     def sent(self, value: _Value) -> str:
