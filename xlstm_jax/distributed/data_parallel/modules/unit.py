@@ -199,7 +199,8 @@ def gather_here(
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
             raise closed_over_error(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
-        full = gather_leaf(box, _axes_to_gather(policy, box), communication, path, wire, together.get(stored))
+        axes = _with_axes_of_rules(policy, box) if SPLIT_BY_RULES in box.marks else policy.axes
+        full = gather_leaf(box, axes, communication, path, wire, together.get(stored))
         if extension is not None:
             extension.on_gathered(stored, full)
         return full
@@ -240,10 +241,8 @@ def gather_here(
         return map_leaves_with_path(gathered, variables)
 
 
-def _axes_to_gather(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
-    """Returns the axes of the unit, and further axes over which rules for logical names split the leaf."""
-    if SPLIT_BY_RULES not in box.marks:
-        return policy.axes
+def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
+    """Returns the axes of the unit, and further bound axes over which rules for logical names split the leaf."""
     others = [axis for axis in box.gathered_axes if not policy.has_axis(axis) and collectives.is_bound(axis)]
     return (*policy.axes, *others)
 
