@@ -119,7 +119,8 @@ class Writer:
             if time.monotonic() >= self._deadline:
                 raise TimeoutError(
                     f"it was not on disk within async_timeout_s={self._timeout_s:g} s, and writing, renaming or the "
-                    "removal of old steps goes on"
+                    "removal of old steps goes on; if the file system is slow, pass a larger async_timeout_s= to "
+                    "Checkpointer"
                 )
             time.sleep(_LOOK_EVERY_S)
 
@@ -276,15 +277,20 @@ def _finish_at_exit() -> None:
 
 def _close_all() -> None:
     """Closes all writers at the exit of the process, and collects the errors of lost saves."""
+    cure: list[str] = []
     for _, writer in list(_writers.values()):
+        is_late = writer.hangs  # and its error has said so already
         try:
             writer.close()
         except BaseException as error:  # no caller is left to catch an error or a KeyboardInterrupt
             _lost.append(str(error) if isinstance(error, CheckpointError) else cause_of(error))
-    cure = "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
+            if not is_late:
+                cure = [
+                    "The program ended before the save was on disk. Call Checkpointer.close, or use it in a with block."
+                ]
     if _lost and sys.stderr is not None:
         with suppress(OSError, ValueError):  # the stream has no reader, or is closed
-            sys.stderr.write("\n".join([*_lost, cure, ""]))
+            sys.stderr.write("\n".join([*_lost, *cure, ""]))
     if any(writer.hangs for _, writer in _writers.values()):  # Python would wait for the hanging threads
         leave(1, "; ".join(_lost))
 
