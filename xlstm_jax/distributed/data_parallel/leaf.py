@@ -83,7 +83,7 @@ class Sharded(QuickBox):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes of the leaf's names, in the order of dims; () for a replicated leaf."""
+        """Mesh axes that split the leaf, by dim, including each axis of a dim split over several; () if not split."""
         return tuple([axis for entry in self.names if entry is not None for axis in entry_axes(entry)])
 
     @property
@@ -404,7 +404,7 @@ def stored_value(leaf: Any, value: Any) -> Any:
 
 
 def read_value(leaf: Sharded) -> Any:
-    """Returns the value that a module computes with: ``true_value``, without gradient if the leaf is frozen."""
+    """Returns the value that a module computes with: without padding; under ``stop_gradient`` if the leaf is frozen."""
     return as_read(leaf, true_value(leaf))
 
 

@@ -272,7 +272,10 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 
 @functools.cache
 def _starting_run(cls: type[nnx.Module]) -> Any:
-    """Returns a subclass of the model's class. A call of its public method from outside starts a ``_Run``."""
+    """Returns a subclass of the model's class, with the same name.
+
+    A public method of the subclass runs inside a new ``_Run``, except if another method of the model calls it.
+    """
 
     def starting(plain: Method) -> Method:
         @functools.wraps(plain)

@@ -234,7 +234,10 @@ class StepOptions:
     def arguments(
         self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
     ) -> tuple[PyTree, ...]:
-        """Returns the arguments of ``program``."""
+        """Returns (params, batch, key, local, collections, extra_trees), the arguments of the function of ``program``.
+
+        ``key`` is ``rng`` folded with the step number; ``None`` if ``rng`` is ``None`` or the loss takes no key.
+        """
         # A single key serves the entire run: fold in the step here, the device index in on_device.
         draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
         key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)
