@@ -114,7 +114,7 @@ class Sharded(QuickBox):
         return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of a value that is stored as ``counts[i]`` shards like ``self.value`` along dim i."""
+        """Returns the shape of the value stored in ``counts[i]`` shards along each dim i; one is ``self.value``."""
         return self.store.shape(np.shape(self.value), counts)
 
     @property

@@ -165,7 +165,7 @@ class _Leaf(NamedTuple):
         return self.parcel.pack(value) if self.parcel else value
 
     def gradients(self, gradient: jax.Array) -> Any:
-        """Converts a gradient of the result of ``shard`` to the gradient of ``value``: an array, or a list of arrays."""
+        """Converts a gradient of the result of ``shard`` to the gradient of ``value``: an array or a list of arrays."""
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:

@@ -431,7 +431,7 @@ def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
-    """Returns the logits of a tied head, replicated."""
+    """Returns the logits [..., V] of the entire vocabulary, equal on all devices, for ``query`` [..., d]."""
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)

@@ -75,8 +75,8 @@ def assert_same_everywhere(
 def compare(entries: Mapping[str, str], subject: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
     """Raises a ``ValueError`` in every process if ``entries`` (text by path) differ between processes.
 
-    ``subject`` names the entries in the error. ``me`` is the index of this process; ``processes`` are the indices of all
-    processes that call the function.
+    ``subject`` names the entries in the error. ``me`` is the index of this process; ``processes`` are the indices of
+    all processes that call the function.
     """
     # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
