@@ -15,7 +15,7 @@ several programs on arrays with values.
 
 import functools
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeGuard, TypeVar
 
@@ -72,6 +72,7 @@ def on_auto_axes(
     mesh: Mesh | AbstractMesh | None = None,
     *,
     like: Callable[..., PyTree] | None = None,
+    on_mixed_axes: bool = False,
 ) -> Callable[..., Any]:
     """Returns ``function`` for arguments of any mesh types; ``function`` runs on axes of type ``Auto``.
 
@@ -80,6 +81,7 @@ def on_auto_axes(
       mesh: the mesh of the function; None for the mesh of its arguments.
       like: function of the same arguments that returns the arguments to be replaced by the results; see ``typed_like``.
         None: the types of results contain no sharding; ``jax.jit(out_shardings=...)`` places the results.
+      on_mixed_axes: see ``typed_like``. False for the results of a program, which ``on_set_mesh`` places.
     """
 
     @functools.wraps(function)
@@ -93,33 +95,53 @@ def on_auto_axes(
         with jax.sharding.use_abstract_mesh(inside):
             auto_args, auto_kwargs = jax.tree.map(_with_auto_type, (args, kwargs))
             results = function(*auto_args, **auto_kwargs)
-        return results if like is None else typed_like(results, like(*args, **kwargs))
+        return results if like is None else typed_like(results, like(*args, **kwargs), on_mixed_axes=on_mixed_axes)
 
     return converted
 
 
-def typed_like(results: PyTree, like: PyTree) -> PyTree:
-    """Returns results of ``on_auto_axes`` with the types of the arguments to be replaced by the results.
+def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> PyTree:
+    """Returns results of ``on_auto_axes`` with the types of arguments, or with the type of a spec on the set mesh.
 
     Args:
       results: the results, of types without a sharding.
-      like: the arguments to be replaced, leaf by leaf; None for replicated results. A tuple has arguments or None for
+      like: the arguments to be replaced, leaf by leaf; or the spec of each result. A tuple has arguments or a spec for
         each entry of the tuple of results.
+      on_mixed_axes: False: on a mesh of explicit and Auto axes only results of the spec ``P()`` get a type. There the
+        type of a dim may name only some of the dim's axes, and XLA gathers the dim over the remaining axes.
     """
     if type(like) is tuple:
-        return tuple(map(typed_like, results, like))
+        return tuple(
+            [typed_like(one, of_one, on_mixed_axes=on_mixed_axes) for one, of_one in zip(results, like, strict=False)]
+        )
     leaves, structure = jax.tree.flatten(results)
-    if like is None:
+    if isinstance(like, PartitionSpec):
         around = jax.sharding.get_abstract_mesh()
-        is_set = has_explicit_axes(around)
-        typed = [jax.sharding.reshard(leaf, PartitionSpec()) if is_set else leaf for leaf in leaves]
+        if not has_explicit_axes(around):
+            return results
+        # A spec names explicit axes alone.
+        types = dict(zip(around.axis_names, around.axis_types, strict=True))
+        explicit = [[axis for axis in _axes_of(entry) if types[axis] == AxisType.Explicit] for entry in like]
+        shardings = [NamedSharding(around, PartitionSpec(*[tuple(axes) or None for axes in explicit]))] * len(leaves)
+        on_mixed_axes = on_mixed_axes or not any(like)
     else:
         # Leaves are paired by order, not by structure, because a step may change static fields of a state.
         arguments = jax.tree.leaves(like)
         # JAX 0.12 pairs donated arguments with typed results by bytes alone, and refuses to run if one of a pair is in
         # host memory. Without types XLA makes the pairs, and `on_set_mesh` places the results after the call.
-        typed = leaves if any(map(_is_on_host, arguments)) else list(map(_with_type_of, leaves, arguments))
+        if any(map(_is_on_host, arguments)):
+            return results
+        shardings = [jax.typeof(argument).sharding for argument in arguments]
+    typed = [_with_type(leaf, sharding, on_mixed_axes) for leaf, sharding in zip(leaves, shardings, strict=False)]
     return jax.tree.unflatten(structure, typed)
+
+
+def splits_over_both_types(spec: Iterable[Any]) -> bool:
+    """Returns whether an entry of a spec has explicit axes and axes of another type on the set mesh."""
+    around = jax.sharding.get_abstract_mesh()
+    types = dict(zip(around.axis_names, around.axis_types, strict=True))
+    kinds = [{types.get(axis) == AxisType.Explicit for axis in _axes_of(entry)} for entry in spec]
+    return any(len(found) > 1 for found in kinds)
 
 
 def unsplit_over(x: Any, axes: Container[str]) -> Any:
@@ -134,9 +156,14 @@ def unsplit_over(x: Any, axes: Container[str]) -> Any:
     if sharding is None or not has_explicit_axes(sharding.mesh):
         return x
     # The type names only explicit axes.
-    entries = [entry if isinstance(entry, tuple) else (entry,) * (entry is not None) for entry in sharding.spec]
+    entries = list(map(_axes_of, sharding.spec))
     left = [tuple(axis for axis in entry if axis not in axes) for entry in entries]
     return x if left == entries else jax.sharding.reshard(x, PartitionSpec(*(entry or None for entry in left)))
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of an entry of a spec."""
+    return entry if isinstance(entry, tuple) else (entry,) * (entry is not None)
 
 
 def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
@@ -292,10 +319,9 @@ def _is_on_host(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
 
 
-def _with_type_of(leaf: Any, argument: Any) -> Any:
-    sharding = jax.typeof(argument).sharding
-    # On a mesh of explicit and Auto axes the type of a dim may name only some of the dim's axes, and XLA would gather
-    # the dim over the remaining axes. Results then keep their type, and `on_set_mesh` places them after the call.
-    if set(sharding.mesh.axis_types) != {AxisType.Explicit}:
+def _with_type(leaf: Any, sharding: NamedSharding, on_mixed_axes: bool) -> Any:
+    """Returns the array with the sharding in its type, if the mesh of the sharding has explicit axes."""
+    types = sharding.mesh.axis_types
+    if AxisType.Explicit not in types or (AxisType.Auto in types and not on_mixed_axes):
         return leaf
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh.abstract_mesh, sharding.spec))

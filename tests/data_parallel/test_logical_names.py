@@ -86,6 +86,19 @@ def test_a_model_with_logical_names_trains_as_on_one_device(wrap, check_vma):
         make_train_step(loss_fn, mesh, AXES, check_vma=check_vma, allow_replicated=True)(state, X, jax.random.key(0))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_unit_gathers_parameters_that_rules_split_over_other_axes_than_those_of_the_unit(check_vma):
+    """The module of the rules computes with unsharded parameters, as the compiler would let it."""
+    mesh, start = mesh_of(2, 4), one_device()[0]
+    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", "dp"))):
+        state = create_train_state(Model(fsdp), KEPT, mesh, jax.random.key(0), X, batch_axes=AXES)
+    block = state.params["blocks"]
+    assert block["Dense_0"]["kernel"].names == (None, "fsdp", "dp") and block["Dense_0"]["bias"].axes == ("dp",)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
+    state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)(state, X, jax.random.key(0))
+    assert_same_params(state.opt_state, one_device()[1])
+
+
 def test_plan_resolves_logical_names_and_init_sharded_raises_without_axis_rules():
     with nn.logical_axis_rules(RULES):
         plan = plan_sharding(Model(fsdp), {"dp": 2, "fsdp": 4}, X)

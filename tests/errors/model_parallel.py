@@ -109,6 +109,16 @@ class Layers(nn.Module):
         return nn.Dense(8, name="down")(x)
 
 
+class Scaled(nn.Module):
+    """Two layers, and between them a scale whose dim has a logical name."""
+
+    @nn.compact
+    def __call__(self, x):
+        ones = nn.with_logical_partitioning(nn.initializers.ones, ("norm", "norm2"))
+        h = nn.Dense(16, name="up")(x)
+        return nn.Dense(8, name="down")(h * nn.Embed(2, 1, embedding_init=ones, name="scale")(jnp.zeros((), int)))
+
+
 class Between(nn.Module):
     """A norm between two layers."""
 
@@ -117,13 +127,14 @@ class Between(nn.Module):
         return nn.Dense(8, name="down")(nn.LayerNorm(name="norm")(nn.Dense(16, name="up")(x)))
 
 
-def split(model, how, x=(8, 8), check_vma=True):
+def split(model, how, x=(8, 8), check_vma=True, rules=()):
     """Returns a call that splits the layers of a model and applies the model on a mesh, by tracing only."""
 
     def call():
         given = jax.ShapeDtypeStruct(x, jnp.float32)
         layers = split_modules(model, how)
-        params = jax.eval_shape(partial(init_sharded, layers, PAIRS, KEY, batch_axes="fsdp"), given)
+        with nn.logical_axis_rules(rules):
+            params = jax.eval_shape(partial(init_sharded, layers, PAIRS, KEY, batch_axes="fsdp"), given)
         in_specs = partition_specs(params, PAIRS), P("fsdp")
         apply = jax.shard_map(layers.apply, mesh=PAIRS, in_specs=in_specs, out_specs=P("fsdp"), check_vma=check_vma)
         jax.eval_shape(apply, params, given)
@@ -555,6 +566,14 @@ ROWS = [
         ValueError,
         "split_modules: '…' (…) has replicated parameters",
         "'norm' (LayerNorm) has replicated parameters, and runs after 'up' is split by",
+    ),
+    tensor(
+        "modules-between-by-rules",
+        split(Scaled(), {"up": "column", "down": "row"}, rules=(("norm", "tp"),)),
+        ValueError,
+        "split_modules: '…' (…) runs on features",
+        "'scale' (Embed) runs on features that are split over 'tp'",
+        "Map the name of the dim to None",
     ),
     tensor(
         "modules-class",

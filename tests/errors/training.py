@@ -123,6 +123,17 @@ def donated(leaf="state"):
     step(one if leaf == "state" else after.replace(params=one.params), BATCH, KEY)
 
 
+def callback_in_a_program():
+    """Traces a step with a callback that returns a value, in a program under a set mesh with explicit axes."""
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    loss = lambda *args: mean_loss(*args) + jax.pure_callback(np.ones_like, number, jnp.float32(0))  # noqa: E731
+    mesh = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    given = jax.device_get(BATCH)
+    with jax.set_mesh(mesh):
+        created = create_train_state(fsdp(nn.Dense)(4), SGD, mesh, KEY, given["x"], batch_axes=AXES)
+        jax.jit(make_train_step(loss, mesh, AXES)).trace(created, given, KEY)
+
+
 def with_metric(given):
     metric = WeightedMean()
     step = make_train_step(lambda *args: (mean_loss(*args), {}), MESH, AXES, metric=metric)
@@ -698,6 +709,14 @@ ROWS = [
         "… lies on the devices",
         "state['step'] lies on the devices [0]",
         "one mesh",
+    ),
+    calls(
+        "callback-in-a-program",
+        callback_in_a_program,
+        ValueError,
+        "the step contains …, and is called inside a jax.jit",
+        "the step contains pure_callback",
+        "Call the step outside of jax.jit",
     ),
     calls(
         "state-donated",

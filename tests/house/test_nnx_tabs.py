@@ -13,11 +13,11 @@ import optax
 import pytest
 
 from tests.support import blocks_of
-from xlstm_jax.distributed import abstract_train_state, make_train_step
+from xlstm_jax.distributed import PackSmall, abstract_train_state, make_train_step, shard_modules
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 
 DOCS = Path(__file__).parents[2] / "docs"
-AFTER_LINEN = re.compile(r"^```python\n(?:(?!^```).)*?^```\n\n```python nnx\n", re.MULTILINE | re.DOTALL)
+AFTER_LINEN = re.compile(r"^```py(?:thon)?\n(?:(?!^```).)*?^```\n\n```python nnx\n", re.MULTILINE | re.DOTALL)
 PAGES = {str(page.relative_to(DOCS)): page for page in sorted(DOCS.rglob("*.md")) if blocks_of(page, "python nnx")}
 CONFIG = SimpleNamespace(vocab=64, width=64, hidden=192, layers=4, heads=4, kv_heads=2, min_weight_size=2**9)
 
@@ -33,6 +33,7 @@ def tokens(*shape):
 # Inputs of the model of each page.
 INPUTS = {
     "howto/actor_critic.md": [floats(16, 16)],
+    "howto/compilation_cache.md": [floats(8, 32)],
     "howto/contrastive.md": [floats(16, 16), floats(16, 16)],
     "howto/data.md": [floats(16, 16)],
     "howto/distill.md": [floats(16, 16)],
@@ -42,6 +43,7 @@ INPUTS = {
     "howto/five_lines.md": [tokens(16, 32)],
     "howto/float16.md": [floats(16, 16)],
     "howto/gan.md": [floats(16, 2)],
+    "howto/local_checkpoints.md": [floats(8, 8)],
     "howto/log.md": [floats(64, 64)],
     "howto/mesh.md": [floats(8, 2048)],
     "howto/notebooks.md": [floats(16, 64)],
@@ -49,14 +51,17 @@ INPUTS = {
     "howto/own_step.md": [floats(32, 16)],
     "howto/publish.md": [floats(16, 64)],
     "howto/slow_step.md": [floats(64, 256)],
+    "howto/small_leaves.md": [floats(16, 64)],
     "howto/stop_and_resume.md": [floats(8, 8)],
     "howto/weight_decay.md": [tokens(16, 8)],
+    "howto/within_hosts.md": [floats(16, 256)],
     "howto/wrong_numbers.md": [floats(32, 8)],
     "tutorials/decoder.md": [tokens(8, 16)],
     "tutorials/diffusion.md": [floats(16, 2), floats(16)],
     "tutorials/forecasting.md": [floats(8, 16, 2048, dtype=jnp.bfloat16)],
     "tutorials/generation.md": [tokens(8, 16)],
     "tutorials/lora.md": [tokens(8, 16)],
+    "tutorials/machines.md": [floats(8, 16)],
     "tutorials/moe.md": [tokens(8, 16)],
     "tutorials/plain_script.md": [floats(64, 64)],
     "tutorials/third_party.md": [tokens(8, 16)],
@@ -68,7 +73,12 @@ INPUTS = {
 MODELS = {
     "howto/contrastive.md": "wrapped",
     "howto/gan.md": "discriminator",
+    "howto/small_leaves.md": "shard_modules(plain, Block, 'fsdp', min_weight_size=32, packing=PackSmall(below=2**20))",
     "howto/weight_decay.md": "wrapped",
+    "howto/within_hosts.md": (
+        "shard_modules(plain, Block, ('dp', 'fsdp'), min_weight_size=1024, inter_host_axes='dp', "
+        "reshard_after_forward='fsdp')"
+    ),
     "tutorials/decoder.md": "Decoder(CONFIG)",
     "tutorials/lora.md": "Model(LoRADense)",
     "tutorials/moe.md": "Model()",
@@ -76,7 +86,12 @@ MODELS = {
 AXES = {"howto/mesh.md": ("fsdp_host", "fsdp_device")}
 OPTIONS = {"howto/own_step.md": {"train": True}}
 # Definitions of blocks of the page that come earlier.
-EARLIER = {"tutorials/decoder.md": {"rotate": lambda x: x}, "tutorials/generation.md": {"LETTERS": list("abcdefgh")}}
+EARLIER = {
+    "howto/small_leaves.md": {"PackSmall": PackSmall, "shard_modules": shard_modules},
+    "howto/within_hosts.md": {"shard_modules": shard_modules},
+    "tutorials/decoder.md": {"rotate": lambda x: x},
+    "tutorials/generation.md": {"LETTERS": list("abcdefgh")},
+}
 
 
 def test_every_page_with_an_nnx_block_has_inputs_here():

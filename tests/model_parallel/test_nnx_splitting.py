@@ -288,6 +288,31 @@ def test_names_that_rules_map_to_the_axis_of_another_dim_are_refused():
         init("column", (("a", None), ("b", "fsdp")))
 
 
+class NamedScale(nnx.Module):
+    """Two values, of which each feature takes the sum; rules split the dim over the axis of the split layers."""
+
+    def __init__(self, rngs):
+        del rngs
+        self.weight = nnx.Param(jnp.ones(2), out_sharding=("norm",), sharding_rules=(("norm", "tp"),))
+
+    def __call__(self, x):
+        return x * self.weight[...].sum()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("inside", [{}, {"between": "inside"}], ids=["not named", "inside"])
+def test_parameter_between_split_layers_whose_rule_names_the_axis_is_exact_or_refused(inside, check_vma):
+    if check_vma or not inside:
+        with pytest.raises(ValueError, match=r"'between' \(NamedScale\) (runs on features|has replicated)"):
+            split_pair(PAIR | inside, NamedScale, check_vma=check_vma)
+        return
+    state, losses = split_pair(PAIR | inside, NamedScale, check_vma=check_vma)
+    with nnx.use_eager_sharding(False):
+        _, wanted, want = trained_on_one_device(partial(Pair, between=NamedScale), squared, X, steps=1)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same_params(state.params, want)
+
+
 # --------------------------------------------------------------------------------------------- between the split layers
 
 
@@ -297,7 +322,9 @@ def test_gradients_of_an_inside_module_are_summed_and_without_it_refused():
         state, losses = split_pair(PAIR | {"between": "inside"}, Scale, check_vma=check_vma)
         np.testing.assert_allclose(losses, wanted, rtol=1e-5)
         assert_same_params(state.params, want)
-    with pytest.raises(ValueError, match=r"'between' \(Scale\) has replicated parameters, .* after 'up' .*'inside'"):
+    with pytest.raises(
+        ValueError, match=r"'between' \(Scale\) (runs on features|has replicated) parameters, .* after 'up' .*'inside'"
+    ):
         split_pair(PAIR, Scale, check_vma=False)
 
 

@@ -1,6 +1,5 @@
 """Training, and what surrounds it, under ``jax.set_mesh`` with explicit, Auto and mixed axes."""
 
-from contextlib import contextmanager
 from functools import cache, partial
 
 import jax
@@ -8,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.mesh_types import EXPLICIT, MESHES, MODELS, TX, Linen, has_types_of, is_explicit, mesh_called, set_globally
 from tests.support import (
     AXES,
     FLOAT32_ROUNDING,
@@ -21,7 +20,6 @@ from tests.support import (
     data,
     fsdp,
     mean_loss,
-    plain,
     train_on_one_device,
 )
 from xlstm_jax.distributed import (
@@ -32,79 +30,27 @@ from xlstm_jax.distributed import (
     abstract_train_state,
     check_replicas,
     check_step,
+    create_nnx_module,
     create_train_state,
     export_safetensors,
     import_safetensors,
     make_eval_step,
     make_train_step,
-    nnx_model,
+    nnx_value_and_grad,
     partition_specs,
     plan_sharding,
     shard_batch,
-    shard_modules,
     unbox,
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import has_explicit_axes
+from xlstm_jax.explicit_axes import on_auto_axes
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
 STEPS = 3
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = {
-    "explicit": ((2, 4), AXES, (EXPLICIT, EXPLICIT)),
-    "explicit fsdp": ((2, 4), AXES, (AUTO, EXPLICIT)),
-    "explicit dp": ((2, 4), AXES, (EXPLICIT, AUTO)),
-    "auto": ((2, 4), AXES, (AUTO, AUTO)),
-    "one explicit axis": ((8,), ("fsdp",), (EXPLICIT,)),
-    "one auto axis": ((8,), ("fsdp",), (AUTO,)),
-}
-
-
-class Linen(nn.Module):
-    """Two layers; ``wrap`` is applied to each."""
-
-    wrap: type | partial = plain
-    hidden: int = 16
-
-    @nn.compact
-    def __call__(self, x):
-        return self.wrap(nn.Dense)(4)(nn.tanh(self.wrap(nn.Dense)(self.hidden)(x)))
-
-
-class Nnx(nnx.Module):
-    """The NNX version of ``Linen``."""
-
-    def __init__(self, rngs):
-        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.tanh(self.first(x)))
-
-
-MODELS = {
-    "linen": (Linen(fsdp()), Linen()),
-    "nnx": (shard_modules(nnx_model(Nnx), nnx.Linear, "fsdp", min_weight_size=32), nnx_model(Nnx)),
-}
 MODEL = MODELS["linen"][0]
-# A norm over all gradients, and moments: both are wrong if computed from shards.
-TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-
-
-def mesh_called(name):
-    shape, axes, types = MESHES[name]
-    return jax.make_mesh(shape, axes, axis_types=types)
-
-
-@contextmanager
-def set_globally(mesh):
-    jax.set_mesh(mesh)
-    try:
-        yield
-    finally:
-        jax.set_mesh(None)
 
 
 def batch_of(mesh):
@@ -134,6 +80,9 @@ def of_one_device(model=MODELS["linen"][1], share=slice(None)):
     return jax.device_get(params), losses
 
 
+KINDS_OF_MODELS = ("linen", "nnx")
+
+
 @cache
 def reference(name):
     """Returns what ``of_one_device`` returns for a model, computed without a set mesh."""
@@ -145,10 +94,6 @@ def assert_trained_as_on_one_device(state, losses, name="linen"):
     params, want = reference(name)
     np.testing.assert_allclose(losses, want, rtol=FLOAT32_ROUNDING)
     assert_same_params(unbox(jax.device_get(state.params)), params)
-
-
-def is_explicit(x):
-    return has_explicit_axes(jax.typeof(x).sharding.mesh)
 
 
 def implicit_leaves(tree):
@@ -167,7 +112,7 @@ def mesh():
 # ------------------------------------------------------------------------------------------------------------ exactness
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("kind", MESHES)
 def test_training_under_jax_set_mesh_matches_a_single_device(kind, check_vma, name):
@@ -176,10 +121,10 @@ def test_training_under_jax_set_mesh_matches_a_single_device(kind, check_vma, na
         state, losses, step = trained(mesh, MODELS[name][0], check_vma=check_vma)
     assert_trained_as_on_one_device(state, losses, name)
     assert step.jitted._cache_size() == 1  # types of results are those of arguments: nothing compiles twice
-    assert {is_explicit(x) for x in jax.tree.leaves(state)} == {EXPLICIT in MESHES[kind][2]}
+    assert has_types_of(kind, state)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
 def test_training_under_a_globally_set_mesh_matches_a_single_device(kind, name):
     with set_globally(mesh_called(kind)):
@@ -238,13 +183,13 @@ def test_parameters_of_a_new_state_have_explicit_types(mesh):
 def test_parameters_have_explicit_types_outside_the_step(mesh):
     assert not implicit_leaves(state_on(mesh, MODEL).params)  # of a new state, too
     state, _, _ = trained(mesh)
-    kernel = state.params["Dense_1"]["kernel"].value
+    kernel = state.params["first"]["kernel"].value
     assert str(jax.typeof(kernel)) == "float32[8,16@fsdp]"
     assert str(jax.typeof(jnp.ones((2, 8)) @ kernel)) == "float32[2,16@fsdp]"
     assert str(jax.typeof(jax.sharding.reshard(kernel, P()))) == "float32[8,16]"
     halved = state.replace(params=jax.tree.map(lambda x: x / 2, state.params))
     state, metrics = make_train_step(mean_loss, mesh, AXES)(halved, batch_of(mesh), KEY)
-    assert is_explicit(state.params["Dense_1"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
+    assert is_explicit(state.params["last"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
 
 
 def test_state_created_without_a_set_mesh_trains_on_under_the_mesh(mesh):
@@ -276,6 +221,93 @@ def test_train_step_runs_inside_jit_and_scan_under_an_explicit_mesh(mesh):
 
     state, losses = run(state_on(mesh))
     assert_trained_as_on_one_device(state, losses)
+
+
+MIXED = ["explicit fsdp", "explicit dp"]
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_step_in_a_program_on_mixed_axes_returns_arrays_with_the_types_of_the_state(kind):
+    """The carry of a scan must have equal types; arrays of a step are combined with arrays of the program."""
+    mesh = mesh_called(kind)
+    with jax.set_mesh(mesh):
+        step, state, batch = make_train_step(mean_loss, mesh, AXES), state_on(mesh), batch_of(mesh)
+
+        @jax.jit
+        def run(state):
+            def body(state, _):
+                after, metrics = step(state, batch, KEY)
+                moved = jax.tree.map(lambda new, old: jnp.max(abs(new - old)), after.params, state.params)
+                return after, (metrics["loss"] * 1, moved)
+
+            return jax.lax.scan(body, state, length=STEPS)
+
+        types = jax.tree.map(jax.typeof, state)
+        state, (losses, moved) = run(state)
+        assert jax.tree.leaves(jax.tree.map(jax.typeof, state)) == jax.tree.leaves(types)
+    assert_trained_as_on_one_device(state, losses)
+    assert min(map(jnp.min, jax.tree.leaves(moved))) > 0
+
+
+@pytest.mark.parametrize("axis_name, typed", [("fsdp", True), (AXES, False)], ids=str)
+def test_update_on_mixed_axes_keeps_shards_of_dims_over_axes_of_both_types(axis_name, typed):
+    """Types name explicit axes alone: with types, dims over both axes would be gathered over the Auto axis."""
+    mesh = mesh_called("explicit fsdp")
+    with jax.set_mesh(mesh):
+        state = state_on(mesh, Linen(fsdp(axis_name=axis_name)))
+        after = jax.jit(lambda state: state.apply_gradients(grads=state.params))(state)
+        for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
+            assert new.sharding.shard_shape(new.shape) == old.sharding.shard_shape(old.shape)
+            assert is_explicit(new) == typed
+
+
+@pytest.mark.parametrize("kind", [*MIXED, "explicit"])
+def test_gradients_of_an_nnx_module_have_the_types_of_its_parameters(kind):
+    """In ``nnx.jit`` an optimizer combines the gradients with parameters; rows have the explicit axes of the batch."""
+    rows = jax.device_get(data())
+    mesh = mesh_called(kind)
+
+    def loss_fn(module, batch):
+        errors = jnp.mean((module(batch["x"]) - batch["y"]) ** 2, -1)
+        return errors.mean(), {"rows": errors, "mean": errors.mean()}
+
+    @nnx.jit
+    def step(module, optimizer, batch):
+        (loss, aux), grads = nnx_value_and_grad(loss_fn, has_aux=True)(module, batch)
+        weighed = jax.tree.map(lambda param, grad: param + grad, nnx.state(module, nnx.Param), grads)
+        optimizer.update(module, grads)
+        return loss, aux["rows"] * aux["mean"], weighed
+
+    params, want = reference("nnx")
+    with jax.set_mesh(mesh):
+        module = create_nnx_module(MODELS["nnx"][0], KEY, mesh=mesh)
+        optimizer = nnx.Optimizer(module, TX, wrt=nnx.Param)
+        found = [step(module, optimizer, rows) for _ in range(STEPS)]
+        explicit = tuple(axis for axis, of_axis in zip(AXES, MESHES[kind][2], strict=True) if of_axis == EXPLICIT)
+        assert jax.typeof(found[0][1]).sharding.spec == P(explicit)
+    np.testing.assert_allclose([loss for loss, _, _ in found], want, rtol=FLOAT32_ROUNDING)
+    np.testing.assert_allclose(np.mean(found[0][1]), want[0] ** 2, rtol=FLOAT32_ROUNDING)
+    assert_same_params(unbox(jax.device_get(MODELS["nnx"][1].unbind(module)["params"])), params)
+
+
+@pytest.mark.parametrize("kind", [*MIXED, "explicit", "auto"])
+def test_results_are_typed_by_a_spec_or_by_the_arguments_that_they_replace(kind):
+    x = np.arange(32.0, dtype=np.float32).reshape(16, 2)
+    names = tuple(axis for axis, of_axis in zip(AXES, MESHES[kind][2], strict=True) if of_axis == EXPLICIT)
+
+    with jax.set_mesh(mesh_called(kind)):
+        replaced = jax.device_put(x, P("fsdp")) if "fsdp" in names else jnp.asarray(x)
+        typed = on_auto_axes(
+            lambda replaced, x: (replaced * 2, x * 2, x.sum(0)),
+            like=lambda replaced, x: (replaced, P(AXES), P()),
+            on_mixed_axes=True,
+        )
+        results = jax.jit(typed)(replaced, jnp.asarray(x))
+        for result, want in zip(results, (2 * x, 2 * x, x.sum(0)), strict=True):
+            np.testing.assert_array_equal(result, want)
+        if names:
+            of_replaced = P("fsdp", None) if "fsdp" in names else P(None, None)
+            assert [jax.typeof(y).sharding.spec for y in results] == [of_replaced, P(names, None), P(None)]
 
 
 def test_train_step_compiled_from_abstract_arguments_trains_under_an_explicit_mesh(mesh):
@@ -325,7 +357,7 @@ def test_custom_step_with_apply_gradients_trains_under_an_explicit_mesh(mesh, tx
         (Linen(fsdp(uneven="pad"), hidden=15), {}),
         (Linen(fsdp(axis_name=AXES)), {}),
         (MODEL, {"offload": Offload()}),
-        (MODEL, {"trainable": lambda path: "Dense_0" not in path}),
+        (MODEL, {"trainable": lambda path: "first" not in path}),
     ],
     ids=["padding", "two axes", "offload", "frozen"],
 )
@@ -438,7 +470,7 @@ def test_plans_and_forecasts_are_equal_with_and_without_a_set_mesh(mesh):
         plans = [plan_sharding(MODEL, sizes, jnp.ones((16, 8)), tx=TX) for sizes in (mesh.shape, {"dp": 4, "fsdp": 8})]
         absent = DeviceMeshManager.create_abstract_mesh({"dp": 4, "fsdp": 4})
         state = abstract_train_state(MODEL, TX, absent, KEY, jnp.ones((16, 8)), batch_axes=AXES)
-        shape = state.params["Dense_0"]["kernel"].value.sharding.shard_shape((8, 16))
+        shape = state.params["first"]["kernel"].value.sharding.shard_shape((8, 16))
         return [str(plan) for plan in plans], shape, forecast(step, *args).total_bytes
 
     under = looked_at(mesh)

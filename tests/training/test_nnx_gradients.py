@@ -185,6 +185,33 @@ def test_variables_that_the_module_changes_are_those_of_one_device(check_vma):
         assert np.abs(after[path] - start[path]).max() > 1e-4, path
 
 
+class Tagger(nnx.Module):
+    """Recurrent layers in both directions, also by ``nnx.Bidirectional``, and sequences of different lengths."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.forward = nnx.RNN(nnx.OptimizedLSTMCell(WIDTH, WIDTH, rngs=rngs))
+        self.backward = nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs), reverse=True, keep_order=True)
+        both = [nnx.RNN(nnx.LSTMCell(2 * WIDTH, WIDTH, rngs=rngs)) for _ in range(2)]
+        self.both = nnx.Bidirectional(*both, rngs=rngs)
+        self.head = nnx.Linear(2 * WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = jnp.concatenate([self.forward(x, seq_lengths=1 + tokens[:, 0] % tokens.shape[1]), self.backward(x)], -1)
+        return self.head(self.both(x))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_recurrent_layers_in_both_directions_train_as_on_one_device(check_vma):
+    plain = Tagger(nnx.Rngs(0))
+    wanted = trained(plain, nnx.value_and_grad, TOKENS)
+    net = create_nnx_module(shard_modules(nnx_model(Tagger), min_weight_size=32), 0, mesh=mesh_of(2, 4))
+    losses = trained(net, partial(nnx_value_and_grad, check_vma=check_vma), TOKENS)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same_values(net, plain)
+
+
 class Written(nnx.Module):
     """Statistics of the rows, and a kernel that each call writes."""
 

@@ -6,7 +6,6 @@ device.
 
 import contextlib
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
 from jax.experimental import io_callback
-from jax.sharding import AxisType
 
 from tests.flipped_bits import ALWAYS, Faults, FaultyModel
-from tests.support import AXES, assert_same_bits, bits, data, fsdp, mean_loss, plain, train_on_one_device, unbox
+from tests.mesh_types import HOW, MESHES, MODELS, TX, Linen, has_types_of, mesh_called, set_globally
+from tests.support import AXES, assert_same_bits, bits, data, mean_loss, train_on_one_device, unbox
 from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
@@ -28,75 +25,17 @@ from xlstm_jax.distributed import (
     create_train_state,
     make_eval_step,
     make_train_step,
-    nnx_model,
     replayed,
     shard_batch,
-    shard_modules,
 )
 from xlstm_jax.distributed.checkpoint import Joined, Stored, apply_publication, import_in_layout, publish
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import has_explicit_axes
 
 KEY, STEPS = jax.random.key(0), 4
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-KINDS = {
-    "explicit": (EXPLICIT, EXPLICIT),
-    "explicit fsdp": (AUTO, EXPLICIT),
-    "explicit dp": (EXPLICIT, AUTO),
-    "auto": (AUTO, AUTO),
-}
-TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-
-
-@contextlib.contextmanager
-def set_globally(mesh):
-    jax.set_mesh(mesh)
-    try:
-        yield
-    finally:
-        jax.set_mesh(None)
-
-
-HOW = {"context": jax.set_mesh, "global": set_globally}
 FIRST = [("explicit", "context"), ("explicit fsdp", "global")]
 OTHERS = [("explicit dp", "context"), ("auto", "context"), ("explicit", "global"), ("explicit fsdp", "context")]
 EACH_MESH = [*FIRST, *[pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS]]
-
-
-def mesh_called(kind):
-    return jax.make_mesh((2, 4), AXES, axis_types=KINDS[kind])
-
-
-def is_explicit(x):
-    return has_explicit_axes(jax.typeof(x).sharding.mesh)
-
-
-class Linen(nn.Module):
-    """Two layers; ``wrap`` is applied to each."""
-
-    wrap: type | partial = plain
-
-    @nn.compact
-    def __call__(self, x):
-        return self.wrap(nn.Dense)(4, name="last")(nn.tanh(self.wrap(nn.Dense)(16, name="first")(x)))
-
-
-class Nnx(nnx.Module):
-    """The NNX version of ``Linen``."""
-
-    def __init__(self, rngs):
-        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(nnx.tanh(self.first(x)))
-
-
-MODELS = {
-    "linen": (Linen(fsdp()), Linen()),
-    "padded": (Linen(fsdp(uneven="pad")), Linen()),
-    "nnx": (shard_modules(nnx_model(Nnx), nnx.Linear, "fsdp", min_weight_size=32), nnx_model(Nnx)),
-}
 
 
 def batch():
@@ -132,7 +71,7 @@ def test_guarded_loop_with_replays_and_publications_matches_a_single_device(kind
     mesh = mesh_called(kind)
     with HOW[how](mesh):
         state, losses, arrays = guarded(model, mesh, tmp_path)
-        assert {is_explicit(x) for x in jax.tree.leaves(state)} == {EXPLICIT in KINDS[kind]}
+        assert has_types_of(kind, state)
     params = jax.jit(plain_model.init)(KEY, batch()["x"])["params"]
     want, _, wanted = train_on_one_device(plain_model, TX, params, mean_loss, data(), STEPS)
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
@@ -223,12 +162,47 @@ def test_loss_with_a_function_of_the_host_trains_and_evaluates_under_a_set_mesh(
         for _ in range(3):
             state, metrics = step(state, batch())
             losses.append(float(metrics["loss"]))
-        assert {is_explicit(x) for x in jax.tree.leaves(state)} == {EXPLICIT in KINDS[kind]}
+        assert has_types_of(kind, state)
     assert step.jitted._cache_size() <= 2  # under the mesh, where JAX refuses, and outside of it
     params = jax.jit(Linen().init)(KEY, batch()["x"])["params"]
     _, _, wanted = train_on_one_device(Linen(), TX, params, mean_loss, data(), 3)
     factor = 1 if name == "debug" else 1.5
     np.testing.assert_allclose([held_out, *losses], np.multiply([wanted[0], *wanted], factor), rtol=1e-5)
+    assert bool(seen) == (name != "pure")
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize("where", ["loss", "program"])
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp", "auto"])
+def test_function_of_the_host_in_a_program_around_the_step_trains_or_is_refused(kind, where, name):
+    """JAX refuses callbacks that return values, if explicit axes and axes of type Auto are in one program."""
+    seen, mesh = [], mesh_called(kind)
+
+    def loss(params, apply_fn, batch):
+        value = mean_loss(params, apply_fn, batch)
+        measured = CALLBACKS[name](jax.lax.stop_gradient(value), seen) if where == "loss" else None
+        return value if measured is None else value + 0 * jax.lax.stop_gradient(measured)
+
+    with jax.set_mesh(mesh):
+        state, step = create_train_state(MODELS["linen"][0], TX, mesh, KEY, batch()["x"]), make_train_step(loss, mesh)
+
+        @jax.jit
+        def program(state, batch):
+            state, metrics = step(state, batch)
+            measured = CALLBACKS[name](metrics["loss"], seen) if where == "program" else None
+            return state, metrics["loss"] if measured is None else measured
+
+        if name != "debug" and kind != "auto":
+            ours = f"{name}_callback, and is called inside a jax.jit of yours .*Call the step outside of jax.jit"
+            with pytest.raises(ValueError, match=ours if where == "loss" else "mesh should be the same"):
+                program(state, batch())
+            return
+        losses = []
+        for _ in range(2):
+            state, loss_of_step = program(state, batch())
+            losses.append(float(loss_of_step))
+    params = jax.jit(Linen().init)(KEY, batch()["x"])["params"]
+    np.testing.assert_allclose(losses, train_on_one_device(Linen(), TX, params, mean_loss, data(), 2)[2], rtol=1e-5)
     assert bool(seen) == (name != "pure")
 
 
@@ -242,7 +216,7 @@ def of_page(kind, tmp_path):
     """Runs the program of docs/tutorials/whole_loop.md, one line of which is another; returns the rows of metrics."""
     program = PAGE.read_text().partition("# ---- Plot")[0]
     assert program.count(MESH) == 1 and program.count("STEPS, EVERY = 60, 20") == 1
-    types = None if kind is None else KINDS[kind]
+    types = None if kind is None else MESHES[kind][2]
     if types is not None:
         program = program.replace(MESH, "mesh = jax.make_mesh((2, 4), ('dp', 'fsdp'), axis_types=types)\n")
     program = program.replace("STEPS, EVERY = 60, 20", "STEPS, EVERY = 24, 8").replace("sigterm_at=30", "sigterm_at=11")

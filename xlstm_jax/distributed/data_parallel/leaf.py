@@ -35,13 +35,19 @@ from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSpl
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_dims, running_loss, with_summed_gradient
+from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+    gather_dims,
+    running_loss,
+    with_equal_type,
+    with_summed_gradient,
+)
 from xlstm_jax.program_names import GATHER_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf
 
 
 LOOKED_UP = "looked_up"  # mark of an embedding table that exactly one lookup read while the model was initialised
+SPLIT_BY_RULES = "split_by_rules"  # mark of a leaf that rules for logical names split: the module reads all values
 
 
 class Sharded(QuickBox):
@@ -64,7 +70,8 @@ class Sharded(QuickBox):
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: if no wrapped module has gathered the
     shard, ``unbox`` gathers over the bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
     sharding instead, which is an error where the mesh axes are manual.) A box can also be read as an array
-    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Each read is a further gather.
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Reads in the same loss share
+    a gather, other reads gather each.
 
     A layer dim that ``nn.scan`` or ``nn.vmap`` adds is not split, unless ``metadata_params`` names an axis for the
     dim.
@@ -312,12 +319,17 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
         return leaf
     box = leaf_of(leaf)
     is_foreign = not isinstance(leaf, Sharded)
-    if is_foreign and reader().has_rules_for(leaf):  # the model uses unsharded parameters
-        return box if box.axes else box.value
+    if is_foreign and (marks := marks_of_rules(leaf)):  # the model uses unsharded parameters
+        return box.replace(marks=box.marks | marks) if box.axes else box.value
     if not box.axes:
         return leaf
     model_axes = tuple([axis for axis in (box.axes if is_foreign else box.model_axes) if axis not in gathered])
     return box if model_axes == box.model_axes else box.replace(model_axes=model_axes)
+
+
+def marks_of_rules(leaf: Any) -> frozenset[str]:
+    """Returns the mark ``SPLIT_BY_RULES`` if rules for logical names map the names of a model's box, else no mark."""
+    return frozenset({SPLIT_BY_RULES} if reader().has_rules_for(leaf) else ())
 
 
 def frozen(leaf: Any) -> Any:
@@ -368,6 +380,7 @@ def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], comm
         store=to_split.store,
         model_axes=box.model_axes,
         trainable=box.trainable,
+        marks=box.marks,
     )
 
 
@@ -462,6 +475,14 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
     return with_summed_gradient(shard, model_axes, path) if model_axes else shard
 
 
+def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the gathered axes over which the batch is not split: devices along these axes compute the same."""
+    if not (batch_axes := running_loss().batch_axes):  # outside of a loss nothing is known of the batch
+        return ()
+    varying = collectives.varying_axes(value)
+    return tuple([axis for axis in leaf.gathered_axes if axis in axes and axis in varying and axis not in batch_axes])
+
+
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], communication: Communication
 ) -> Any:
@@ -470,6 +491,8 @@ def as_gathered(
     ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
     (without padding, say), and is bare if no axis is left, else in a box.
     """
+    if SPLIT_BY_RULES in leaf.marks and (equal := _axes_of_equal_reads(leaf, value, axes)):
+        value = with_equal_type(value, equal)
     if not leaf.stores_value:
         value = leaf.store.read(value, [entry is not None for entry in names])
     if not any(names):

@@ -143,7 +143,7 @@ def box_params(
         if take is not None:
             to_split = to_split._replace(value=take(to_split.value, to_split.dim, axes))
         split = split_along(box, to_split, axes, communication)
-        return split.replace(marks=frozenset({marks[path]})) if path in marks else split
+        return split.replace(marks=split.marks | {marks[path]}) if path in marks else split
 
     return jax.tree.unflatten(treedef, [boxed(path, leaf) for path, leaf in given_leaves])
 

@@ -357,4 +357,4 @@ def make_log_step(metric: PureMetric, mesh: Mesh, axes: AxisNames) -> Callable[[
         # Created inside the program, so that the buffers of the donated argument are reused.
         return computed, metric.empty(axes, mesh)
 
-    return jax.jit(on_auto_axes(log_step, mesh, like=lambda local: (None, local)), donate_argnums=0)
+    return jax.jit(on_auto_axes(log_step, mesh, like=lambda local: (PartitionSpec(), local)), donate_argnums=0)

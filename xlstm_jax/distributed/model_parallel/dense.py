@@ -30,7 +30,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, marks_of_rules, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.model_parallel.activations import (
@@ -100,20 +100,27 @@ def split_param(
     if bound > 1 and module.has_variable("params", name):
         _check_local_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
+    exists = module.has_variable("params", name)
+
     def local_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)
         box = leaf_of(leaf)
         value = collectives.local_shard(box.value, dim, (axis_name,)) if bound > 1 else box.value
-        if axis_name not in jax.sharding.get_abstract_mesh().shape:
+        if exists:  # Linen compares only the shape; rules for logical names may be out of force
+            return value
+        sizes = jax.sharding.get_abstract_mesh().shape
+        if axis_name not in sizes:
             return rebox(leaf, value)  # on one device, where a box may not name an unknown axis
+        # A logical name of the dim without a rule is replaced, as the rules have no effect on the layer's split.
+        others = [axis for axis in entry_axes(box.names[dim]) if axis != axis_name and axis in sizes]
         names = (*box.names[:dim], axis_name, *box.names[dim + 1 :])
-        if box.names[dim] not in (None, axis_name) or (axis_name in box.axes and box.names[dim] is None):
+        if others or axis_name in {axis for entry in (*names[:dim], *names[dim + 1 :]) for axis in entry_axes(entry)}:
             raise ValueError(
                 f"'{path}' is split along dim {dim} over {axis_name!r} by its layer, and the names of its initialiser "
                 f"are {box.names}. Other dims may have other axes: leave dim {dim} and {axis_name!r} to the layer, in "
                 "nn.with_partitioning or in the rules of logical names."
             )
-        return Sharded(value, names, model_axes=(axis_name,))
+        return Sharded(value, names, model_axes=(axis_name,), marks=marks_of_rules(leaf))
 
     value: Array = module.param(name, local_part)
     return value
@@ -308,7 +315,9 @@ def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[...,
         if axis_name not in box.axes:
             return leaf
         names = [tuple(axis for axis in entry_axes(entry) if axis != axis_name) for entry in box.names]
-        return Sharded(box.value, tuple(map(axes_entry, names))) if any(names) else box.value
+        if not any(names):
+            return box.value
+        return Sharded(box.value, tuple(map(axes_entry, names)), marks=marks_of_rules(leaf))
 
     return replicated_init
 

@@ -29,10 +29,16 @@ from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, split_by_model, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, is_box, leaf_of, split_by_model, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.linen_run import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, axes_entry, common_dtype, promoting
+from xlstm_jax.distributed.data_parallel.wire.collectives import (
+    as_axis_names,
+    axes_entry,
+    common_dtype,
+    entry_axes,
+    promoting,
+)
 from xlstm_jax.distributed.data_parallel.wire.gather_array import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
@@ -200,7 +206,7 @@ def mix_experts(
     order = jnp.argsort(chosen, stable=True)
     sizes = jnp.zeros(experts, jnp.int32).at[chosen].add(1)
     own_experts = partial(apply_by_group, expert, params, block_size=block_size)
-    sent = rows[order // k]  # choice c belongs to token c // k
+    sent = jnp.asarray(rows)[order // k]  # choice c belongs to token c // k
     if collectives.spread_axes(axes):
         most = len(rows) * min(k, experts // collectives.axis_size(axes))
         results = _exchanged(own_experts, sent, sizes, axes, most)
@@ -557,9 +563,12 @@ class Experts(nn.Module):
             if not over and not is_box(leaf):
                 return leaf
             box = leaf_of(split_by_model(with_layer_names(leaf)))
+            # Of two dims that rules map to one axis, the first is split, as in Flax: here the dim of experts.
+            by_rules = over if SPLIT_BY_RULES in box.marks else ()
+            others = [tuple(axis for axis in entry_axes(entry) if axis not in by_rules) for entry in box.names[1:]]
+            names = axes_entry(over), *map(axes_entry, others)
             # unit_depth=0: wrapped modules within the expert gather nothing, as the parameters are gathered when read
             # here.
-            names = axes_entry(over), *box.names[1:]
             return box.replace(names=names, model_axes=over + box.model_axes, unit_depth=0)
 
         return trees.map_leaves(boxed, params)

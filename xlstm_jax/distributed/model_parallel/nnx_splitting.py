@@ -53,7 +53,7 @@ from xlstm_jax.distributed.model_parallel.dense import (
     row_product,
 )
 from xlstm_jax.distributed.model_parallel.embedding import check_integers, look_up_split_rows
-from xlstm_jax.distributed.model_parallel.splitting import BETWEEN, SPLITTERS, joined_logits
+from xlstm_jax.distributed.model_parallel.splitting import BETWEEN, SPLITTERS, check_not_split_by_rules, joined_logits
 from xlstm_jax.formatting import listed, path_pattern
 
 Kinds = Mapping[re.Pattern[str], str]
@@ -127,6 +127,11 @@ def _own_params(module: nnx.Module) -> list[str]:
     """Returns the names of a module's own parameters that take a gradient."""
     variables = ((name, value) for name, value in vars(module).items() if is_variable(value))
     return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def _value(module: nnx.Module, name: str) -> Array:
+    value: Array = getattr(module, name).get_raw_value()
+    return value
 
 
 def _is_checked(module: nnx.Module) -> bool:
@@ -319,6 +324,8 @@ def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
             yield
         return
     variables = {path_of(path): leaf for path, leaf in nnx.iter_graph(module) if is_variable(leaf)}
+    trained = [x.get_raw_value() for x in variables.values() if isinstance(x, nnx.Param)]
+    check_not_split_by_rules(split.path, module, trained, split.axis_name)
     with (
         _without_split_input(module, split),
         gathered({path: leaf for path, leaf in variables.items() if is_split(leaf)}),
@@ -464,6 +471,7 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
                 f"its input of shape {args[0].shape} has {features} of {rows} features on each of the {n} devices "
                 f"along {axis!r}. Split {split.quoted_path} by 'row', which sums over these devices."
             )
+    check_not_split_by_rules(split.path, module, [_value(module, name) for name in _own_params(module)], axis)
     # With check_vma=True JAX sums the gradients.
     if not collectives.is_tracked(axis):
         raise ValueError(

@@ -21,6 +21,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     is_nnx,
     methods_to_lift,
 )
+from xlstm_jax.distributed.data_parallel.modules.linen_run import runs_apart
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
@@ -177,7 +178,7 @@ class _Run:
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
-        if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())):
+        if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())) or runs_apart(self):
             return method(*args, **kwargs)
         if isinstance(module, ColumnDense | RowDense | SplitEmbed):
             if isinstance(module, ColumnDense | RowDense) and args:
@@ -202,6 +203,7 @@ class _Run:
             return None
         # Change the class in place: the parent has already named and registered this object.
         if kind == "inside":
+            check_not_split_by_rules(path, module, _trained(module), self.splitting.axis_name)
             object.__setattr__(module, "__class__", _inside_class(cls, self.splitting.axis_name))
         else:
             _check_plain(path, module, kind)
@@ -259,18 +261,33 @@ class _Run:
     def _check_between(self, path: str, module: nn.Module) -> None:
         """Raises a ``ValueError`` if a module between a column-split and a row-split layer is not in ``split=``."""
         axis = self.splitting.axis_name
-        is_split = self._column is not None and axis_devices(axis, f"'{path}'") > 1
-        # Direct parameters alone: parameters of submodules are checked when the submodule runs.
-        arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
-        has_params = bool(trees.differentiable(arrays))
+        if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):
+            return
+        check_not_split_by_rules(path, module, trained, axis)
         # With check_vma=True JAX sums the gradients.
-        if is_split and not collectives.is_tracked(axis) and has_params:
+        if not collectives.is_tracked(axis):
             raise ValueError(
                 f"split_modules: '{path}' ({type(module).__name__}) has replicated parameters, and runs after "
                 f"'{self._column}' is split by columns, before a layer is split by rows. Add it to split= as "
                 f"'inside' if its input is split over {axis!r}, or as 'replicated' if its input and output are "
                 "replicated."
             )
+
+
+def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis: str) -> None:
+    """Raises if rules have split a parameter over the axis: its gradient is a mean over the axis, and not a sum."""
+    if any(axis in collectives.varying_axes(value) for value in trained):
+        raise ValueError(
+            f"split_modules: '{path}' ({type(module).__name__}) runs on features that are split over {axis!r}, and "
+            "rules for logical names split one of its parameters over the same axis. Map the name of the dim to "
+            "None, or to another axis."
+        )
+
+
+def _trained(module: nn.Module) -> list[Array]:
+    """Returns the values of a module's parameters that take a gradient, without the parameters of its submodules."""
+    arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
+    return [leaf.value for leaf in trees.differentiable(arrays)]
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:

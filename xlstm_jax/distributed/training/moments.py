@@ -31,7 +31,7 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import DELETED, looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh
+from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
 from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
 
@@ -56,6 +56,7 @@ Moment = Literal[
     "placed",  # before the arguments are passed to JAX
     "refused",  # after JAX has raised an error
     "returned",  # after the call has returned
+    "in a program",  # after a call was traced in a program of the user, under explicit axes: CallInProgram
     "update",  # when ``apply_gradients`` of a state is called: AppliedGradients
     "failure",  # after JAX has raised an error inside a loss function: the exception
 ]
@@ -264,6 +265,12 @@ class JittedCall(NamedTuple):
         return shardings if [s for s in shardings if isinstance(s, NamedSharding)] else ()
 
 
+class CallInProgram(NamedTuple):
+    """Argument of checks of a call within a program of the user (``jax.jit``): the equations of the step."""
+
+    jaxpr: Any
+
+
 def sharding_of(leaf: Any) -> Any:
     """Returns the sharding of a leaf; None for a tracer, and for a leaf that is no ``jax.Array``."""
     return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
@@ -325,6 +332,7 @@ class CheckedStep:
     ):
         functools.update_wrapper(self, step)
         self.options = options
+        self._arguments_replaced = arguments_replaced
         self.jitted = jax.jit(on_auto_axes(step, layout.mesh, like=arguments_replaced), **options)
         takes = inspect.signature(step).parameters
         if needed is None:
@@ -423,7 +431,13 @@ class CheckedStep:
             if not (DELETED in str(error) and looks_for_nans()):
                 run_checks("refused", call._replace(error=error))
             raise
-        return on_set_mesh(returned) if explicit else returned
+        if not explicit:
+            return returned
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(returned)):
+            run_checks("in a program", CallInProgram(self.jitted.trace(*call.args, **call.kwargs).jaxpr))
+            # Within a user's program results keep the types of the step; on mixed axes these name no sharding.
+            return typed_like(returned, self._arguments_replaced(*call.args, **call.kwargs))
+        return on_set_mesh(returned)
 
 
 def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:

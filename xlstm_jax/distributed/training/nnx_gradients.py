@@ -22,13 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable, let_carries_vary
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
+from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
@@ -169,10 +170,10 @@ def nnx_value_and_grad(
             run_checks("results", Results(results, jaxpr, on_mesh, axes, {}))
             return results
 
-        loss, grads, means, rows, changed = on_auto_axes(checked, on_mesh)(params, batch)
-        loss, grads, means, changed = typed_like((loss, grads, means, changed), (None, live, None, None))
+        results = on_auto_axes(checked, on_mesh)(params, batch)
+        loss, grads, means, rows, changed = typed_like(tuple(results), (WHOLE, live, WHOLE, PartitionSpec(axes), WHOLE))
         _write(nodes, changed)
-        return (loss, program.aux_of(means, _typed_rows(rows, axes))) if has_aux else loss, grads[0]
+        return (loss, program.aux_of(means, rows)) if has_aux else loss, grads[0]
 
     return value_and_grads
 
@@ -214,17 +215,6 @@ def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
                 f"devices along {format_axes(axes)} do not divide its {np.shape(leaf)[0]} rows. Pad the rows to "
                 f"{-(-np.shape(leaf)[0] // count) * count}, and give padded rows the weight 0 in the loss."
             )
-
-
-def _typed_rows(rows: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns ``rows`` (split along dim 0) with a type that names ``axes``, if all axes of the set mesh are explicit.
-
-    Otherwise ``rows`` are returned unchanged.
-    """
-    around = jax.sharding.get_abstract_mesh()
-    if set(around.axis_types) != {AxisType.Explicit}:
-        return rows
-    return jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec(axes)), rows)
 
 
 class _OfDevices(NamedTuple):
@@ -285,6 +275,10 @@ class _Program:
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
                 # Statistics of all rows, as on a single device. Flax annotates one name, and takes several.
                 node.axis_name = cast(Any, self.axes)
+        boxed = trees.map_leaves(boxed_leaf, (trainable, frozen), one_leaf=is_variable)
+        for node in nodes:
+            # A cell makes zeros for its first carry; by type these are equal on all devices.
+            let_carries_vary(node, frozenset(carry_axes((boxed, batch))))
         others, rows = iter(nodes[1:]), iter(batch)
         args = [next(others if node else rows) for node in self.is_node]
         found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)

@@ -41,7 +41,14 @@ from xlstm_jax.distributed.optimizers.transforms import GRAD, GRAD_FN, VALUE, VA
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import AppliedGradients, CreatedState, NewModel, NewVariables, run_checks
-from xlstm_jax.explicit_axes import on_auto_axes, outside_set_mesh, placed, sharding_of_input, with_auto_axes
+from xlstm_jax.explicit_axes import (
+    on_auto_axes,
+    outside_set_mesh,
+    placed,
+    sharding_of_input,
+    splits_over_both_types,
+    with_auto_axes,
+)
 from xlstm_jax.formatting import TIMES, Bar, format_bytes, notebook_html, rich_table
 
 PARTS = ("params", "opt_state", "collections")
@@ -121,7 +128,12 @@ class TrainState(FlaxTrainState):
             bare = trees.map_sharded(gradient, state.params, grads)
             return _replaced(state, _updated(state, bare, mesh, {})[0])
 
-        return on_auto_axes(updated, mesh, like=lambda state, grads: state)(self, grads).replace(**kwargs)
+        # A dim over axes of both types would be gathered over its Auto axes by a type, which names explicit axes alone.
+        named = [leaf.names for _, leaf in trees.sharded_leaves(self.params)]
+        typed = on_auto_axes(
+            updated, mesh, like=lambda state, grads: state, on_mixed_axes=not any(map(splits_over_both_types, named))
+        )
+        return typed(self, grads).replace(**kwargs)
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:

@@ -143,7 +143,7 @@ def make_train_step(
 
     def like(state: PyTree, batch: PyTree, rng: PyTree = None, local: PyTree = None, **_: PyTree) -> tuple[PyTree, ...]:
         """Returns the arguments that the results (state, metrics, and local with a metric) replace."""
-        return (state, None) if metric is None else (state, None, local)
+        return (state, PartitionSpec()) if metric is None else (state, PartitionSpec(), local)
 
     def step_of(of_batch: BatchLayout) -> CheckedStep:
         options = StepOptions(

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from xlstm_jax.distributed.data_parallel.policy import next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import Reason
@@ -46,7 +47,7 @@ class ZeroPadding(Store):
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
         cut = tuple(slice(None if split else size) for size, split in zip(self.sizes, is_split, strict=True))
         # Under explicit axes the value is replicated: JAX has no sharding for a dim that the axes do not divide.
-        return on_auto_axes(lambda stored: stored[cut], like=lambda stored: None)(stored)
+        return on_auto_axes(lambda stored: stored[cut], like=lambda stored: PartitionSpec())(stored)
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
         return with_zeros_behind(value, shape)

@@ -118,6 +118,13 @@ class _OutsideModelMarker:
         return method(*args, **kwargs)
 
 
+def runs_apart(run: Any) -> bool:
+    """Returns whether the running module is no part of the model of ``run``, an active interceptor."""
+    interceptors = active_interceptors_of(object)
+    # Innermost first: a marker before this run says that the module is not part of the model.
+    return _OutsideModelMarker in map(type, interceptors[: interceptors.index(run)])
+
+
 @dataclass(eq=False)
 class LinenRun:
     """State of a running method of a sharded model: modules entered and chosen. Paths are relative to the model."""
@@ -138,9 +145,7 @@ class LinenRun:
         # Linen inspects the setup of modules made by nn.scan before they are called.
         if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
-        interceptors = active_interceptors_of(object)
-        # Innermost first: a marker before this run says that the module is not part of the model.
-        if _OutsideModelMarker in map(type, interceptors[: interceptors.index(self)]):
+        if runs_apart(self):
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
         args, kwargs = arguments_from(None, module, name, args, kwargs)

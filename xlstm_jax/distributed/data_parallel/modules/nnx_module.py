@@ -28,7 +28,7 @@ from jax.core import Tracer
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, SplitVariable, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, Sharded, SplitVariable, leaf_of, read_value
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     OF_ARRAYS,
     Method,
@@ -256,7 +256,7 @@ def boxed_leaf(variable: Any) -> Any:
     if not are_logical:
         return meta.Partitioned(value, mesh_names)  # type: ignore[arg-type]  # Flax: no tuples
     own = [axis for entry in mesh_names for axis in entry_axes(entry) if axis in metadata.get(OWN_AXES, ())]
-    return Sharded(value, mesh_names, model_axes=tuple(own))
+    return Sharded(value, mesh_names, model_axes=tuple(own), marks=frozenset({SPLIT_BY_RULES}))
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:

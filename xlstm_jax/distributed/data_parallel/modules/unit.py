@@ -1,4 +1,4 @@
-"""Units: modules that gather their parameters together to run. This file has the parts shared by module libraries.
+"""Units: modules that gather all their parameters to run. This file has the parts shared by module libraries.
 
   select   ``as_predicate``: chooses the units of a model; ``public_methods``: lists the methods that enter a unit
   enter    ``entered``: names the unit in profiles, and the unit's input; ``gather_here``: gathers the parameters
@@ -29,6 +29,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
+    SPLIT_BY_RULES,
     Sharded,
     full_value_error,
     gather_leaf,
@@ -198,7 +199,8 @@ def gather_here(
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
             raise closed_over_error(path, box, policy.axes)
         extension, wire = wires.get(stored, (None, None))
-        full = gather_leaf(box, policy.axes, communication, path, wire, together.get(stored))
+        axes = _with_axes_of_rules(policy, box) if SPLIT_BY_RULES in box.marks else policy.axes
+        full = gather_leaf(box, axes, communication, path, wire, together.get(stored))
         if extension is not None:
             extension.on_gathered(stored, full)
         return full
@@ -237,6 +239,12 @@ def gather_here(
             together |= cls().gathers(to_gather, policy.axes, communication)
     with jax.named_scope(GATHER_SCOPE):
         return map_leaves_with_path(gathered, variables)
+
+
+def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
+    """Returns the axes of the unit, and further bound axes over which rules for logical names split the leaf."""
+    others = [axis for axis in box.gathered_axes if not policy.has_axis(axis) and collectives.is_bound(axis)]
+    return (*policy.axes, *others)
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:

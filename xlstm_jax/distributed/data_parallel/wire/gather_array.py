@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.core.tracers import current_trace
 from jax.typing import DTypeLike
@@ -317,6 +318,26 @@ def _gather_some(
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns a value that is equal along ``axes``, with a type that says so; the gradient is unchanged.
+
+    The type of a gather says that the result varies over the axes of the gather. The gradient is equal along ``axes``,
+    too, and the gather averages equal terms.
+    """
+    # The sum of the first device's value and of zeros has the same bits, NaN included.
+    is_first = collectives.axis_index(axes) == 0
+    return collectives.all_reduce_sum(jnp.where(is_first, value, jnp.zeros_like(value)), axes)
+
+
+def _with_equal_type_bwd(axes: tuple[str, ...], residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    del residual
+    return (collectives.to_varying(cotangent, axes),)
+
+
+with_equal_type.defvjp(lambda value, axes: (with_equal_type(value, axes), None), _with_equal_type_bwd)
 
 
 # ----------------------------------------------------------------------------------------------------- the running loss

@@ -130,6 +130,7 @@ CHECKS[:] = [
     TrainingCheck("placed", calls.check_placed, ERRORS, needs="placements"),
     TrainingCheck("refused", calls.raise_for_leaf, ERRORS),
     TrainingCheck("returned", calls.warn_of_padded_call, MISTAKES),
+    TrainingCheck("in a program", calls.check_callbacks, ERRORS),
     AVERAGED_ONCE,
     TrainingCheck("failure", raise_with_cure, ERRORS),
 ]

@@ -3,7 +3,7 @@
 before   argument names; donated buffers (some JAX releases end the process on reuse); the first batch, compared between
          processes; the placement of the batch
 failure  the leaf that JAX rejected before tracing
-after    whether padded rows were counted
+after    whether padded rows were counted; callbacks of a step in a program of the user
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +23,11 @@ from xlstm_jax.distributed.device_mesh.batches import any_padded, padded_rows_of
 from xlstm_jax.distributed.training.arguments import ARGUMENT_HINTS, DONATED
 from xlstm_jax.distributed.training.first_batch import compare_batches
 from xlstm_jax.distributed.training.mistakes import warn_of_padding
-from xlstm_jax.distributed.training.moments import JittedCall
+from xlstm_jax.distributed.training.moments import CallInProgram, JittedCall
+from xlstm_jax.equations import all_equations
 from xlstm_jax.formatting import kind_of
+
+RETURNING_CALLBACKS = {"pure_callback", "io_callback"}  # names of primitives
 
 
 def check_names(call: JittedCall) -> None:
@@ -90,6 +93,17 @@ def raise_for_leaf(call: JittedCall) -> None:
     mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
     if cause := next(_errors_in(call.named, mesh), None):
         raise cause from None
+
+
+def check_callbacks(call: CallInProgram) -> None:
+    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values."""
+    found = sorted(RETURNING_CALLBACKS & {eqn.primitive.name for eqn in all_equations(call.jaxpr.eqns)})
+    if found:
+        raise ValueError(
+            f"the step contains {found[0]}, and is called inside a jax.jit of yours under a set mesh with explicit "
+            "axes: JAX compiles callbacks that return values in no such program. Call the step outside of jax.jit, set "
+            "a mesh of AxisType.Auto axes, or use jax.debug.callback, which returns nothing."
+        )
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
