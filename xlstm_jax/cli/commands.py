@@ -126,7 +126,7 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
-    """Returns the default meshes of ``fit`` if the factory takes the axes to split over; else a flat axis."""
+    """Returns meshes as axis sizes: ``fit``'s defaults if the factory takes the axes to split over; else one axis."""
     # A factory without this argument has fixed axis names, most likely "fsdp".
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 

@@ -127,7 +127,7 @@ def checksum_each(arrays: Arrays) -> Sums:
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
-    """Returns ``checksum`` jitted for the sharding of an array, with a replicated result."""
+    """Returns a jitted function that computes the checksum of arrays with this sharding; its result is replicated."""
     # Replicated, because each process reads the result from its local devices.
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return _checksum_to(

@@ -142,7 +142,7 @@ def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset())
 
 
 def _written(like: Sharded, value: Any) -> Any:
-    """Returns the value in the storage form of ``like``, computed in the parts of ``evenly_split``."""
+    """Returns the value in the storage form of ``like`` (as with padding); each device computes a part, if possible."""
     stored, split = stored_value(like, value), evenly_split(like.true_shape, like.value.sharding)
     if split is None or stored.ndim != value.ndim:
         return stored
@@ -445,7 +445,11 @@ def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = No
 
 
 def reads_full_array(entry: Entry, like: Any) -> bool:
-    """Whether each process reads a leaf in full into NumPy: a local leaf, a saved Python number, or an empty array."""
+    """Returns whether each process reads the full array of a leaf into NumPy, and not only shards.
+
+    True if ``like`` is a local leaf (every process has a full copy), or if ``entry`` is of a Python number or of an
+    array without entries.
+    """
     # "bool" is the dtype of both a Python bool and a bool array; only an array has dims.
     is_number = entry["dtype"] in PYTHON_DTYPES and not entry["shape"]
     return is_local(like) or is_number or 0 in entry["shape"]

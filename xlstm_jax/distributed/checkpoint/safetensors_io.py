@@ -233,7 +233,10 @@ class ValueInStore:
 
 
 def import_targets(abstract_params: PyTree) -> Leaves:
-    """Returns ``target_leaves``; a placed leaf whose store can be written in parts is returned as a ``LeafInStore``."""
+    """Returns the leaves to import into, by path: without padding, and without boxes.
+
+    A leaf with a sharding whose store can be written in parts is returned as a ``LeafInStore``.
+    """
 
     def to_be_written(leaf: Sharded) -> Any:
         is_placed = getattr(leaf.value, "sharding", None) is not None

@@ -144,7 +144,11 @@ class _Initialiser:
 def _boxing_without_constraints(
     method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Interceptor for ``nn.intercept_methods``: runs a method with the module's initialisers as ``_Initialiser``."""
+    """Interceptor for ``nn.intercept_methods``: runs a method, and returns its result.
+
+    Meanwhile the module's fields that are initialisers, such as ``kernel_init``, return boxes without sharding
+    constraints.
+    """
     module = context.module
     fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}
     # ``kernel_init``, ``embedding_init``: Flax has them as fields, and passes them to the modules within as fields.

@@ -149,7 +149,7 @@ class Extension:
     def gathers_in_tree(
         self, params: PyTree, axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Does ``gathers`` by path for each unit of the boxed parameters of an entire model."""
+        """Returns the functions of ``gathers``, by path in the model, for the boxed parameters of an entire model."""
         return {}
 
     def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
@@ -265,7 +265,10 @@ def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
-    """Returns marks, by path, for the leaves to be split whose gathers share collectives; see ``Extension``."""
+    """Returns, by path, the marks of leaves that are gathered together with other leaves; {} without such leaves.
+
+    ``leaves`` are the leaves of a unit that will be split. Leaves with equal marks share collectives.
+    """
     hooks = with_hook("sent_together")
     return {path: mark for cls in hooks for path, mark in cls().sent_together(leaves, communication).items()}
 
@@ -279,7 +282,10 @@ def sent_with(path: str, leaf: Sharded) -> str | None:
 def gathers_in_tree(
     params: PyTree, axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns, by path, the gathers that the hook ``gathers_in_tree`` of the extensions returns."""
+    """Returns, by path, functions that gather leaves together with other leaves; each returns the ``Gathered`` leaf.
+
+    ``params`` are the boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
+    """
     together: dict[str, Callable[[], Gathered]] = {}
     for cls in with_hook("gathers_in_tree"):
         together |= cls().gathers_in_tree(params, axes, communication)

@@ -184,7 +184,7 @@ def averaged_axes(value: jax.Array) -> frozenset[str]:
 
 
 def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
-    """Remembers traced averages ``values[i]`` over ``axes[i]``."""
+    """Remembers, for ``averaged_axes``, that ``values[i]``, if it is a tracer, is an average over ``axes[i]``."""
     # Weak references: a tracer must not outlive its trace. References to tracers of ended traces are dropped here.
     alive = [(average, over) for average, over in _averages.known if average() is not None]
     traced = [(value, over) for value, over in zip(values, axes, strict=True) if isinstance(value, Tracer)]

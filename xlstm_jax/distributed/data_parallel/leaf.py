@@ -70,7 +70,8 @@ class Sharded(QuickBox):
     A box that is read gathers itself. Linen reads a parameter by ``unbox``: if no wrapped module has gathered the
     shard, ``unbox`` gathers over the bound axes except ``model_axes``. (``nn.Partitioned.unbox`` constrains the
     sharding instead, which is an error where the mesh axes are manual.) A box can also be read as an array
-    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Each read is a further gather.
+    (``jnp.dot(x, box)``, ``box.T``, ``box[0]``) by a call of ``unbox``. Reads in the same loss share
+    a gather, other reads gather each.
 
     A layer dim that ``nn.scan`` or ``nn.vmap`` adds is not split, unless ``metadata_params`` names an axis for the
     dim.
@@ -89,7 +90,7 @@ class Sharded(QuickBox):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes of the leaf's names, in the order of dims; () for a replicated leaf."""
+        """Mesh axes that split the leaf, by dim, including each axis of a dim split over several; () if not split."""
         return tuple([axis for entry in self.names if entry is not None for axis in entry_axes(entry)])
 
     @property
@@ -120,7 +121,7 @@ class Sharded(QuickBox):
         return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of a value that is stored as ``counts[i]`` shards like ``self.value`` along dim i."""
+        """Returns the shape of the value stored in ``counts[i]`` shards along each dim i; one is ``self.value``."""
         return self.store.shape(np.shape(self.value), counts)
 
     @property
@@ -416,7 +417,7 @@ def stored_value(leaf: Any, value: Any) -> Any:
 
 
 def read_value(leaf: Sharded) -> Any:
-    """Returns the value that a module computes with: ``true_value``, without gradient if the leaf is frozen."""
+    """Returns the value that a module computes with: without padding; under ``stop_gradient`` if the leaf is frozen."""
     return as_read(leaf, true_value(leaf))
 
 

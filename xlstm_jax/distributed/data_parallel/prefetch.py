@@ -165,7 +165,7 @@ class _Leaf(NamedTuple):
         return self.parcel.pack(value) if self.parcel else value
 
     def gradients(self, gradient: jax.Array) -> Any:
-        """Returns the gradient of ``value`` of ``shard`` from the gradient of its result."""
+        """Converts a gradient of the result of ``shard`` to the gradient of ``value``: an array or a list of arrays."""
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:
@@ -293,7 +293,10 @@ class _Scan:
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
     def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
-        """Returns ``ahead`` before the first iteration, which computes layer ``order[0]``."""
+        """Starts gathers of the first ``depth`` layers in ``order``; returns the gathers for the first iteration.
+
+        The list has an entry for each stage, ``None`` for a stage without a layer.
+        """
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
         for position in range(self.depth):

@@ -102,7 +102,7 @@ def _is_table(name: str, params: dict[str, Any]) -> bool:
 
 
 def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
-    """Returns whether a function contains nothing to keep."""
+    """Returns whether an operation is a call of a function in which the policy keeps no value."""
     # JAX applies policies inside most functions, but not inside a function with a custom derivative if nothing in it is
     # differentiated, such as the gather of frozen weights. The maxima in such a gather are those of packed blocks.
     if name not in FUNCTIONS:

@@ -217,7 +217,7 @@ def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
 
 
 def is_planning() -> bool:
-    """Returns whether modules run under a ``planning_mesh``."""
+    """Returns whether the mesh in force was made by ``planning_mesh``: ``plan_sharding`` is tracing a model."""
     return jax.sharding.get_abstract_mesh().abstract_device == _NO_DEVICE
 
 

@@ -90,7 +90,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> Py
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Applies ``map_values`` with ``fn(path, leaf, *other_trees)``."""
+    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in its box; see ``map_values``."""
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 

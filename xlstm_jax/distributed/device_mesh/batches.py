@@ -120,7 +120,7 @@ def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
 
 
 def any_padded() -> bool:
-    """Returns whether a leaf padded by ``shard_batch`` is alive."""
+    """Returns whether this process still has a reference to an array that ``shard_batch`` has padded."""
     return bool(_padded) and any(ref() is not None for ref, *_ in _padded)
 
 

@@ -101,7 +101,7 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def replicate_params(params: PyTree, mesh: Mesh) -> PyTree:
-        """Copies the parameters to every device, as ``shard_model_state`` does."""
+        """Returns the parameters as global arrays, with a full copy on every device of the mesh."""
         return DataParallel.shard_model_state(params, mesh)
 
     @staticmethod

@@ -141,7 +141,7 @@ class Layout:
         }
 
     def vectors_of(self, groups: dict[Group, Cell]) -> Vectors:
-        """Packs the group cells into vectors; the inverse of ``groups_of``."""
+        """Returns by name the vectors [..., k]: the arrays of the group cells, joined along the last dim."""
         arrays = defaultdict(list)
         for group, spans in self.spans.items():
             for span, array in zip(spans, jax.tree.leaves(groups[group]), strict=True):

@@ -280,7 +280,11 @@ class Metric(ABC, Generic[Value]):
         """Computes the value of the metric: after ``sync`` the value over every device and process."""
 
     def sync(self) -> None:
-        """Merges the local states of all accumulators over devices and processes; every process must call ``sync``."""
+        """Merges the local states of all accumulators over devices and processes; every process must call ``sync``.
+
+        ``compute`` then returns the value over all devices. The local states are kept: you may call ``update`` again,
+        and a further ``sync`` merges all values since ``reset``, each once.
+        """
         sync_together([state for _, state in self._states()])
 
     def reset(self) -> None:

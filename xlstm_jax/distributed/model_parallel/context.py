@@ -387,7 +387,7 @@ def _query_blocks(x: Array, groups: int, options: _Options) -> Array:
 
 
 def _from_blocks(x: Array) -> Array:
-    """Inverts ``_query_blocks``: [n, b, g, r, c, d] -> [b, t, h, d]."""
+    """Joins n blocks of c tokens to t tokens, g groups of r heads to h heads: [n, b, g, r, c, d] -> [b, t, h, d]."""
     count, batch, groups, shared, length, size = x.shape
     return jnp.transpose(x, (1, 0, 4, 2, 3, 5)).reshape(batch, count * length, groups * shared, size)
 

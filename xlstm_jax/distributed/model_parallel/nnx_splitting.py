@@ -277,7 +277,10 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 
 @functools.cache
 def _starting_run(cls: type[nnx.Module]) -> Any:
-    """Returns a subclass of the model's class. A call of its public method from outside starts a ``_Run``."""
+    """Returns a subclass of the model's class, with the same name.
+
+    A public method of the subclass runs inside a new ``_Run``, except if another method of the model calls it.
+    """
 
     def starting(plain: Method) -> Method:
         @functools.wraps(plain)
@@ -435,7 +438,7 @@ def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
-    """Returns the logits of a tied head, replicated."""
+    """Returns the logits [..., V] of the entire vocabulary, equal on all devices, for ``query`` [..., d]."""
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)

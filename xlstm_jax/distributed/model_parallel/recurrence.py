@@ -106,7 +106,10 @@ def scan_over_axis(
 
 
 def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, reverse: bool, caller: str) -> PyTree:
-    """Implements ``scan_over_axis``; errors name ``caller``."""
+    """Returns ``first`` combined with the steps of all devices before this device; a tree like ``first``.
+
+    The arguments are those of ``scan_over_axis``; errors name the function ``caller``.
+    """
     axes = collectives.bound_or_none(as_axis_names(axis), caller=caller)
     layout_over(axes, CONTIGUOUS, caller)
     n, index = collectives.axis_size(axes), collectives.axis_index(axes)

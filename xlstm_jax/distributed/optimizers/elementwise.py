@@ -189,7 +189,11 @@ def _first_difference(full: np.ndarray, sharded: np.ndarray) -> tuple[float, flo
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:
-    """Yields a tree of gradients for each trial step: positive, with some signs flipped, times ``_PROBE_SCALES``."""
+    """Yields a tree of gradients, shaped like ``params``, for each trial step.
+
+    Entries are random, mostly positive. Each step has two scales (``_PROBE_SCALES``): one for the first shard of a leaf
+    along its dim in ``dims``, one for the rest of the leaf.
+    """
     rng = np.random.default_rng(1)
     values, treedef = jax.tree.flatten(params)
     for first, rest in _PROBE_SCALES:

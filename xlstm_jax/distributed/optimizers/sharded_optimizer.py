@@ -63,9 +63,10 @@ def is_state_box(leaf: PyTree) -> bool:
 
 
 def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
-    """Returns the entry of ``params`` whose path is the end of ``path``, a path in an optimizer's state.
+    """Returns the entry of ``params`` to which a leaf of an optimizer's state belongs, by its path; else None.
 
-    ``0/mu/dense/kernel`` belongs to ``dense/kernel``; for a step counter the result is None.
+    The keys of ``params`` are full paths. The longest key that is the end of ``path`` is chosen: ``0/mu/dense/kernel``
+    belongs to ``dense/kernel``, not to ``kernel``. For a step counter the result is None.
     """
     parts = path.split("/")
     # Longest first: `mu/a/kernel` belongs to `a/kernel`, even with another `kernel` at the top. "." is the path of a
@@ -182,7 +183,11 @@ def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpec
 
 
 def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Implements ``optimizer_state_shardings``, for parameters by path from ``leaves_and_specs``."""
+    """Returns the tree of an optimizer's state with a ``NamedSharding`` for each leaf.
+
+    A leaf is split like its parameter, a leaf without a parameter is replicated. ``by_path`` has the parameters, as
+    ``leaves_and_specs`` returns them.
+    """
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
         value = leaf.value if is_box(leaf) else leaf
@@ -378,7 +383,7 @@ def _kinds(opt_state: PyTree) -> set[object]:
 
 
 def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers."""
+    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers for skipped steps, offload and so on."""
     called = taking_extra_args(tx)
     by_path = leaves_and_specs(params, mesh)
     padded = [path for path, (leaf, _) in by_path.items() if not leaf.stores_value]

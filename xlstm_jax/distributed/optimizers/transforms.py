@@ -224,7 +224,7 @@ def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any])
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
-    """Returns by name the closure variables of ``tx.update``, or the attributes if it is a method."""
+    """Returns by name the closure variables of ``tx.update``; if it is a method, the attributes of its object."""
     owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
     return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)
 

@@ -130,7 +130,10 @@ def plan_sharding(
 def _roles(
     params: PyTree, within: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the roles of each axis, see ``ShardingPlan``; ``within`` maps a section's role to its ``axes_within``."""
+    """Returns the roles of each axis, such as ("fsdp", "tensor"), by axis; () for an axis without a role.
+
+    ``within`` maps the role of a section, such as "experts", to the axes of the role by module path.
+    """
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
     of_sections = {begin: axes for by_path in within.values() for begin, axes in by_path.items()}

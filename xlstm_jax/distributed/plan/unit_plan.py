@@ -1,4 +1,4 @@
-"""Plan section of units chosen by a rule: modules that gather their parameters together, and the rule's reasons."""
+"""Plan section of units chosen by a rule: modules that gather all their parameters to run, with the rule's reasons."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

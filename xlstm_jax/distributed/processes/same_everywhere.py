@@ -73,7 +73,11 @@ def assert_same_everywhere(
 
 
 def compare(entries: Mapping[str, str], subject: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
-    """Implements ``assert_same_everywhere`` for entries (text by path); ``me`` is the index of this process."""
+    """Raises a ``ValueError`` in every process if ``entries`` (text by path) differ between processes.
+
+    ``subject`` names the entries in the error. ``me`` is the index of this process; ``processes`` are the indices of
+    all processes that call the function.
+    """
     # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
     digests = exchange_in(

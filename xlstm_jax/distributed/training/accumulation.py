@@ -307,7 +307,10 @@ def accumulated(
     metric_state: PyTree,
     collections: Mapping[str, PyTree],
 ) -> BatchResult:
-    """Runs the loop over minibatches of ``accumulate_gradients`` and of a step; returns a ``BatchResult``."""
+    """Computes loss and gradients minibatch by minibatch; returns those of the whole batch in a ``BatchResult``.
+
+    ``accumulate_gradients`` and the steps call this function, inside ``shard_map``.
+    """
     axes, count = options.axes, options.num_minibatches
     strategy = STRATEGIES[options.strategy if count > 1 else DEFAULT_ACCUMULATION]
     boxed = trees.map_leaves(split_by_model, params)

@@ -152,7 +152,7 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_key_argument(takes: inspect.Signature, index: int) -> bool:
-    """Returns whether the argument at this index is a key by its name, or has the name of an unused argument, ``_``."""
+    """Returns whether the argument at ``index`` has the name of a key, or the name ``_``, or does not exist."""
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
     return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
 

@@ -216,7 +216,11 @@ class StepOptions:
         return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))
 
     def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
-        """Returns the results of ``step`` from the ``result`` of its batch; ``of_params`` is for other parameters."""
+        """Updates the state; returns (new state, metrics), and with ``metric=`` also the new state of the metric.
+
+        ``result`` has loss and gradients of the batch. ``of_params(params)`` computes loss and gradients at other
+        parameters, for an optimizer that asks for them.
+        """
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
         loss_and_grads_at = partial(_loss_and_grads_at, state.params, of_params)
@@ -234,7 +238,10 @@ class StepOptions:
     def arguments(
         self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
     ) -> tuple[PyTree, ...]:
-        """Returns the arguments of ``program``."""
+        """Returns (params, batch, key, local, collections, extra_trees), the arguments of the function of ``program``.
+
+        ``key`` is ``rng`` folded with the step number; ``None`` if ``rng`` is ``None`` or the loss takes no key.
+        """
         # A single key serves the entire run: fold in the step here, the device index in on_device.
         draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
         key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)

@@ -102,12 +102,20 @@ def propagate_labels(
 def followed_equation(
     eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Does ``propagate_labels`` for the results of a single equation."""
+    """Returns the labels of each result of an equation, from the labels of its inputs; see ``propagate_labels``.
+
+    ``look(equation, labels of inputs)`` is the rule: it returns the labels of the results, or ``None`` for the rule for
+    axes.
+    """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """Returns ``differing_axes``, and the axes of collectives in branches that devices may take differently."""
+    """Returns the axes along which each result of ``fn(*args)`` differs, and the axes of collectives in some branches.
+
+    These are the branches that devices may take differently. ``of_args`` has for each argument the axes along which it
+    differs.
+    """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
     manual = collectives.manual_axes()

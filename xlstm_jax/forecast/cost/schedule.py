@@ -58,7 +58,7 @@ def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], 
 def _timed_in(
     least: Kernels, expected: Kernels, pairs: Sequence[tuple[Site, Collective]], links: Links
 ) -> Iterator[Collective]:
-    """Yields the timed collectives of one computation."""
+    """Yields the collectives of ``pairs``, all of one computation, with their times: seconds, waits and overlap."""
     # Each computation has a separate clock: no collective starts in one computation and ends in another.
     computation = pairs[0][0].computation
     runs, at_peak = (

@@ -88,7 +88,7 @@ class Columns:
         return jnp.concatenate([array.reshape(rows, -1) for array in moved], axis=1)
 
     def split(self, packed: jax.Array) -> list[jax.Array]:
-        """Returns the arrays from which ``join`` made ``packed``."""
+        """Returns the unpacked arrays, in the order and shapes in which ``join`` took them; the inverse of ``join``."""
         # The transpose of lax.split is one concatenate; slices would be padded and added.
         parts = lax.split(packed, [math.prod(shape) for shape in self.shapes], axis=1)
         return [

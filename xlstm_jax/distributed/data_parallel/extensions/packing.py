@@ -148,7 +148,10 @@ def packed_gathers(
 def packed_in_tree(
     params: PyTree, axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns ``packed_gathers`` by path for the boxed parameters of an entire model, unit by unit."""
+    """Returns, by path in the model, functions that gather a leaf together with other leaves of its unit.
+
+    ``params`` are the boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
+    """
     units: dict[str, dict[str, tuple[str, Sharded]]] = defaultdict(dict)
     for path, leaf in sharded_leaves(params):
         if (unit := packed_unit(path, leaf)) is not None:

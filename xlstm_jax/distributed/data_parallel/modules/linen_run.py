@@ -251,7 +251,7 @@ class LinenRun:
 
 
 def do_nothing(module: nn.Module) -> None:
-    """Does nothing. ``with_gathers(nothing, ...)``, called on a module in ``init``, splits the module's parameters."""
+    """Does nothing. ``with_gathers(do_nothing, ...)``, called on a module in ``init``, splits its parameters."""
 
 
 def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:

@@ -6,8 +6,9 @@
 A split variable stores axis names, communication options, and the policy of the unit. The class of a chosen module is
 replaced by a subclass of the same name; nothing else changes. When a public method is entered, ``gathered`` replaces
 the values of the variables below the module, except variables of units within, by unsharded values, which are dropped
-when the method returns. A split variable read at any other time gathers itself, once per read. ``nnx.split`` keeps
-classes, so units survive when ``nnx.jit``, ``nnx.remat`` or ``nnx.scan`` splits and merges a model.
+when the method returns. A split variable read at any other time gathers itself; the reads within a loss share one
+gather (``RunningLoss.gathered_once``). ``nnx.split`` keeps classes, so units survive when ``nnx.jit``, ``nnx.remat`` or
+``nnx.scan`` splits and merges a model.
 """
 
 import functools
@@ -136,7 +137,10 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 # Cached: NNX compares the structures of models by the classes of their variables.
 @functools.cache
 def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
-    """Returns a subclass of ``cls`` and ``state`` (``_Split`` or ``_Whole``), with the name of ``cls``."""
+    """Returns a subclass of two classes: ``state`` and ``cls``, in this order, with the name of ``cls``.
+
+    ``state`` is ``_Split``, for a variable that holds a shard, or ``_Whole``, for a variable with a gathered value.
+    """
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})
 

@@ -143,7 +143,7 @@ def _prefetching_scan(
 
 
 def _split(keys: PyTree, length: int) -> PyTree:
-    """Splits keys as ``nn.scan`` does."""
+    """Returns the tree with each key split into ``length`` keys, one per layer, equal to the keys of ``nn.scan``."""
     return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
 
 

@@ -57,7 +57,8 @@ def shard_modules(
     ``nn.scan`` or ``nn.jit`` around a sharded submodule stays around the submodule.
 
     If a chosen module contains another chosen module, the inner module gathers its parameters, and the outer module the
-    rest. A parameter read outside of its gathering module (a tied head) is gathered for each read.
+    rest. A parameter read outside of its gathering module (a tied head) is gathered by the read. In a loss of
+    ``make_train_step`` or ``value_and_grad`` all reads of a parameter share one gather.
 
     Args:
       model: a Linen module, its class, or a ``functools.partial`` of a class; or an NNX model, made by ``nnx_model``.

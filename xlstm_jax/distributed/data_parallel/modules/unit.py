@@ -1,4 +1,4 @@
-"""Units: modules that gather their parameters together to run. This file has the parts shared by module libraries.
+"""Units: modules that gather all their parameters to run. This file has the parts shared by module libraries.
 
   select   ``as_predicate``: chooses the units of a model; ``public_methods``: lists the methods that enter a unit
   enter    ``entered``: names the unit in profiles, and the unit's input; ``gather_here``: gathers the parameters

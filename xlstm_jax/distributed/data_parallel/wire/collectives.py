@@ -203,9 +203,9 @@ def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def axis_index(axes: Sequence[str]) -> jax.Array:
-    """Returns this device's index along the axes, the first axis outermost; int32 scalar.
+    """Returns this device's index along the axes, the first axis outermost; int32 scalar. 0 without axes.
 
-    Axes of size 1 are left out: they do not change the index, and would make the index vary by type.
+    Axes of size 1 are left out. They do not change the index, but the result would have a type that varies over them.
     """
     axes = spread_axes(axes)
     return lax.axis_index(axes) if axes else jnp.int32(0)

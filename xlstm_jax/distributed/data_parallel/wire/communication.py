@@ -196,7 +196,10 @@ class Communication:
         return self.format_of(value) or jnp.dtype(self.dtypes(value)[0]).name
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format for a gather of a shard, or ``PrimalType``, along ``dim``; ``Unchanged`` on one device."""
+        """Returns the format in which a shard is sent for a gather along ``dim``; ``Unchanged`` on a single device.
+
+        ``shard`` is an array, or the ``PrimalType`` of an array.
+        """
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
         return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else Unchanged()
 

@@ -51,5 +51,8 @@ class Copies:
         return collectives.all_reduce_sum(term_of_mean(grad, collectives.axis_size(axes), grad.dtype), axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns the norm of ``mean``'s rounding error, beyond sums in ``dtype``, for gradients of sizes ``sizes``."""
+        """Returns the norm of the error by which ``mean`` rounds more than sums in ``dtype`` do.
+
+        ``sizes`` has the absolute values of a gradient's entries. Here 0, as ``mean`` sums in the gradient's dtype.
+        """
         return 0.0

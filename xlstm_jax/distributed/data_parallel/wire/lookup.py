@@ -203,7 +203,10 @@ def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Transposes ``_columns``, for columns without padding rows: sums over ``outer``."""
+    """Returns the gradient of this device's shard of the table, in the shape of the shard, summed over ``outer``.
+
+    ``columns`` is the gradient of this device's columns of all rows, without padding rows.
+    """
     columns = jnp.pad(columns, [(0, lookup.stored[0] - lookup.shape[0]), (0, 0)])
     shard = collectives.reduce_scatter(columns, lookup.dim, lookup.outer)
     if lookup.dim:
@@ -221,7 +224,7 @@ def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_one(parts: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Joins [G, t, w] -> [t, G w]: the inverse of ``_in_parts``."""
+    """Joins the columns of the G devices of the group: [G, t, w] -> [t, G w]; padding columns are kept."""
     (count, size), group = lookup.blocks, lookup.group_count
     rows = parts.reshape(group, -1, count, size).transpose(1, 2, 0, 3)
     return rows.reshape(-1, group * lookup.width)

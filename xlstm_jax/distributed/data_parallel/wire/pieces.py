@@ -72,13 +72,17 @@ class Pieces:
         return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size
 
     def gather_piece(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Returns a gathered piece; ``sent`` is the result of ``shard_as_sent``."""
+        """Returns a piece of the matrix, gathered over ``axes``, in the dtype of ``sent``.
+
+        The piece has the entries ``start`` to ``start + size`` of dim ``piece_dim``, of each device's part if this dim
+        is split. ``sent`` is this device's shard, as ``shard_as_sent`` returns it.
+        """
         local = lax.dynamic_slice_in_dim(sent, start, size, self.piece_dim)
         with jax.named_scope(GATHER_SCOPE):
             return collectives.all_gather(local, self.dim, self.axes)
 
     def scatter_gradient(self, gradient: jax.Array, primal: PrimalType) -> jax.Array:
-        """Transposes ``gather_piece``: returns this device's part of the mean, for ``gradient_of_shard``."""
+        """Returns this device's part of the gradient of a piece, averaged over ``axes``, for ``gradient_of_shard``."""
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.communication, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)

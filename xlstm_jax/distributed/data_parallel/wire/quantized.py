@@ -128,7 +128,7 @@ def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
 
 
 def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
-    """Returns float32 [..., r]: the inverse of ``_encoded``."""
+    """Returns the values of uint8 codes, as float32 of the same shape [..., r], not yet times the scales."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)

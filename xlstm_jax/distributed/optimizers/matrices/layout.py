@@ -134,7 +134,7 @@ def _in_order(stored: jax.Array, store: Store) -> jax.Array:
 
 
 def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
-    """Returns a value with its dims permuted to the order of the stored array: the inverse of ``_in_order``."""
+    """Returns a value with its dims permuted to the order of the stored array, which a ``Store`` may have changed."""
     order = store.order(value.ndim)
     return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 

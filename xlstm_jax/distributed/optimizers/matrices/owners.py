@@ -107,7 +107,10 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
-    """Inverts ``_as_stacks``: returns the shards by path, with the parts of copies gathered."""
+    """Returns this device's shards by path, in the shapes of the leaves, from ``back``, [M, stored dims / n].
+
+    The inverse of ``_as_stacks``. If devices have equal shards, each has sent a part, and the parts are gathered.
+    """
     if group.copy_axes_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copy_axes_dim, group.copy_axes)
     ends = np.cumsum([leaf.count for leaf in group.leaves])[:-1]
@@ -125,7 +128,10 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
 
 
 def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
-    """Inverts ``_merged``, with zeros as padding."""
+    """Cuts matrices into the slices for the n devices: [p, rows, columns] -> [n, p, slice dims].
+
+    The dims of a matrix are first padded with zeros at the end, to sizes that the axes divide. Inverts ``_merged``.
+    """
     form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
     padding = [(0, size - true_size) for size, true_size in zip(form.stored, form.true, strict=True)]
     stored = jnp.pad(matrices.reshape(-1, *form.true), [(0, 0), *padding])

@@ -94,7 +94,11 @@ def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
-    """Returns the labels of a collective's results: empty, because the results are received. Else returns None."""
+    """Returns no labels for each result of a collective; ``None`` for any other equation.
+
+    The values were received from other devices. So the labels of the operands, which say from what this device computed
+    the operands, do not apply to the results.
+    """
     return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
 
 

@@ -170,7 +170,7 @@ def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
 
 
 def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Reference) -> str:
-    """Returns the kind of a loss that is not a mean over rows: a key of ``_CURES``."""
+    """Returns the kind of a loss that is not a mean over rows, such as "part" or "negatives": a key of ``_CURES``."""
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one_device.needs_all_devices(rng):
         return "reduced"

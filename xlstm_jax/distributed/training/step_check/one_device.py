@@ -394,7 +394,7 @@ def _split(collections: Any, names: Collection[str]) -> tuple[list[jax.Array], C
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
-    """Returns the key of a slice, folded as in ``make_train_step`` and ``accumulate_gradients``."""
+    """Returns the key of a slice: ``rng`` folded with the device, and, with several minibatches, with the minibatch."""
     device_key = folded(rng, device)
     return device_key if minibatches == 1 else folded(device_key, minibatch)
 
