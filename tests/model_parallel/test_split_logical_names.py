@@ -114,6 +114,26 @@ def test_split_model_with_logical_names_trains_as_on_one_device(check_vma, uneve
         assert (leaf.names, leaf.model_axes) == (names, ("tp",))
 
 
+class NamedAsTheAxis(nn.Module):
+    """A logical name that is also the name of the split axis, and for which the rules name no axis."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.gelu(nn.Dense(32, kernel_init=named("tp", "mlp"), name="up")(x))
+        return nn.Dense(WIDTH, kernel_init=named("mlp", "tp"), name="down")(h)
+
+
+def test_logical_name_may_be_the_name_of_the_split_axis():
+    mesh = mesh_of(fsdp=4, tp=2)
+    with nn.logical_axis_rules((("tp", None), ("mlp", "tp"))):
+        state = create_train_state(split_modules(NamedAsTheAxis(), PAIR), ADAM, mesh, KEY, X)
+    assert state.params["up"]["kernel"].names == (None, "tp")
+    state, metrics = make_train_step(squared, mesh)(state, X, KEY)
+    _, want, _, wanted = one_device(NamedAsTheAxis(), squared, ADAM, 1)
+    np.testing.assert_allclose([float(metrics["loss"])], wanted, rtol=1e-5)
+    assert_same_params(state.params, want)
+
+
 class Setup(nn.Module):
     def setup(self):
         self.up = nn.Dense(32, kernel_init=named("embed", "mlp"))

@@ -45,7 +45,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import on_auto_axes
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, typed_like
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
@@ -308,6 +308,28 @@ def test_results_are_typed_by_a_spec_or_by_the_arguments_that_they_replace(kind)
         if names:
             of_replaced = P("fsdp", None) if "fsdp" in names else P(None, None)
             assert [jax.typeof(y).sharding.spec for y in results] == [of_replaced, P(names, None), P(None)]
+
+
+@pytest.mark.parametrize("memory, spec", [("device", P("dp")), ("pinned_host", P(None))])
+def test_results_that_replace_arguments_in_host_memory_keep_their_type(mesh, memory, spec):
+    """JAX 0.12 pairs typed results with donated arguments of other memory, and refuses to run."""
+    argument = jax.device_put(np.zeros(8), NamedSharding(mesh, P("dp"), memory_kind=memory))
+    found = []
+
+    def typed(argument):
+        result = typed_like((jnp.zeros(8),), (argument,))[0]
+        found.append(jax.typeof(result).sharding.spec)
+        return result
+
+    jax.eval_shape(typed, argument)
+    assert found == [spec]
+
+
+def test_replicated_arrays_of_a_mesh_of_other_sizes_are_placed_on_the_set_mesh(mesh):
+    other = DeviceMeshManager.create_device_mesh({"fsdp": 8})
+    replicated, split = (jax.device_put(np.zeros(8), NamedSharding(other, spec)) for spec in (P(), P("fsdp")))
+    assert on_set_mesh(replicated).sharding.mesh == mesh
+    assert on_set_mesh(split).sharding.mesh == other  # memory cannot be shared
 
 
 def test_train_step_compiled_from_abstract_arguments_trains_under_an_explicit_mesh(mesh):

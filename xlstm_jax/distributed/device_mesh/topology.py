@@ -66,10 +66,11 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _hosts_or_slices(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Returns the number of devices of each unit, by its number, and whether units are processes.
+    """Returns how many devices each host or slice has, by its index, and True if the index is of a process.
 
-    Links between units are slow. Units are the slices that JAX numbers: slices of a TPU or, on other platforms, hosts
-    or groups of hosts behind a fast switch. If JAX numbers no slices on a platform other than TPU, units are processes.
+    Links between hosts or slices are slow. JAX's slice index is used: of slices of a TPU or, on other platforms, of
+    hosts or groups of hosts behind a fast switch. If JAX reports no slices on a platform other than TPU, the index of
+    the process is used.
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)

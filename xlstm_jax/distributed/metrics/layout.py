@@ -149,7 +149,7 @@ class Layout:
         return {name: jnp.concatenate(some, axis=-1) for name, some in arrays.items()}
 
     def merge(self, a: Vectors, b: Vectors) -> Vectors:
-        """Merges the vectors of two states, cell by cell."""
+        """Returns the vectors of the merged states of a metric: each cell merges by its own rule (sum, maximum)."""
         others = self.groups_of(b)
         return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 

@@ -252,11 +252,13 @@ class Repeated:
 
 
 def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> dict[str, Tensor]:
-    """Returns the tensors of the reader, by name.
+    """Returns, by name, a description of each tensor in the published files: a ``Tensor``, without values.
+
+    A ``Tensor`` has a shape, a dtype, and the parts of the model's tensors that the tensor consists of.
 
     Args:
-      like: tensors of the model, of which only shapes and dtypes are read.
-      layout: the rules.
+      like: tensors of the model by name, of which only shapes and dtypes are read.
+      layout: the rules that join, divide, stack, unstack or repeat the model's tensors, applied in order.
     Raises:
       ValueError: a rule does not fit the tensors; names the tensors.
     """

@@ -57,13 +57,17 @@ class _Send(NamedTuple):
 
 
 def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[list[str]]], None]) -> DeviceProgram:
-    """Returns a program that returns the result of ``program``, and the digests of all devices: uint32 [n, sends, 2].
+    """Returns a program that returns the result of ``program``, and digests of the values that each device sends.
+
+    A send is a collective of the program, or a result that no collective sends. The digests are uint32 [n, sends, 2],
+    with a digest (two words) for each of the n devices and each send, in the order of the program's equations.
 
     Args:
-      program: the program.
+      program: the program of a device.
       axes: all axes of the program's mesh. The n devices are in the order of ``axes``, the first axis outermost.
-      note: called when the program is traced, with a list of paths per send: the paths of the results that depend on
-        the send, or if no result does (a weight that is gathered) the paths of the arguments that the send depends on.
+      note: called when the program is traced, with a list of paths for each send, which errors name: the paths of the
+        results that are computed from the send alone; without such a result (for the gather of a weight, say) the paths
+        of the arguments from which this device computed the sent values.
     """
 
     def fn(*args: PyTree) -> tuple[PyTree, jax.Array]:

@@ -350,9 +350,12 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares observed leaves with ``expected``; if equal, compares ``seen.next_observation``, too.
+        """Compares the gradients of an observed step with the reference ``expected``, leaf by leaf.
 
-        Returns the last compared observation, and its leaves.
+        A run of a custom step can have two observations, such as the first moments and then the updates: the first is
+        linked to the second by ``next_observation``. If the first equals the reference, the second is compared.
+
+        Returns the last compared observation, and a ``LeafCheck`` for each of its leaves.
         """
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
