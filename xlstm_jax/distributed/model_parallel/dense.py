@@ -96,11 +96,10 @@ def split_param(
             f"{-(-shape[dim] // count) * count}, or fewer devices along {axis_name!r}: {_divisors(shape[dim], count)}."
         )
 
-    # Raise before Linen compares shapes: its error would name neither the axis nor the wrapper.
-    if bound > 1 and module.has_variable("params", name):
-        _check_local_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
-
     exists = module.has_variable("params", name)
+    # Raise before Linen compares shapes: its error would name neither the axis nor the wrapper.
+    if bound > 1 and exists:
+        _check_local_part(path, trees.stored_values(module.get_variable("params", name)), shape, dim, axis_name)
 
     def local_part(rng: Array) -> Any:
         leaf = init(rng, shape, dtype)

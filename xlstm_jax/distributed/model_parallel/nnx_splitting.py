@@ -129,11 +129,6 @@ def _own_params(module: nnx.Module) -> list[str]:
     return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def _value(module: nnx.Module, name: str) -> Array:
-    value: Array = getattr(module, name).get_raw_value()
-    return value
-
-
 def _is_checked(module: nnx.Module) -> bool:
     """Returns whether an unsplit module gets a check of its input (``_checked``): if it has trained parameters.
 
@@ -471,7 +466,8 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
                 f"its input of shape {args[0].shape} has {features} of {rows} features on each of the {n} devices "
                 f"along {axis!r}. Split {split.quoted_path} by 'row', which sums over these devices."
             )
-    check_not_split_by_rules(split.path, module, [_value(module, name) for name in _own_params(module)], axis)
+    trained = [getattr(module, name).get_raw_value() for name in _own_params(module)]
+    check_not_split_by_rules(split.path, module, trained, axis)
     # With check_vma=True JAX sums the gradients.
     if not collectives.is_tracked(axis):
         raise ValueError(
