@@ -53,7 +53,10 @@ class UnitRule:
 
 
 def is_within(path: str, outer: str) -> bool:
-    """Returns whether ``path`` is the path ``outer`` of a module, or a path below; the model is at ""."""
+    """Returns whether the module at ``path`` is the module at ``outer``, or lies inside it.
+
+    Paths are texts like "blocks/0/mlp". The model itself has the path "", so every path is within "".
+    """
     return not outer or path == outer or path.startswith(f"{outer}/")
 
 
@@ -62,14 +65,21 @@ _chosen: ContextVar[dict[str, str] | None] = ContextVar("reasons of chosen units
 
 @contextmanager
 def recording_units() -> Iterator[dict[str, str]]:
-    """Yields a dict to be filled with the units that a ``UnitRule`` chooses in the context: reasons by path."""
+    """Yields an empty dict, which ``note_units`` fills while the context is active: path of a unit -> reason.
+
+    A unit is a module that gathers its parameters to run. The entries are the units that a ``UnitRule`` chooses for
+    models that are initialised in the context, as ``{"h_0": "one of 2 blocks of a loop"}``.
+    """
     reasons: dict[str, str] = {}
     with set_context(_chosen, reasons):
         yield reasons
 
 
 def note_units(reasons: Mapping[str, str]) -> None:
-    """Adds chosen units, by path in the model, to the dict of ``recording_units``."""
+    """Adds the reasons of chosen units, by path in the model, to the dict that ``recording_units`` has yielded.
+
+    Does nothing outside of a ``recording_units`` context. In nested contexts only the innermost dict is changed.
+    """
     if (recorded := _chosen.get()) is not None:
         recorded |= reasons
 
@@ -82,7 +92,11 @@ DEFAULT_UNITS_MIN_WEIGHT_SIZE = 2**14
 
 
 def default_units(modules: Mapping[str, SeenModule]) -> dict[str, str]:
-    """Returns the units among the modules of a model, with the reason for each.
+    """Returns the modules of a model that become units by default: path -> reason, in the order of ``modules``.
+
+    A unit is a module that gathers its parameters to run. The reasons are "embedding", "layer of a scan", "one of N
+    blocks of a loop", "loop over time" (the module around a recurrent cell) and "owns parameters outside of blocks".
+    Recurrent cells and the modules inside cells are no units.
 
     >>> block, dense = SeenModule(nn.Module, owns=False), SeenModule(nn.Dense, owns=True)
     >>> default_units({"": block, "h_0": block, "h_0/up": dense, "h_1": block, "h_1/up": dense})
@@ -115,7 +129,10 @@ def default_units(modules: Mapping[str, SeenModule]) -> dict[str, str]:
 
 
 def _outer(path: str) -> list[str]:
-    """Returns the paths of the modules around ``path``, innermost first; the model is at ""."""
+    """Returns the paths of the modules around the module at ``path``, innermost first and the model ("") last.
+
+    "h/0/up" gives ["h/0", "h", ""]; the model's path "" gives [].
+    """
     names = path.split("/") if path else []
     return ["/".join(names[:count]) for count in range(len(names) - 1, -1, -1)]
 
@@ -125,7 +142,11 @@ def _has_number(path: str) -> bool:
 
 
 def _sibling_of(path: str, module: SeenModule) -> tuple[str, str, type]:
-    """Returns what the blocks of a loop have in common: the path around them, their name without number, the class."""
+    """Returns a key that is equal for the blocks of a loop: (path around the module, name pattern, class).
+
+    The name pattern is the last name of ``path`` with "*" for each number: a ``Block`` at "encoder/h_12" gives
+    ("encoder", "h_*", Block).
+    """
     outer, _, name = path.rpartition("/")
     return outer, re.sub(r"\d+", "*", name), module.cls
 

@@ -26,10 +26,12 @@ class HasModules(Protocol):
 
 @contextmanager
 def recording_holders(model: object) -> Iterator[dict[str, str]]:
-    """Yields a dict that is filled while ``model`` runs: module classes by path, as ``{"blocks/mlp": "nn.Dense"}``.
+    """Yields a dict: path of a module of ``model`` -> name of its class, as ``{"blocks/mlp": "nn.Dense"}``.
 
-    Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``. The path of the model itself is "".
-    For a transformed module (``nn.scan``, ``nn.remat``) the class inside the transformation is recorded.
+    For an NNX model the dict is filled at once; a Linen module is added when a method of the module runs in the
+    context. Classes of Flax have the name that users write, ``nn.Dense`` or ``nnx.Linear``; other classes have their
+    ``__name__``. The path of the model itself is "". For a transformed module (``nn.scan``, ``nn.remat``) the class
+    inside the transformation is recorded.
     """
     class_names: dict[str, str] = {}
     if isinstance(model, HasModules):

@@ -147,9 +147,11 @@ def is_nnx(cls: type[Any]) -> bool:
 
 
 def as_unit(target: Any, policy: ShardPolicy) -> Any:
-    """Wraps a Linen class (or ``partial`` of a class) or function, as ``shard_module_params`` describes.
+    """Returns ``target`` wrapped as a unit, so that "params" are gathered before its public methods run.
 
-    The public methods of the result gather "params" before they run; ``init`` splits "params" afterwards.
+    A Linen class gives a subclass of the same name. A ``partial`` of a class gives a ``partial`` of the subclass. A
+    function gives a function, see ``_lifted_function``. In ``init``, "params" are split after the method. ``policy``
+    has the options of ``shard_module_params``.
     """
     if isinstance(target, functools.partial):
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
@@ -171,7 +173,9 @@ class MapOfLeaves(functools.partial[PyTree]):
 def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) -> Any:
     """Returns a subclass of ``target`` whose ``methods`` gather parameters, run, and drop the gathered parameters.
 
-    With ``methods=None``, ``target`` is a function of a module; the result gathers the module's parameters around it.
+    In ``init`` the parameters that a method has made are split when the method returns. With ``methods=None``,
+    ``target`` is a function of a module, ``f(module, ...)``, and the result is a function with the same arguments that
+    gathers the module's parameters, calls ``target``, and drops the gathered parameters.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
     new = nn.map_variables(
@@ -185,7 +189,10 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a unit's variables, gathered by ``gather_here`` with the path and extensions of the running unit."""
+    """Returns a unit's variables with the split leaves gathered by ``gather_here``.
+
+    ``gather_here`` gets the path (for errors) and the extensions of the innermost ``RunningUnit``, if a unit runs.
+    """
     units = active_interceptors_of(RunningUnit)
     if not units:
         return gather_here(policy, variables)
@@ -193,9 +200,14 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
-    """Returns ``target`` with gathers: a function of a module gathers, a function that makes modules wraps the result.
+    """Returns a function that calls ``target`` with gathers. Each call decides between two kinds of ``target``.
 
-    The kind is decided in each call: the first argument of a function of a module is a module.
+    If the first positional argument is a module, ``target`` is a function of a module: the parameters of the module are
+    gathered, then ``target`` runs. Otherwise ``target`` is a function that makes a module: the class of the returned
+    module is replaced, in place, by the wrapped class of ``as_unit``.
+
+    Raises:
+      TypeError: (when called) the first argument is not a module, and ``target`` has not returned a module.
     """
     of_module = with_gathers(target, None, policy)
     wrapped_class: Callable[[Any], Any] = functools.cache(functools.partial(as_unit, policy=policy))
@@ -223,14 +235,21 @@ def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
 
 
 def methods_to_lift(cls: type[nn.Module]) -> list[str]:
-    """Returns the names of the public methods of a Linen class, in which a wrapped module gathers; no ``nn.nowrap``."""
+    """Returns the names of the methods of a Linen class that gather parameters if the class is wrapped; sorted.
+
+    These are ``__call__`` and the public methods, without methods of ``nn.Module`` itself, methods under ``nn.nowrap``,
+    and fields that hold a function.
+    """
     fields = {field.name for field in dataclasses.fields(cls)}  # a field's default may be a function, as nn.relu
     names = [name for name in unit.public_methods(cls, LINEN) if name not in fields]
     return [name for name in names if not getattr(inspect.getattr_static(cls, name), "nowrap", False)]
 
 
 def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
-    """Returns a method that runs ``gathering`` on bound modules, and ``plain`` on unbound ones (without parameters)."""
+    """Returns a method that runs ``gathering`` if the module is bound (has variables), else ``plain``.
+
+    ``plain`` is the method of the user's class, ``gathering`` the same method with a gather of the parameters before.
+    """
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -248,10 +267,18 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
 def run_in_unit(
     module: nn.Module, name: str, gathering: Method, policy: ShardPolicy, args: Any, kwargs: Any, returned: Method
 ) -> Any:
-    """Runs the method ``name`` of a unit, a wrapped module.
+    """Returns the result of the method ``name`` of a unit (a wrapped module), computed from shards if possible.
 
-    An extension that can compute the result from shards does so; ``returned(module, name, result)`` converts its
-    result. Otherwise ``gathering`` gathers the parameters and runs the method.
+    Inside ``shard_map``, and not in ``init``, an extension such as a row lookup may compute the result from shards,
+    without a gather. Otherwise ``gathering`` gathers the parameters and runs the method.
+
+    Args:
+      module: the unit, bound to its variables.
+      name: name of the method.
+      gathering: ``gathering(module, *args, **kwargs)`` gathers, runs the method, and returns its result.
+      policy: the options of the unit.
+      args, kwargs: arguments of the method, without the module.
+      returned: ``returned(module, name, result)`` converts a result that was computed from shards.
     """
 
     def from_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -267,9 +294,13 @@ def run_in_unit(
 
 
 def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Returns the class of an instance, and the fields from which a wrapped class makes the same instance.
+    """Returns the class of a module instance, and the fields by name from which a subclass makes an equal instance.
 
-    ``call`` is the user's call for errors, with braces in place of the module.
+    The fields include ``name`` and ``parent``. ``call`` is the user's call for the error, with "{}" in place of the
+    module, as "shard_module_params({}, axis_name)".
+
+    Raises:
+      TypeError: a parent module has already named and registered the instance.
     """
     cls = type(module)
     if isinstance(module.parent, nn.Module) and module.name is not None:
@@ -285,16 +316,17 @@ def class_and_fields(module: nn.Module, call: str) -> tuple[type[nn.Module], dic
 
 
 def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
-    """Returns the objects of class ``kind`` with a method among Linen's current interceptors; innermost first.
+    """Returns the objects of class ``kind`` of which a bound method is an active interceptor of Linen; innermost first.
 
-    The interceptors are read from Linen's stack of ``nn.intercept_methods``: users' functions run between the code that
-    sets an interceptor and the code that looks for the interceptor.
+    Active interceptors are the functions that the surrounding ``nn.intercept_methods`` contexts have received. They are
+    read from Linen's stack, because users' functions run between the code that sets an interceptor and the code that
+    looks for the interceptor. Interceptors that are plain functions are left out.
     """
     return [watcher for method in linen_interceptors if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
 def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context that calls ``on_call(module)`` whenever ``__call__`` of a Linen module has returned."""
+    """Returns a context in which ``on_call(module)`` is called after each return of ``__call__`` of a Linen module."""
 
     def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         result = method(*args, **kwargs)
@@ -313,7 +345,11 @@ class RunningUnit:
     extensions: list[Extension] = dataclasses.field(compare=False)
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: calls extensions for methods of the unit and of modules within."""
+        """Returns the result of ``method``, called with arguments that the unit's extensions may have changed.
+
+        This is an interceptor for ``nn.intercept_methods``: Linen calls it for methods of the unit and of modules
+        inside.
+        """
         args, kwargs = arguments_from(self.extensions, context.module, context.method_name, args, kwargs)
         return method(*args, **kwargs)
 
@@ -347,7 +383,10 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
-    """Returns ``result`` by a call of a Linen method named ``method``, so that ``capture_intermediates`` records it."""
+    """Returns ``result`` unchanged, through a call of a Linen method with the name ``method`` on ``module``.
+
+    Linen sees the call, so ``capture_intermediates`` records ``result`` as the output of this method.
+    """
 
     def returns(module: nn.Module) -> Any:
         return result
@@ -393,7 +432,11 @@ class Stacks:
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: records stacks among modules that run inside a unit."""
+        """Returns the result of ``method``, called unchanged; records in ``layers`` a scan over layers that is entered.
+
+        This is an interceptor for ``nn.intercept_methods``. A scan is recorded if a unit around the scan is running,
+        and if the layer, the next called module of the scanned class, is not a unit itself.
+        """
         cls, units = type(context.module), self.units_entered
         if self.units_running and scans_over_params(cls):
             # The layer of this scan will be the next module of its class that is called.
@@ -407,13 +450,17 @@ class Stacks:
 
 @contextmanager
 def recording_stacks() -> Iterator[Stacks]:
-    """Yields a ``Stacks``, filled with the stacked layers of models that run inside the context."""
+    """Yields a new ``Stacks``, filled while models run in the context with their scans over layers inside a unit."""
     stacks = Stacks()
     with nn.intercept_methods(stacks.record_stack):
         yield stacks
 
 
 def forget_stack(path: str) -> None:
-    """Removes the module at ``path`` from every ``Stacks``: ``shard_modules`` has made the layer itself a unit."""
+    """Removes the module at ``path`` from each active ``Stacks``, which records layers that are gathered all at once.
+
+    ``shard_modules`` calls the function when the layer itself is a unit. Modules are recorded by the last name of a
+    path.
+    """
     for stacks in active_interceptors_of(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

@@ -56,7 +56,7 @@ class Selection:
         return f"larger_than({self.size})"
 
     def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
-        """Returns whether the module at ``path`` is a unit; ``by_size`` is the result if there is no predicate."""
+        """Returns whether a module becomes a unit: ``predicate(path, module)``, or ``by_size`` without a predicate."""
         return bool(self.predicate(path, module)) if self.predicate else by_size
 
 
@@ -71,7 +71,11 @@ class Sharding:
 
 
 def sharded_model(model: Any, sharding: Sharding) -> Any:
-    """Returns the model, its class or its ``partial``, with a subclass that shards chosen modules."""
+    """Returns ``model`` with its class replaced by a subclass that shards the chosen modules.
+
+    The result has the form of ``model``: an instance gives an instance with equal fields, a class the subclass, and a
+    ``functools.partial`` of a class a ``partial`` of the subclass with the same arguments.
+    """
     if isinstance(model, functools.partial):
         return functools.partial(sharded_model(model.func, sharding), *model.args, **model.keywords)
     if isinstance(model, nn.Module):
@@ -81,7 +85,10 @@ def sharded_model(model: Any, sharding: Sharding) -> Any:
 
 
 def _subclass(cls: type[nn.Module], sharding: Sharding) -> Any:
-    """Returns a subclass whose public methods shard the chosen modules inside. Class and parameter names stay."""
+    """Returns a subclass of ``cls`` whose public methods split and gather the parameters of the chosen modules inside.
+
+    The names of the class and of the parameters stay.
+    """
     methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
     new = type(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
@@ -91,7 +98,10 @@ def _subclass(cls: type[nn.Module], sharding: Sharding) -> Any:
 
 
 def _intercepted(plain: Method, sharding: Sharding) -> Method:
-    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``LinenRun``."""
+    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``LinenRun``.
+
+    ``plain`` runs without a new interceptor if the model is unbound, or if the same model already runs such a method.
+    """
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +116,11 @@ def _intercepted(plain: Method, sharding: Sharding) -> Method:
 
 
 def apart_from_model() -> AbstractContextManager[None]:
-    """Returns a context in which a sharded model's method can run a module that is no part of the model, unsharded."""
+    """Returns a context for modules that a sharded model's method runs although they are no part of the model.
+
+    Modules that run in the context are not sharded: the model's ``LinenRun`` neither splits nor gathers their
+    parameters.
+    """
     return nn.intercept_methods(_OutsideModelMarker().intercept)
 
 
@@ -114,12 +128,15 @@ class _OutsideModelMarker:
     """Marker on Linen's stack of interceptors: a ``LinenRun`` below the marker ignores modules that run above."""
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods`` that only calls the method: its place on the stack is the marker."""
+        """Returns the result of ``method``, called unchanged: the place on Linen's interceptor stack is the marker."""
         return method(*args, **kwargs)
 
 
 def runs_apart(run: Any) -> bool:
-    """Returns whether the running module is no part of the model of ``run``, an active interceptor."""
+    """Returns whether the running module is no part of the model of ``run``, the object of an active interceptor.
+
+    This is so if ``apart_from_model`` was entered after ``run``.
+    """
     interceptors = active_interceptors_of(object)
     # Innermost first: a marker before this run says that the module is not part of the model.
     return _OutsideModelMarker in map(type, interceptors[: interceptors.index(run)])
@@ -138,7 +155,12 @@ class LinenRun:
     _has_units: bool = False  # a unit may have no parameters
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: splits or gathers the parameters of a chosen module."""
+        """Returns the result of ``method``; splits or gathers the parameters of the module if the module is a unit.
+
+        This is an interceptor for ``nn.intercept_methods``, called for every method of a module. In ``init`` the
+        parameters of a unit are split after its method; in ``apply`` the parameters are gathered before, and dropped
+        after. Private methods, unbound modules and modules outside of the model run unchanged.
+        """
         module, name, policy = context.module, context.method_name, self.sharding.policy
         if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
@@ -177,7 +199,11 @@ class LinenRun:
             self._open_modules.pop()
 
     def _gathers(self, path: str, module: nn.Module) -> bool:
-        """Returns whether the module at ``path`` was chosen as a unit and has split parameters of its own to gather."""
+        """Returns whether the module at ``path`` is a unit with split parameters that ``apply`` must gather here.
+
+        With a predicate, the predicate chooses units. Without, the boxes of the parameters name the unit that gathers
+        them. Parameters of units inside the module do not count.
+        """
         selection = self.sharding.selection
         if not selection.takes(path, module, True):  # before the parameters of all modules within are read
             return False
@@ -190,7 +216,14 @@ class LinenRun:
         return bool(model_split) and selection.takes(path, module, any(model_split))
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module in ``init``; then splits the module's parameters if the module is chosen."""
+        """Returns the result of ``method``, a method of ``module`` in ``init``; splits a chosen module's parameters.
+
+        ``method`` takes no arguments and is called first. Then the ``Selection`` decides whether the module is a unit,
+        by predicate or by the number of values. Parameters of units inside stay with these units.
+
+        Raises:
+          ValueError: ``module`` is the model, and no module was chosen; or see ``_is_left_out``.
+        """
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
             result = method()
@@ -217,7 +250,7 @@ class LinenRun:
         return result
 
     def _leaves(self, module: nn.Module) -> dict[str, Sharded]:
-        """Returns the parameters of a module by path in the model."""
+        """Returns the boxed parameters of a module and its submodules, by path in the model as "h_0/mlp/kernel"."""
         return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
 
     def _is_left_out(self, path: str) -> bool:
@@ -239,7 +272,7 @@ class LinenRun:
         )
 
     def _refuse(self, model: nn.Module) -> NoReturn:
-        """Raises the error that ``where`` has chosen no module; lists the modules of the model."""
+        """Raises a ``ValueError`` that ``where`` of ``shard_modules`` has chosen no module; lists the modules."""
         outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
         patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
         described = [f"{path!r} ({name})" for path, name in patterns.items()]
@@ -255,7 +288,10 @@ def do_nothing(module: nn.Module) -> None:
 
 
 def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:
-    """Returns (module path, name, leaf) for each parameter of a module and of modules passed to the module."""
+    """Returns (module path, name, boxed leaf) for each parameter of a module, its submodules and modules in its fields.
+
+    The module path is a tuple of names from the model on. The name is relative to this path, as "mlp/kernel".
+    """
     scopes = get_module_scopes(module)[0]
     params = [(scope.path, sharded_leaves(scope.variables().get("params", {}))) for scope in scopes]
     return [(place, name, leaf) for place, leaves in params for name, leaf in leaves]

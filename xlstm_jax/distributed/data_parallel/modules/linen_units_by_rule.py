@@ -35,9 +35,11 @@ class LinenRunByRule(LinenRun):
     _layers: set[str] = field(default_factory=set)
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Runs a method of a module, and splits the parameters that the module owns.
+        """Returns the result of ``method``, a method of ``module`` in ``init``; splits the module's own parameters.
 
-        Until the choice, the module is the unit of these parameters.
+        ``method`` takes no arguments and is called first. A module owns the parameters that no module inside has split
+        before. When the outermost call of the model returns, ``_choose_units`` chooses the units of the whole model;
+        until then the owner is the unit of a parameter.
         """
         result = method()
         # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.
@@ -75,7 +77,11 @@ class LinenRunByRule(LinenRun):
         return result
 
     def _choose_units(self, model: nn.Module) -> None:
-        """Chooses the units by the rule, and enters them in the boxes of the parameters."""
+        """Chooses the units by the ``UnitRule``, and stores the unit of each parameter in its box (``unit_depth``).
+
+        The unit of a parameter is the innermost chosen module around its owner, or the owner without such a module. The
+        reasons are passed to ``note_units``, by path in the outermost model.
+        """
         modules = {
             path: SeenModule(cls, path in self._owners, issubclass(cls, nn.Embed), is_layer=path in self._layers)
             for path, cls in sorted(self._seen.items())
@@ -93,13 +99,19 @@ class LinenRunByRule(LinenRun):
 
 
 def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
-    """Replaces the variables of a module during initialisation."""
+    """Replaces the variables of a module, in ``init``, by ``change(variables)``.
+
+    ``variables`` are a dict of collections: "params", and the replicated collections that extensions read.
+    """
     unchanged = MapOfLeaves(lambda variables: variables)
     nn.map_variables(do_nothing, ["params", *collections_of_extensions()], unchanged, change, mutable=True)(module)
 
 
 def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:
-    """Returns the variables with the parameters named in ``new`` split; others were split in a module within."""
+    """Returns the variables of a module; parameters with names in ``new`` are split and boxed, others unchanged.
+
+    A name is relative to the module, as "mlp/kernel". Parameters that are not in ``new`` were split by a module inside.
+    """
 
     def split_if_new(path: str, split: Any, leaf: Any) -> Any:
         return split if path.removeprefix("params/") in new else leaf
@@ -108,7 +120,11 @@ def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTr
 
 
 def _with_units(depths: Mapping[str, int], variables: PyTree) -> PyTree:
-    """Returns the variables of a model with the unit of each parameter in its box, as ``unit_depth``."""
+    """Returns a model's variables with ``unit_depth`` in the boxes of parameters replaced by the value in ``depths``.
+
+    ``depths`` has the number of names in a parameter's path below its unit, by the path of the parameter: 2 for
+    "h_0/mlp/kernel" in the unit "h_0". Parameters that are not in ``depths`` or not boxed are unchanged.
+    """
 
     def with_depth(path: str, leaf: Any) -> Any:
         depth = depths.get(path.removeprefix("params/"))

@@ -26,10 +26,11 @@ FILTERS = (
 
 
 def is_filter(selection: object) -> bool:
-    """Returns whether a selection is a filter of NNX, and not a function of a path as text.
+    """Returns whether a selection is a filter of NNX, rather than a function of a path as text.
 
-    Functions and texts, which NNX accepts as filters, too, have another meaning here; both may be part of a filter,
-    as in ``nnx.Any(function)``.
+    Filters are a class, an instance of a filter class such as ``nnx.PathContains``, ``...``, and a tuple or list with
+    an entry. Functions and texts, which NNX accepts as filters, too, have another meaning here, and give False; both
+    may be part of a filter, as in ``nnx.Any(function)``.
     """
     if isinstance(selection, tuple | list):
         return len(selection) > 0
@@ -37,22 +38,22 @@ def is_filter(selection: object) -> bool:
 
 
 def modules_taken(selection: Any, modules: Mapping[str, tuple[tuple[Any, ...], Any]]) -> list[str]:
-    """Returns the paths of the modules that a filter selects.
+    """Returns the paths, as text, of the modules that an NNX filter selects, in the order of ``modules``.
 
     Args:
       selection: the filter.
-      modules: for each path as text, the path as NNX has it, and the module.
+      modules: (path as a tuple of names and numbers, module) for each path as text, as "blocks/0".
     """
     takes = filterlib.to_predicate(selection)
     return [name for name, (path, module) in modules.items() if takes(path, module)]
 
 
 def leaf_predicate(selection: Any, variables: Mapping[str, tuple[tuple[Any, ...], Any]]) -> LeafPredicate:
-    """Returns the predicate of a parameter's path, as "blocks/0/kernel", for a filter of a model's parameters.
+    """Returns a function from the path of a parameter, as "blocks/0/kernel", to whether the parameter is selected.
 
     Args:
-      selection: a filter, or a predicate of a path as text, which is returned.
-      variables: for each path as text, the path as NNX has it, and the variable.
+      selection: an NNX filter of (path, variable); or a predicate of a path as text, which is returned unchanged.
+      variables: the model's parameters: (path as a tuple of names and numbers, variable) for each path as text.
     Raises:
       TypeError: the selection is neither a filter nor a function.
       ValueError: the filter selects no parameter, and is not ``nnx.Nothing()`` (or False), which selects none.
@@ -75,9 +76,10 @@ def leaf_predicate(selection: Any, variables: Mapping[str, tuple[tuple[Any, ...]
 
 
 def leaf_mask(predicate: LeafPredicate) -> Callable[[PyTree], PyTree]:
-    """Returns a function of parameters for ``mask=`` of optax: the tree of True and False, a leaf for each parameter.
+    """Returns a function for ``mask=`` of optax, from parameters to a tree of ``predicate(path)`` for each parameter.
 
-    The parameters are a tree of arrays or boxes, or an ``nnx.State`` of variables, as ``nnx.Optimizer`` passes.
+    ``predicate`` gets the path of a parameter as text, as "blocks/0/kernel". The parameters are a tree of arrays or
+    boxes, or an ``nnx.State`` of variables, as ``nnx.Optimizer`` passes; the result has the same structure.
     """
 
     def mask(params: PyTree) -> PyTree:

@@ -160,6 +160,13 @@ class NnxModel:
 
         Split parameters are both ``nnx.Param`` and boxes: ``partition_specs(nnx.state(module, nnx.Param), mesh)``
         returns their specs. They are gathered when a sharded module runs, and at any other read.
+
+        Args:
+          variables: as returned by ``init``.
+          rngs: a key, or a dict of keys by stream, for the module's random streams; see ``apply``.
+        Raises:
+          ValueError: a parameter is padded (``uneven="pad"``) or frozen, which ``nnx.Optimizer`` does not support; or a
+            variable is missing.
         """
         if others := [path for path, leaf in trees.sharded_leaves(variables) if not leaf.stores_value]:
             raise ValueError(
@@ -183,7 +190,16 @@ class NnxModel:
         return unflatten_dict(leaves_of(module), sep="/")
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
-        """Returns the model with modules matching ``where`` as units; used by ``shard_modules``."""
+        """Returns a copy of the model whose modules matching ``where`` are units: they gather their parameters to run.
+
+        ``shard_modules`` calls the method. ``where`` is a ``UnitRule``, a filter of NNX, or an argument of
+        ``as_predicate``; ``policy`` has the options of the new units. Earlier units stay.
+
+        Raises:
+          ValueError: no module matches; a matching module is a unit already; or is a Linen module
+            (``nnx.bridge.ToNNX``).
+          TypeError: ``where`` has another form.
+        """
         if isinstance(where, UnitRule):
             return self._with_units_by_rule(where, policy)
         modules = modules_of(self._abstract)
@@ -207,7 +223,11 @@ class NnxModel:
         return dataclasses.replace(self, units=self.units | dict.fromkeys(matching, policy))
 
     def _with_units_by_rule(self, rule: UnitRule, policy: ShardPolicy) -> "NnxModel":
-        """Returns the model with the units that a rule chooses among modules outside of the units that it has."""
+        """Returns a copy of the model with further units (modules that gather their parameters), chosen by ``rule``.
+
+        The rule chooses among modules that are neither a unit, nor inside a unit, nor a Linen module
+        (``nnx.bridge.ToNNX``). The reasons of the choice are added to ``reasons`` of the copy.
+        """
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         owners = {path.rpartition("/")[0] for path in params}
         seen = {}
@@ -254,16 +274,19 @@ class NnxModel:
 
     @property
     def modules(self) -> dict[str, nnx.Module]:
-        """Modules by path, with abstract values; the model itself is at ``""``."""
+        """Modules by path as text, as "blocks/0", with shapes in place of arrays; the model itself is at ``""``."""
         return modules_of(self._abstract)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
-        """Makes the module with values, as ``make`` does; metadata with axis names is kept, and not applied."""
+        """Returns a new module with initial values: the result of ``make(streams)``.
+
+        Metadata of variables with axis names are kept as metadata; NNX does not shard the values by them.
+        """
         with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
             return with_arrays_as_data(self.make(streams))
 
     def _with_units_in(self, module: nnx.Module) -> nnx.Module:
-        """Turns the chosen modules in ``module`` into units, in place, and returns ``module``."""
+        """Turns the modules in ``module`` at the paths of ``units`` into units, in place, and returns ``module``."""
         modules = modules_of(module) if self.units else {}
         for path, policy in self.units.items():
             make_unit(modules[path], policy)
@@ -271,7 +294,7 @@ class NnxModel:
 
     @functools.cached_property
     def _abstract(self) -> nnx.Module:
-        """Module with shapes in place of values."""
+        """The module that ``make`` returns, with a ``jax.ShapeDtypeStruct`` in place of each array; without units."""
         graphdefs: list[Any] = []
 
         def state() -> Any:
@@ -285,12 +308,15 @@ class NnxModel:
 
     @functools.cached_property
     def _parts(self) -> dict[str, tuple[Any, ...]]:
-        """Paths of the modules and variables as NNX has them, tuples of names and numbers, by path as text."""
+        """Paths of all modules and variables in the form of NNX, by path as text: "blocks/0" -> ("blocks", 0)."""
         return {path_of(parts): parts for parts, _ in nnx.iter_graph(self._abstract)}
 
     @functools.cached_property
     def _split(self) -> tuple[Any, list[tuple[str, Any]]]:
-        """Graph definition of the abstract module, and its (path, leaf) pairs in order."""
+        """The graph definition of the abstract module with its units, and its leaves as pairs (path as text, variable).
+
+        The pairs are in the order in which ``nnx.merge`` takes the leaves for this graph definition.
+        """
         # Split once, from the abstract model: `apply` merges values into it, and runs no initialiser again.
         graphdef, state = nnx.split(self._with_units_in(nnx.clone(self._abstract)))
         flat = nnx.to_flat_state(state)
@@ -298,7 +324,11 @@ class NnxModel:
 
     @functools.cached_property
     def _unit_of_param(self) -> dict[str, str]:
-        """Path of the unit that gathers a parameter (the innermost unit around it), by the parameter's path."""
+        """The path of the unit that gathers a parameter (the innermost unit around it), by the path of the parameter.
+
+        Parameters outside of all units are missing, and parameters inside a Linen module (``nnx.bridge.ToNNX``), which
+        the wrappers of that module gather.
+        """
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         # Parameters inside a Linen module (nnx.bridge.ToNNX) are gathered by the wrappers of that module.
         around = {
@@ -312,11 +342,15 @@ class NnxModel:
 
     @functools.cached_property
     def _linen_modules(self) -> list[str]:
-        """Paths of the modules that contain a Linen module."""
+        """Paths of the modules that contain a Linen module: the instances of ``nnx.bridge.ToNNX``."""
         return [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Traces the model; returns, by path, each parameter's shape in its unit, and if only a lookup reads it."""
+        """Returns, by path of a variable, its shape in the unit that gathers it, and whether a single lookup reads it.
+
+        The model is traced with the shapes of ``rngs`` and ``inputs``, and nothing is computed. In a scan over layers
+        the shape is the shape of a single layer, without the layer dim. Variables that no unit reads are missing.
+        """
         seen: dict[str, _Seen] = {}
 
         def note(path: str, shape: tuple[int, ...], is_lookup: bool) -> None:
@@ -336,7 +370,19 @@ class NnxModel:
         return seen
 
     def _with_value(self, path: str, leaf: Any, leaves: Mapping[str, Any], rngs: PyTree) -> Any:
-        """Returns the variable or array at ``path`` with its value from ``leaves``, or a key for random state."""
+        """Returns a copy of the abstract variable ``leaf`` at ``path`` with its value from ``leaves``.
+
+        The value of random state (a key or count of ``nnx.Rngs``) is made from ``rngs``. A parameter that a unit
+        gathers becomes a split variable. A bare array of the module is replaced by its value.
+
+        Args:
+          path: path in the model as text, as "blocks/0/kernel".
+          leaf: the variable or bare array of the abstract module.
+          leaves: the values or boxes by path with the collection, as "params/blocks/0/kernel".
+          rngs: a key, or a dict of keys by stream; may be ``None``.
+        Raises:
+          ValueError: ``leaves`` has no entry for the variable.
+        """
         name = collection_of(leaf)
         if name is None:
             # Random state has no collection: each call makes it from the call's keys.
@@ -363,7 +409,12 @@ def _streams(rngs: PyTree) -> nnx.Rngs:
 
 
 def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
-    """Returns the state of a random stream (key or count); each stream and layer has a separate key from ``rngs``."""
+    """Returns the value for the random state ``leaf`` of the module at ``path``: zeros for a count, else a key.
+
+    The key is derived from the key of the leaf's stream in ``rngs`` (or of "default") and from ``path``, so streams
+    have separate keys; a stacked leaf gets an array of keys, separate for each layer. If ``rngs`` has no key for the
+    stream, the result is a ``_NoKey``, which raises when a key is drawn; the streams in ``STREAMS_OF_ZEROS`` use key 0.
+    """
     value, tag = leaf.get_raw_value(), leaf.get_metadata("tag", "default")
     if not isinstance(leaf, nnx.RngKey):
         return jnp.zeros(value.shape, value.dtype)
@@ -407,7 +458,19 @@ class _NoKey:
 def _sharded(
     unit_params: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]
 ) -> dict[str, Any]:
-    """Returns the parameters of the unit at ``path`` in boxes; the shape of a single layer decides the dim to split."""
+    """Returns the parameters of the unit at ``path``, split and boxed by ``policy``; keys are "params/" + path.
+
+    The shape of a single layer, without layer dims, decides which dim is split.
+
+    Args:
+      unit_params: values or boxes of the parameters that the unit gathers, by path in the model.
+      path: path of the unit in the model.
+      policy: the options of the unit.
+      seen: by path in the model, the parameter's shape in the unit (of one layer), and whether a single lookup reads
+        it. A parameter that is missing in ``seen`` has no layer dims.
+    Raises:
+      ValueError: the shape in ``seen`` is not the last dims of the parameter's shape.
+    """
     below = {name: f"params/{name.removeprefix(f'{path}/' if path else '')}" for name in unit_params}
     leaves, layer_dims = {}, {}
     for name, leaf in unit_params.items():

@@ -111,7 +111,10 @@ class _Split(_Changed, SplitVariable):
 
 
 def _box(variable: Any) -> Sharded:
-    """Returns the stored value of a split variable in its box, with an entry for each dim."""
+    """Returns the box of a split variable, with its stored value (a shard or a global array) and a name for each dim.
+
+    The names fit the dims of the value, which NNX may have stacked or sliced along layer dims: see ``_of_last_dims``.
+    """
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
     store = box.store.of_last_dims(np.ndim(value))
@@ -120,10 +123,13 @@ def _box(variable: Any) -> Sharded:
 
 
 def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
-    """Returns an entry for each of ``ndim`` dims, from entries for the last dims; leading (layer) dims get ``None``.
+    """Returns a tuple of ``ndim`` entries (the axes that split each dim), from entries for the last dims of an array.
+
+    Leading (layer) dims without an entry get ``None``; surplus leading entries, of dims that a scan has taken, are cut
+    off: (None, "fsdp") gives (None, None, "fsdp") for 3 dims, and ("fsdp",) for 1 dim.
 
     Raises:
-      ValueError: ``nnx.scan`` or ``nnx.vmap``, which take leading dims, have taken a split dim.
+      ValueError: a surplus entry has axes: ``nnx.scan`` or ``nnx.vmap``, which take leading dims, took a split dim.
     """
     extra = max(0, len(entries) - ndim)
     if any(entries[:extra]):
@@ -154,12 +160,19 @@ def _change_class(variable: Any, state: Any) -> None:
 
 
 def is_split(variable: Any) -> bool:
-    """Returns whether the value of a variable is a shard."""
+    """Returns whether a variable is a ``_Split``: a parameter that a unit of the library has split, and gathers.
+
+    While a method of the unit runs, the variable holds the gathered value, and the result is False.
+    """
     return issubclass(type(variable), _Split)
 
 
 def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns by path the values of split variables, gathered over the axes of their units, not over model axes."""
+    """Returns the unsharded values of split variables, by the paths of ``variables``.
+
+    Each shard is gathered over the FSDP axes of its unit. A dim that the model itself splits (tensor parallel) stays
+    split.
+    """
     full_values: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
     for policy in dict.fromkeys(variable.get_metadata(POLICY) for variable in variables.values()):
@@ -171,7 +184,10 @@ def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces, inside the context, the shards of split variables (given by path) by gathered values."""
+    """Replaces, inside the context, the values of split variables by gathered values; restores the shards on exit.
+
+    ``variables`` are split variables by path; the paths name the leaves in errors. The variables are changed in place.
+    """
 
     def write(values: Mapping[str, Any], state: type[_Changed]) -> None:
         # NNX refuses to write a variable made under another trace. This write is undone before NNX could notice.
@@ -191,7 +207,10 @@ def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
 
 
 def contents(module: nnx.Module) -> dict[str, Any]:
-    """Returns the variables and bare arrays of a module, by path as in ``blocks/0/kernel``."""
+    """Returns all variables of a module and its submodules, by path as in ``blocks/0/kernel``.
+
+    Arrays (or shapes) that a module holds without a variable are included.
+    """
     # The module's state must include arrays without a variable around them.
     arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
     leaves = ((path, x) for path, x in nnx.iter_graph(module) if is_variable(x) or isinstance(x, arrays))
@@ -199,10 +218,10 @@ def contents(module: nnx.Module) -> dict[str, Any]:
 
 
 def with_arrays_as_data(module: nnx.Module) -> nnx.Module:
-    """Returns the module, with arrays that it holds without a variable as data, in place.
+    """Returns ``module``, in which tracers that are bare attributes have been marked as ``nnx.data``, in place.
 
-    NNX takes an array for data when it is set as an attribute, and a tracer for a static value, which would stay in the
-    definition of the graph after the trace has ended.
+    Submodules are included. NNX takes an array for data when it is set as an attribute, and a tracer for a static
+    value, which would stay in the definition of the graph after the trace has ended.
     """
     for node in modules_of(module).values():
         traced = [name for name, value in vars(node).items() if isinstance(value, Tracer)]
@@ -217,12 +236,16 @@ def is_variable(leaf: Any) -> bool:
 
 
 def path_of(parts: tuple[Any, ...]) -> str:
-    """Returns a path of NNX, a tuple of names and numbers, as text."""
+    """Returns a path of NNX as text: ("blocks", 0, "kernel") gives "blocks/0/kernel"."""
     return "/".join(map(str, parts))
 
 
 def collection_of(leaf: Any) -> str | None:
-    """Returns the collection of a variable; ``None`` for the state of random numbers."""
+    """Returns the name of the collection of a variable, as "params"; ``None`` for the state of random numbers.
+
+    A bare array, which is no variable, is in the collection "arrays". Variables of other types than ``COLLECTIONS`` are
+    in the collection of NNX's name for the type.
+    """
     if not is_variable(leaf):
         return OF_ARRAYS
     if isinstance(leaf, nnx.RngState):
@@ -232,13 +255,21 @@ def collection_of(leaf: Any) -> str | None:
 
 
 def leaves_of(module: nnx.Module) -> dict[str, Any]:
-    """Returns the leaves of a module in the library's form, by path as in ``params/blocks/0/kernel``."""
+    """Returns the boxes and bare values of a module's variables, by path as in ``params/blocks/0/kernel``.
+
+    The first name of a path is the collection. The state of random numbers is left out.
+    """
     leaves = ((collection_of(leaf), path, leaf) for path, leaf in contents(module).items())
     return {f"{name}/{path}": boxed_leaf(leaf) for name, path, leaf in leaves if name is not None}
 
 
 def boxed_leaf(variable: Any) -> Any:
-    """Returns the value of a variable; boxed if the variable is split or its metadata name mesh axes, else bare."""
+    """Returns the value of a variable in a box, if the variable is split or its metadata name mesh axes; else bare.
+
+    The box is a ``Sharded`` for parameters that a unit or rules for logical names have split, ``meta.Partitioned`` for
+    axes in metadata (tensor parallel), and the class of Linen's box for variables of ``nnx.bridge``. A bare array that
+    is no variable is returned unchanged.
+    """
     if not is_variable(variable):
         return variable
     metadata, value = variable.get_metadata(), variable.get_raw_value()
@@ -260,9 +291,10 @@ def boxed_leaf(variable: Any) -> Any:
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:
-    """Returns the policy of a split leaf that no unit gathers; ``None`` for other leaves.
+    """Returns the options for the gather of a split leaf outside of units, over the axes in the leaf's box.
 
-    Rules for logical names have split the leaf, or units of the model that has initialised the variables. The leaf
+    ``None`` for a leaf without a library box, or without axes to gather over. A split leaf without a unit occurs if
+    rules for logical names have split the leaf, or if units of another model have initialised the variables. The leaf
     gathers itself when it is read.
     """
     axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
@@ -270,11 +302,17 @@ def policy_of_reads(leaf: Any) -> ShardPolicy | None:
 
 
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
-    """Returns the variable with the value of ``leaf``: as a split, a plain or a bridged variable.
+    """Returns a copy of ``variable`` with the value of ``leaf`` (a box or bare value), in one of three forms.
 
-    A split variable, if ``policy`` splits the leaf. A plain variable, if nothing splits the leaf. Otherwise a variable
-    in the form of ``nnx.bridge``, which carries the box: of a Linen module, whose boxes gather themselves; or of a
-    parameter that the module itself splits (tensor parallel), which reads the shard, and needs the box for ``unbind``.
+    A split variable, which gathers when read, if the axes of ``policy`` split the leaf. A plain variable, if nothing
+    splits the leaf. Otherwise a variable in the form of ``nnx.bridge``, which carries the box: of a Linen module, whose
+    boxes gather themselves; or of a parameter that the module itself splits (tensor parallel), which reads the shard,
+    and needs the box for ``unbind``.
+
+    Args:
+      variable: variable of the abstract module; its value is not used.
+      leaf: the value, bare or in a box.
+      policy: the options of the unit that gathers the leaf; ``None`` without such a unit.
     """
     box = leaf_of(leaf)
     if policy and isinstance(leaf, Sharded) and not all(map(policy.has_axis, box.gathered_axes)):
@@ -304,20 +342,26 @@ NNX = ModuleSystem(nnx.Module, nnx.remat, _is_method, (nnx.Pytree, nnx.Variable)
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
-    """Returns all modules by path, the model itself at ``""``, without lists and dicts of modules."""
+    """Returns a model and all its submodules by path, sorted by path, as "blocks/0"; the model itself is at ``""``.
+
+    Lists and dicts of modules (``nnx.List``, ``nnx.Dict``) are not included; the modules inside are.
+    """
     containers = (nnx.List, nnx.Dict)
     modules = ((path_of(path), node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module))
     return {path: node for path, node in sorted(modules, key=lambda item: item[0]) if not isinstance(node, containers)}
 
 
 def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
-    """Turns a module into a unit by replacing its class in place."""
+    """Turns a module into a unit, in place: its class becomes a subclass whose public methods gather first."""
     # In place: other attributes of the model may refer to this object.
     object.__setattr__(module, "__class__", _unit_type(type(module), policy))
 
 
 def unit_variables(module: nnx.Module) -> dict[str, Any]:
-    """Returns the variables below a unit, by path relative to the unit, without variables of units inside the unit."""
+    """Returns the variables of a module and its submodules, by path relative to the module, without inner units.
+
+    An inner unit is a submodule that gathers its variables itself.
+    """
     nodes = list(nnx.iter_graph(module))
     within = [path for path, node in nodes if path and hasattr(type(node), "_shard_policy")]
     variables = ((path, leaf) for path, leaf in nodes if is_variable(leaf))
@@ -330,20 +374,27 @@ def _split_variables(module: nnx.Module) -> dict[str, Any]:
 
 @functools.cache
 def _unit_type(cls: type[nnx.Module], policy: ShardPolicy) -> Any:
-    """Returns a subclass whose public methods gather first. Cached: equal layers share a class and can be stacked."""
+    """Returns a subclass of ``cls`` with the same name, whose public methods gather the module's split variables first.
+
+    The result is cached: equal layers share a class and can be stacked.
+    """
     methods = {name: _gathering(cls, name, policy) for name in public_methods(cls, NNX)}
     return subclass_of(cls, methods | {"_shard_policy": policy})
 
 
 def subclass_of(cls: type[Any], fields: dict[str, Any]) -> Any:
-    """Returns a subclass of a module's class that differs only in ``fields``."""
+    """Returns a subclass of ``cls`` with the attributes ``fields`` (name -> value); name, module and doc stay."""
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (cls,), same | fields, pytree=getattr(cls, "_pytree__is_pytree", True))
 
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
-    """Returns method ``name`` of a class, changed to gather the module's split variables before it runs."""
+    """Returns the method ``name`` of ``cls``, changed to gather the module's split variables, run, and drop the values.
+
+    An extension that can compute the result from shards, as a row lookup, replaces the gather. Without split variables
+    the method runs unchanged. ``NOTE_SHAPE`` callbacks of the variables are called with the shapes in the unit.
+    """
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)
 
@@ -370,13 +421,16 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
 
 
 def is_flax_lookup(cls: type[nnx.Module], method: str) -> bool:
-    """Returns whether a method of the class is the unchanged lookup of ``nnx.Embed``."""
+    """Returns whether ``method`` is "__call__" of ``nnx.Embed`` or of a subclass that does not override the method."""
     is_embed = issubclass(cls, nnx.Embed) and method == "__call__"
     return is_embed and inspect.getattr_static(cls, method) is inspect.getattr_static(nnx.Embed, method)
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
-    """Replaces the classes of recurrent cells, so that their first carries have a type that varies over ``axes``."""
+    """Replaces the classes of recurrent cells in a model, in place, so that first carries vary over ``axes`` by type.
+
+    Types are those of ``check_vma=True``. Without axes nothing changes.
+    """
     for cell in modules_of(model).values() if axes else ():
         if isinstance(cell, nnx.RNNCellBase):
             object.__setattr__(cell, "__class__", _varying_cell_type(type(cell), axes))

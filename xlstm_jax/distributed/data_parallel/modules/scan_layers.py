@@ -90,7 +90,11 @@ def scan_layers(
 
 
 def _prefetching_if_split(plain: Callable[..., Any], prefetching: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that runs ``prefetching`` if a parameter is split, else ``plain``; decided at each call."""
+    """Returns a method that runs ``prefetching`` if a parameter of the layers must be gathered, else ``plain``.
+
+    Each call decides: ``plain`` runs for an unbound module, in ``init``, with mutable parameters, outside of
+    ``shard_map``, and if no parameter is split. Both arguments are methods with the same arguments and results.
+    """
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -108,14 +112,24 @@ def _prefetching_if_split(plain: Callable[..., Any], prefetching: Callable[..., 
 
 
 def _of_one_layer(stacked: PyTree) -> PyTree:
-    """Returns stacked leaves [layers, ...] with boxes that name only the dims of one layer."""
+    """Returns stacked leaves unchanged, with boxes that name only the dims of one layer.
+
+    The arrays keep their shape [layers, ...]; the entry of the layer dim is removed from the names of each box.
+    """
     return meta.remove_axis(stacked, 0, {})
 
 
 def _prefetching_scan(
     run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int
 ) -> Callable[..., Any]:
-    """Returns a Linen transformation that scans ``run(scopes, carry, *args)``, a layer, by ``prefetched_scan``."""
+    """Returns a Linen transformation, for ``lift_transform``, that scans a layer by ``prefetched_scan``.
+
+    Args:
+      run: the layer, ``run(scopes, carry, *args)``, which returns (carry, outputs).
+      split_rngs: for each random stream: whether each layer gets a separate key.
+      in_axes: for each of ``args``, or once for all: 0 (each layer gets an entry of the first dim) or ``nn.broadcast``.
+      length: the number of layers.
+    """
 
     def scan(make_scopes: Any, _: Any, variables: Any, rngs: Any, carry: PyTree, *args: Any) -> Any:
         keys = [_split(k, length) if split else k for k, split in zip(rngs, split_rngs.values(), strict=True)]
@@ -143,7 +157,10 @@ def _prefetching_scan(
 
 
 def _split(keys: PyTree, length: int) -> PyTree:
-    """Returns the tree with each key split into ``length`` keys, one per layer, equal to the keys of ``nn.scan``."""
+    """Returns the tree of random keys with each key split into an array of ``length`` keys, one for each layer.
+
+    The keys equal those of ``nn.scan``. The arguments stay valid (they are cloned).
+    """
     return lift.tree_map_rngs(lambda key: jax.random.split(jax.random.clone(key), length), keys)
 
 
@@ -160,7 +177,11 @@ class _SameRandomCounts:
 
     @contextlib.contextmanager
     def from_the_same(self, scopes: Any) -> Iterator[None]:
-        """Sets the scopes' counts of keys, inside the context, as the first trace of the layer has."""
+        """Enters a context for a trace of a layer with ``scopes``; each trace after the first draws the same numbers.
+
+        The first context stores the scopes' counts of drawn keys on exit. Each later context sets the counts to the
+        stored counts on entry.
+        """
         counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self._before is not None:
             for count, before in zip(counts, self._before, strict=True):
@@ -171,12 +192,18 @@ class _SameRandomCounts:
 
 
 def _copied(counts: dict[Any, Any]) -> dict[Any, Any]:
-    """Copies nested counts. Keys are kept: ``copy.deepcopy`` would replace a token of Flax among the keys."""
+    """Returns a copy of a nested dict of counts. The keys of the dicts are the same objects.
+
+    ``copy.deepcopy`` would also copy the keys, and replace a token of Flax among them.
+    """
     return {name: _copied(count) if isinstance(count, dict) else count for name, count in counts.items()}
 
 
 def _reset_counts(counts: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Resets counts in place, since other scopes hold the same dicts. A layer makes the same modules, so keys match."""
+    """Sets the numbers in the nested dict ``counts`` to the numbers in ``before``, in place, with the same keys.
+
+    In place, since other scopes hold the same dicts. A layer makes the same modules in each trace, so the keys match.
+    """
     for name, count in before.items():
         if isinstance(count, dict):
             _reset_counts(counts[name], count)

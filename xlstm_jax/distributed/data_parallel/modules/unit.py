@@ -90,7 +90,9 @@ class ShardsItself(Protocol):
 
 
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
-    """Returns ``where`` of ``shard_modules`` as a function of path and module.
+    """Returns ``where`` of ``shard_modules`` as a function of (path, module) that is true for the chosen modules.
+
+    A class or tuple of classes chooses their instances. A function is returned unchanged.
 
     Raises:
       TypeError: ``where`` is not a module class, a tuple of module classes or a function.
@@ -109,7 +111,10 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """Returns the names of ``__call__`` and the public methods of a class, without methods of the module library."""
+    """Returns the names of the methods of a class that enter a unit, sorted: ``__call__`` and the public methods.
+
+    Names that the base class of the module library (``nn.Module``, ``nnx.Module``) defines are left out.
+    """
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
 
@@ -122,7 +127,14 @@ def is_public(method: str, system: ModuleSystem) -> bool:
 
 
 def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
-    """Returns where a wrapped module runs: "manual" (in ``shard_map``), "global" (under ``set_mesh``), else "plain"."""
+    """Returns how a wrapped module with parameters split over ``axes`` runs: "manual", "global" or "plain".
+
+    "manual": all axes are bound, as inside ``shard_map``. "global": no axis is bound, and the mesh of ``jax.set_mesh``
+    has all axes. "plain": no axis is bound, and no mesh is set.
+
+    Raises:
+      ValueError: no case fits: some axes are bound and others are not, or the mesh lacks an axis.
+    """
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if not unbound:
         return "manual"
@@ -144,9 +156,10 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """Returns ``run(module, *args, **kwargs)``, for a unit's method; names the input for remat policies.
+    """Returns ``run(module, *args, **kwargs)``, for a method of a unit, in the name scope "``name``.sharded".
 
-    The gather runs outside of the module's name scope; profiles and forecasts show the gather under ``name``.
+    The input is named for remat policies, see ``named_input``. The gather runs outside of the module's own name scope;
+    profiles and forecasts show the gather under ``name``.
     """
     args, kwargs = named_input(system, args, kwargs)
     with jax.named_scope(f"{name}.sharded"):
@@ -154,10 +167,11 @@ def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any
 
 
 def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the unit's arguments; floats of the first argument have the ``checkpoint_name`` BLOCK_INPUT.
+    """Returns (args, kwargs) of a unit's method; float arrays in the first argument have the name BLOCK_INPUT.
 
-    Without positional arguments, floats in each keyword argument are named. Later arguments, such as a mask, are often
-    shared by the layers: keeping a copy per layer would take more memory.
+    The name is given by ``checkpoint_name``, so that remat policies can keep the arrays. Without positional arguments,
+    floats in each keyword argument are named. Later arguments, such as a mask, are often shared by the layers: keeping
+    a copy per layer would take more memory.
     """
 
     def named(x: Any) -> Any:
@@ -176,13 +190,19 @@ def gather_here(
     module: tuple[str, ...] | None = None,
     extensions: Sequence[Extension] = (),
 ) -> PyTree:
-    """Returns the variables in the form that the module reads: gathered, except leaves of units inside the module.
+    """Returns the variables of a unit in the form that the module reads: with unsharded, unboxed arrays.
+
+    Inside ``shard_map`` each split leaf is gathered. Under ``jax.set_mesh`` and elsewhere values are global, and only
+    the boxes are removed. Leaves of units inside the module keep their boxes, as do leaves that are still split over
+    axes of no concern to the unit; leaves without a box are unchanged.
 
     Args:
       policy: the options of the unit.
       variables: collections of the module, including "params".
       module: the path of a Linen module in the model, for leaf names in errors.
-      extensions: extensions of the unit, which may choose wires of leaves, and replace leaves.
+      extensions: extensions of the unit, which may choose wires (formats of sent shards), and replace leaves.
+    Raises:
+      ValueError: a leaf is a global array where a shard was expected; or see ``running``.
     """
     # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
     communication = replace(policy.communication, replicas=None)
@@ -242,13 +262,20 @@ def gather_here(
 
 
 def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
-    """Returns the axes of the unit, and further bound axes over which rules for logical names split the leaf."""
+    """Returns the mesh axes over which to gather a leaf that rules for logical names have split.
+
+    These are the axes of the unit, then the bound axes in the box to gather over that the unit does not have.
+    """
     others = [axis for axis in box.gathered_axes if not policy.has_axis(axis) and collectives.is_bound(axis)]
     return (*policy.axes, *others)
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns the leaf with the unit's communication options; ``None`` if axes split the leaf that the unit ignores."""
+    """Returns a split leaf, still sharded, in a box with the unit's communication options.
+
+    Options that the unit leaves ``None``, and the replicas, are read from the old box. ``None`` is returned if the leaf
+    is also split over axes that the unit does not gather.
+    """
     if not all(map(policy.has_axis, box.axes)):
         return None
     # The box names the copies, as in ``gather_here``.
@@ -256,25 +283,33 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns by name the split parameters of a module (not of submodules), with the unit's communication options."""
+    """Returns ``shard_to_read`` of the split parameters of a module, by name: boxes with shards and the unit's options.
+
+    ``params`` are the module's "params"; entries of submodules, bare leaves, and leaves split over other axes are left
+    out.
+    """
     shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in shards.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes among ``axes`` that split the leaf, by its box, over two or more devices."""
+    """Returns the axes among ``axes`` that split the leaf, by its box, and that have two or more devices."""
     return collectives.spread_axes([axis for axis in leaf.axes if axis in axes])
 
 
 def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueError:
-    """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected."""
+    """Returns a ``ValueError``: the leaf at ``path`` has a full array in a box with axes, where a shard was expected.
+
+    This occurs when a function under ``shard_map`` closes over variables instead of taking them as arguments.
+    """
     return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
 def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the axes over which the carry of a recurrent module varies by type.
+    """Returns the mesh axes, sorted, over which the carry of a recurrent module varies by type (``check_vma=True``).
 
-    ``tree`` has the inputs and parameters of the module. After a gather, a split leaf varies over its axes.
+    ``tree`` has the inputs and parameters of the module. The axes are those over which an array in ``tree`` varies, and
+    the bound axes that split a leaf: after a gather, a split leaf varies over its axes.
     """
     leaves = [leaf for _, leaf in sharded_leaves(tree)]
     arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
@@ -288,7 +323,10 @@ def carry_axes(tree: PyTree) -> list[str]:
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
     """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass.
 
-    Gathers over the axes that ``reshard_after_forward`` leaves out are not repeated: their results are kept.
+    The function has the arguments and results of ``run``, which gathers the parameters of ``module`` and computes.
+    Gathered weights are not kept for the backward pass, other values are. Gathers over the axes that
+    ``reshard_after_forward`` leaves out are not repeated: their results are kept. On a single device, or outside of
+    ``shard_map``, ``run`` is called unchanged.
     """
     if not policy.reshard_after_forward:
         return run
@@ -318,7 +356,15 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Splits the variables that a unit's ``init`` has made; the boxes record that this unit gathers the leaves."""
+    """Returns the variables that a unit's ``init`` has made, with the leaves split and boxed.
+
+    The boxes record that this unit gathers the leaves. Inside ``shard_map`` each device keeps its shard. Under
+    ``jax.set_mesh`` the values stay global, in boxes with axis names; for a plan, boxes also have the decisions.
+    Elsewhere the variables are returned unchanged, as are the replicated collections that extensions read.
+
+    Raises:
+      ValueError: the mesh lacks an axis of ``replicas``; or see ``running``.
+    """
     passing = collections_of_extensions()
     unsharded = {name: tree for name, tree in variables.items() if name in passing}
     variables = {name: tree for name, tree in variables.items() if name not in passing}
