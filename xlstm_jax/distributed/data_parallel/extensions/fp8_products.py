@@ -63,7 +63,11 @@ class Product(NamedTuple):
 
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
-    """Returns the fp8 products of a module, without products that share a kernel (their scales may differ)."""
+    """Returns the paths of the fp8 products of a unit, with the path of each product's kernel.
+
+    A product is a submodule "Fp8..." with a kernel scale in the collection ``OVERWRITTEN`` of ``variables``. Products
+    that share a kernel are left out, since their scales may differ.
+    """
     result: list[Product] = []
 
     def look(path: str, node: Any) -> None:
@@ -79,13 +83,15 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
 
 
 def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the operand of a product's first call, which must be the kernel gathered for the product.
+    """Returns the kernel argument of a product's first call; it must be the kernel gathered for the product.
+
+    The entry of the product in ``kernels`` is set to ``None``, so that a second call raises.
 
     Args:
       kernels: the quantised and gathered kernels, by the paths of their products in the model.
       product: the module called with ``args`` and ``kwargs``; ``None`` is returned if its path is not in ``kernels``.
     Raises:
-      ValueError: the operand is not the kernel, unless a module of ``READERS`` calls the product; or the kernel is in
+      ValueError: the argument is not the kernel, unless a module of ``READERS`` calls the product; or the kernel is in
         float16, where small values of V are lost; or the product was called before.
     """
     path, place = "/".join(product.path), place_of_kernel(product)
@@ -108,12 +114,12 @@ def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...]
 
 
 def place_of_kernel(product: Any) -> int:
-    """Returns the position of the kernel among the arguments of a product."""
+    """Returns the index of the kernel among the positional arguments of an fp8 product: 2 for an einsum, else 1."""
     return 2 if isinstance(product, fp8_ops.Fp8Einsum) else 1
 
 
 def with_operand(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a product with another kernel."""
+    """Returns (args, kwargs) of a product, with the kernel argument (positional or ``rhs``) replaced by ``operand``."""
     place = place_of_kernel(product)
     if len(args) > place:
         return (*args[:place], operand, *args[place + 1 :]), kwargs
@@ -121,14 +127,22 @@ def with_operand(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
 
 
 def _only_casts(owner: Any) -> bool:
-    """Returns whether a module passes the kernel to the product like Flax's layers, with at most a cast."""
+    """Returns whether ``owner``, the module of a kernel, passes the kernel to its fp8 product with at most a cast.
+
+    True if ``__call__`` is the unchanged method of a class in ``READERS``, with Flax's ``promote_dtype``.
+    """
     call = inspect.unwrap(inspect.getattr_static(type(owner), "__call__"))
     known = any(call is inspect.unwrap(inspect.getattr_static(layer, "__call__")) for layer in READERS)
     return known and getattr(owner, "promote_dtype", promote_dtype) is promote_dtype
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the scale [1] that the product will use for the kernel, from its last scale and its history."""
+    """Returns the scale, of shape [1], that an fp8 product will use for its kernel in the next call.
+
+    Args:
+      scale: the scale of the last call, [1].
+      history: the largest magnitudes of the kernel in the last calls.
+    """
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 
@@ -145,9 +159,11 @@ def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
 
 @jax.custom_vjp
 def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
-    """Returns the history. Its gradient, the next history, records the largest magnitude of this device's ``shard``.
+    """Returns ``history`` unchanged; its gradient is the next history, with the largest |value| of ``shard`` first.
 
-    The maximum over the devices is the largest magnitude of the unsharded kernel.
+    Flax passes the next history of an fp8 product as the gradient of the history. ``shard`` is this device's shard of
+    the kernel; the maximum over the devices is the largest magnitude of the unsharded kernel. ``shard`` gets no
+    gradient.
     """
     return history
 
@@ -192,7 +208,11 @@ class ProductWire:
 
 
 def _gathered_in(kernel: Sharded, policy: ShardPolicy, path: str, scale: jax.Array, dtype: DType) -> jax.Array:
-    """Returns the kernel at ``path``, quantised in ``dtype`` and gathered."""
+    """Returns the unsharded kernel in ``dtype``, sent as float8_e4m3fn: cast, quantised, gathered, dequantised.
+
+    ``kernel`` is the box with the shard, ``policy`` has the options of the unit, ``path`` names the kernel in errors,
+    ``scale`` is the scale of the quantisation. Casting to ``dtype`` before the quantisation decides how values round.
+    """
     communication = replace(policy.communication, replicas=None)  # the box names the copies
     with jax.named_scope(GATHER_SCOPE):
         wider = kernel.replace(value=kernel.value.astype(dtype))
@@ -204,7 +224,7 @@ def _recorded(shard: jax.Array, leaf: Sharded) -> jax.Array:
 
 
 def quantises_products(communication: Communication) -> bool:
-    """Returns whether the options of a unit ask for float8_e4m3fn, so that kernels are quantised before the gather."""
+    """Returns whether ``gather_dtype`` of a unit is float8_e4m3fn, so that kernels are quantised before the gather."""
     return communication.gather_dtype == "float8_e4m3fn"
 
 
@@ -228,10 +248,13 @@ class Fp8Products(Extension):
     gathers_by_product: dict[str, tuple[DType, Callable[[DType], jax.Array]]] = field(default_factory=dict)
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns the wires of the kernels that are quantised before the gather.
+        """Returns, by path in ``variables``, the wires (formats of sent shards) of kernels quantised before the gather.
+
+        These are the split kernels of fp8 products in a unit with ``gather_dtype="float8_e4m3fn"``. This method fills
+        the attributes, in which later hooks find the products.
 
         Raises:
-          ValueError: the loss does not differentiate a product's state although the kernel is trainable; or the state
+          ValueError: the loss does not differentiate a product's state although the kernel is trainable; or the scale
             is split over axes of the gather.
         """
         if OVERWRITTEN not in variables:
@@ -267,7 +290,10 @@ class Fp8Products(Extension):
         return wires
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns histories that record the largest magnitude of the shard instead of the gathered kernel's."""
+        """Returns, by path of a history, a function from its leaf to the value that the product reads (``recording``).
+
+        The history then records the largest magnitude of the shard instead of the gathered kernel's.
+        """
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 
     def on_gathered(self, path: str, value: Any) -> None:

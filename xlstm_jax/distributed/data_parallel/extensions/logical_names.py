@@ -40,9 +40,10 @@ class LogicalNames(DimNames):
         return _by_rules((name,), None)[0] if nn.get_logical_axis_rules() else name
 
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-        """Maps the names in an NNX variable's metadata to mesh axes, by the variable's rules and the rules in force.
+        """Returns the mesh axes for each name in an NNX variable's metadata, and whether a rule applies to any name.
 
-        A name without a rule is an axis, as in NNX. If there are rules, a name of no axis does not split the dim.
+        The variable's ``rules`` have precedence over the rules in force. A name without a rule is an axis, as in NNX.
+        If there are rules and a mesh, a name of no axis does not split the dim (``None``).
         """
         by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
         mesh = jax.sharding.get_abstract_mesh()
@@ -53,10 +54,10 @@ class LogicalNames(DimNames):
         return entries, any(name in by_name for name in names)
 
     def names_from_collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Moves the names in collections such as ``params_axes`` into boxes around the parameters.
+        """Returns the variables, with names in collections such as ``params_axes`` moved into boxes of parameters.
 
-        Models in the style of T5X keep names in such collections. A collection that consists of names is removed from
-        the result; without rules the names are ignored. Parameters that already have a box keep the box.
+        Models in the style of T5X keep names of dims in such collections. A collection that consists of names is
+        removed from the result; without rules the names are ignored. Parameters that already have a box keep the box.
         """
         of_names = {name for name, tree in variables.items() if name.endswith(_AXES) and _holds_names(tree)}
         rest = {name: tree for name, tree in variables.items() if name not in of_names}
@@ -84,12 +85,19 @@ read_without_constraints(nn.LogicallyPartitioned, _LogicallyNamed)
 
 
 def _on_mesh(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
-    """Returns the entry (axes that split a dim) without axes missing in ``sizes``, the mesh's axis sizes; or None."""
+    """Returns the entry of a dim (the axes that split the dim) without axes that ``sizes`` lacks, or ``None``.
+
+    ``None`` stands for no axis. ``sizes`` has the axis sizes of the mesh by name.
+    """
     return axes_entry(tuple(axis for axis in entry_axes(entry) if axis in sizes))
 
 
 def _by_rules(names: tuple[Any, ...], rules: Any) -> tuple[AxisEntry, ...]:
-    """Returns the axes of the current mesh for each name, by ``rules`` or, if ``None``, the rules in force."""
+    """Returns, for each logical name, the axes of the current mesh that split the dim; ``None`` for no axis.
+
+    ``rules`` are pairs (name, axes); ``None``: the rules in force (``nn.logical_axis_rules``). Axes missing in the mesh
+    are ignored.
+    """
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(_on_mesh(entry, sizes) for entry in logical_to_mesh_axes(names, rules) or ())
 
@@ -100,14 +108,21 @@ _AXES = "_axes"  # ``flax.linen.partitioning`` names the collection, and each en
 
 
 def _holds_names(tree: Any) -> bool:
-    """Returns whether a collection is not empty and every leaf is a box of names without a value."""
+    """Returns whether a collection is a nested dict, not empty at any level, with names of dims as leaves.
+
+    A leaf of names is an ``AxisMetadata`` of ``flax.linen.partitioning``, without a value.
+    """
     if isinstance(tree, Mapping):
         return bool(tree) and all(map(_holds_names, tree.values()))
     return isinstance(tree, AxisMetadata)
 
 
 def _boxed_by(tree: Any, names: Any) -> Any:
-    """Returns the tree with a box of logical names around each bare value that has an entry in ``names``."""
+    """Returns the parameters ``tree``, with a box of logical names around each bare value with an entry in ``names``.
+
+    ``names`` is nested like ``tree``; the entry for "kernel" is "kernel_axes". Values in a box, and values without an
+    entry, are unchanged.
+    """
     if not isinstance(tree, Mapping):
         return tree
     boxed = {}

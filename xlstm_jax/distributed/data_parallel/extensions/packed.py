@@ -77,18 +77,21 @@ class Columns:
 
     @classmethod
     def of(cls, arrays: Sequence[tuple[tuple[int, ...], int]]) -> "Columns":
-        """Returns the columns of shards, given as (shape, dim)."""
+        """Returns the columns for arrays packed in this order, given as the (shape, split dim) of a single shard."""
         shapes, dims = zip(*arrays, strict=True)
         return cls(tuple(shapes), tuple(dims))
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Returns arrays of r shards each, [.., r d / n, ..], as one array [r, s]."""
+        """Returns the arrays packed as one array [r, s]: row i has the s values of shard i of each array.
+
+        Each array has r shards along its split dim, [.., r d / n, ..]. The arrays have the order of ``shapes``.
+        """
         rows = arrays[0].shape[self.dims[0]] // self.shapes[0][self.dims[0]]
         moved = (jnp.moveaxis(array, dim, 0) for array, dim in zip(arrays, self.dims, strict=True))
         return jnp.concatenate([array.reshape(rows, -1) for array in moved], axis=1)
 
     def split(self, packed: jax.Array) -> list[jax.Array]:
-        """Returns the unpacked arrays, in the order and shapes in which ``join`` took them; the inverse of ``join``."""
+        """Returns the arrays of a packed array [r, s], in the order and shapes in which ``join`` took the arrays."""
         # The transpose of lax.split is one concatenate; slices would be padded and added.
         parts = lax.split(packed, [math.prod(shape) for shape in self.shapes], axis=1)
         return [
@@ -136,7 +139,10 @@ class PackedWire:
 
 
 def _parcel(group: Mapping[Any, ShardToSend]) -> SmallLeaves:
-    """Returns the parcel of shards of one kind, by key."""
+    """Returns the parcel of two or more shards of one kind, which are sent together; ``group`` has the shards by key.
+
+    If a shard is sent in a format of its own (blocks of 8 bits, say), the parcel's wire converts each shard separately.
+    """
     shards = list(group.values())
     columns, wire = Columns.of([(shard.shape, shard.dim) for shard in shards]), Unchanged()
     if all(isinstance(shard.wire, Unchanged) for shard in shards):

@@ -61,15 +61,21 @@ class Packing(Option, ABC):
 
     @abstractmethod
     def packs_leaf_of(self, full_bytes: float) -> bool:
-        """Returns whether a leaf is packed whose shards have ``full_bytes`` bytes in all, in the sent format."""
+        """Returns whether the packing sends a leaf together with others, by the size of the leaf.
+
+        ``full_bytes`` are the bytes of the leaf's shards on all devices, in the format in which they are sent.
+        """
 
     @abstractmethod
     def group_into_parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
-        """Returns the parcels, of two or more shards each; the shards of no parcel are sent alone."""
+        """Returns the parcels (groups of shards that are sent together), with two or more shards each.
+
+        ``shards`` has the shards by key; ``members`` of a parcel are keys. A shard in no parcel is sent alone.
+        """
 
 
 def packing_of(communication: Communication) -> Packing | None:
-    """Returns the packing among the options of a leaf or unit."""
+    """Returns the ``Packing`` among the communication options of a leaf or unit; ``None`` without a packing."""
     return next((option for option in communication.options if isinstance(option, Packing)), None)
 
 
@@ -99,12 +105,14 @@ class PackedGathers(Extension):
 def packed_gathers(
     leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns, for the leaves of a unit that are sent together, functions that return the gathered array.
+    """Returns, by name, functions that return a gathered leaf, for the leaves of a unit that are sent in parcels.
 
-    The first call for a leaf of a parcel gathers the parcel.
+    A function returns the unsharded array, and the axes that still split each dim. The first call for a leaf of a
+    parcel gathers the parcel, later calls use the result. Missing are leaves that are sent alone, and leaves that the
+    running loss has gathered already.
 
     Args:
-      leaves: path in the model and leaf, by name.
+      leaves: (path in the model, leaf) by name; the paths are for errors.
       axes: the axes of the unit.
       communication: the options of the unit; options that are ``None`` are read from the boxes.
     """
@@ -148,9 +156,10 @@ def packed_gathers(
 def packed_in_tree(
     params: PyTree, axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns, by path in the model, functions that gather a leaf together with other leaves of its unit.
+    """Returns ``packed_gathers`` of all units of a model, by path of the leaf in the model.
 
-    ``params`` are the boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
+    ``params`` are the boxed parameters of an entire model; the unit of a leaf is found by the mark in its box. Leaves
+    that are gathered alone are missing in the result.
     """
     units: dict[str, dict[str, tuple[str, Sharded]]] = defaultdict(dict)
     for path, leaf in sharded_leaves(params):
@@ -161,7 +170,11 @@ def packed_in_tree(
 
 
 def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[Parcel]:
-    """Returns the parcels of split leaves, given by key with their options; leaves of no parcel are sent alone."""
+    """Returns the parcels in which split leaves are sent; a leaf in no parcel is sent alone.
+
+    ``leaves`` has (shard, communication options) by key. The packing in the options chooses the parcels; leaves with
+    different packings, or without a packing, do not share a parcel.
+    """
     packings = dict.fromkeys(
         packing for _, communication in leaves.values() if (packing := packing_of(communication)) is not None
     )
@@ -177,7 +190,15 @@ def parcels_of(leaves: Mapping[Any, tuple[ShardToSend, Communication]]) -> list[
 def shard_to_send(
     shard: PrimalType, dim: int, axes: tuple[str, ...], communication: Communication, trains: bool
 ) -> ShardToSend:
-    """Returns the description of a shard that is gathered along ``dim`` over ``axes``."""
+    """Returns the description of a shard that is gathered along ``dim`` over ``axes``, for a ``Packing``.
+
+    Args:
+      shard: type of the shard on this device.
+      dim: the dim that is split.
+      axes: mesh axes that split the dim.
+      communication: the options of the leaf, none of them ``None``.
+      trains: False for a frozen leaf.
+    """
     spread = collectives.spread_axes(axes)
     full = sent_bytes(shard.shape, dim, communication.sent_as(shard)) * collectives.axis_size(spread)
     # Equal kinds have equal dtypes, sums, copies and types, and all of their leaves or none take a gradient.
@@ -186,7 +207,10 @@ def shard_to_send(
 
 
 def is_packed(value: Any, communication: Communication) -> bool:
-    """Returns whether the leaf with the global or abstract array ``value`` is packed where a unit gathers it."""
+    """Returns whether the packing in ``communication`` sends the leaf with array ``value`` together with others.
+
+    ``value`` is a global or abstract array. False without a packing, and for leaves that are not floats.
+    """
     packing = packing_of(communication)
     if packing is None or not jnp.issubdtype(value_dtype(value), jnp.floating):
         return False
@@ -194,7 +218,11 @@ def is_packed(value: Any, communication: Communication) -> bool:
 
 
 def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
-    """Returns the dim along which a leaf is gathered over all its axes; ``None`` if the leaf cannot be packed."""
+    """Returns the dim along which a packing may gather a leaf over ``axes``; ``None`` if the leaf cannot be packed.
+
+    Packed leaves are floats of which exactly one dim is split over ``axes``, over no further axes, on two or more
+    devices.
+    """
     if not jnp.issubdtype(value_dtype(leaf.value), jnp.floating):
         return None
     dims = [dim for dim, entry in enumerate(leaf.names) if not set(entry_axes(entry)).isdisjoint(axes)]
@@ -203,11 +231,17 @@ def _gathered_dim(leaf: Sharded, axes: tuple[str, ...]) -> int | None:
 
 
 def packed_mark(path: str) -> str:
-    """Returns the mark of a packed leaf at ``path`` in the variables of its unit, whose first name is a collection."""
+    """Returns the mark for the box of a packed leaf, which holds the leaf's depth: "packed:2" for "params/mlp/kernel".
+
+    ``path`` is the path in the variables of the leaf's unit; its first name is a collection, which does not count.
+    """
     return f"{PACKED}{path.count('/')}"
 
 
 def packed_unit(path: str, leaf: Any) -> str | None:
-    """Returns the path of the unit that packs a leaf; ``None`` without a mark. ``path`` is the leaf's in the model."""
+    """Returns the path of the unit that packs a leaf, by the mark in the leaf's box; ``None`` without a mark.
+
+    ``path`` is the path of the leaf in the model: with the mark "packed:2", "h_0/mlp/kernel" gives "h_0".
+    """
     mark = next((mark for mark in leaf.marks if mark.startswith(PACKED)), None)
     return "/".join(path.split("/")[: -int(mark.removeprefix(PACKED))]) if mark else None

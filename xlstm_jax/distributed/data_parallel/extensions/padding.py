@@ -37,7 +37,10 @@ class ZeroPadding(Store):
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
-        """Returns the store for ``sizes``; ``UNCHANGED_STORE`` if every size is ``None``."""
+        """Returns the store (storage format) of a value with padded dims; ``UNCHANGED_STORE`` if no dim is padded.
+
+        ``sizes`` has the size without padding for each padded dim, and ``None`` for the other dims.
+        """
         return cls(tuple(sizes)) if any(sizes) else UNCHANGED_STORE
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
@@ -86,7 +89,11 @@ class Pad:
         return Padded(dim, size, next_multiple(size, parts), parts)
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf padded with zeros along the dim to split, so that ``parts`` divides the dim."""
+        """Returns ``leaf`` padded with zeros at the end of the dim to split, ``leaf.dim``, to a multiple of ``parts``.
+
+        The new store records the size without padding. A leaf whose dim ``parts`` divides is returned unchanged. The
+        value of a plan is a ``ShapeDtypeStruct``, of which only the shape is padded.
+        """
         value, dim = leaf.value, leaf.dim
         size = value.shape[dim]
         if size % parts == 0:

@@ -24,15 +24,24 @@ Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and t
 
 
 def can_send_pieces(box: Sharded, along: int) -> bool:
-    """Returns whether a split matrix can be gathered in pieces, each a part of its dim ``along``."""
+    """Returns whether a split matrix can be gathered in successive pieces, each a range of its dim ``along``.
+
+    False if parts of the leaf cannot be sent, or if the leaf is padded and ``along`` is not the split dim.
+    """
     # Padding along the other dim would have to be cut off each piece.
     return can_send_parts(box) and (box.stores_value or bool(box.names[along]))
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
-    """Returns the shard of a matrix, and the layout of the pieces, parts of the matrix's dim ``along``.
+    """Returns a matrix's shard on this device, and the layout of the gathered pieces (ranges of dim ``along``).
 
-    ``None`` if the matrix must be gathered in full. ``operands`` are the arrays used together with the matrix.
+    ``None`` if the matrix must be gathered in full. A frozen shard is under ``stop_gradient``.
+
+    Args:
+      box: the shard in its box.
+      along: the dim that is cut into pieces.
+      *operands: the arrays used together with the matrix.
+      path: the name of the matrix in errors.
     """
     communication = box.communication
     split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None
@@ -56,11 +65,14 @@ class ReadsShards:
 
     @nn.nowrap
     def pieces(self) -> dict[str, Piece]:
-        """Returns, by parameter name, the dim along which the module cuts the parameter, and the entries per piece."""
+        """Returns, by name of a parameter that is read in pieces, (dim that is cut, number of entries in a piece)."""
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of ``method``; ``shards`` are the parameters by name. ``None``: a gather is needed."""
+        """Returns the result of ``method``, called with ``args`` and ``kwargs``, computed from the module's shards.
+
+        ``shards`` has the split parameters by name, each a box with this device's shard. ``None``: a gather is needed.
+        """
         raise NotImplementedError
 
 
@@ -93,7 +105,10 @@ class PieceReaders(Extension):
 
 
 def reads_shards(module: Any, method: str) -> bool:
-    """Returns whether ``from_shards`` may replace a method: no override of the method or of methods called by it."""
+    """Returns whether ``from_shards`` of a ``ReadsShards`` module may compute the result of ``method``.
+
+    False if ``read_by`` does not list the method, or if a subclass overrides the method or a method called by it.
+    """
     cls: Any = next(cls for cls in type(module).__mro__ if "from_shards" in vars(cls))
     made_of = cls.read_by.get(method)
     return made_of is not None and all(is_unchanged(module, name, cls) for name in (method, *made_of))

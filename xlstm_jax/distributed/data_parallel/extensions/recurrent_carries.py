@@ -23,7 +23,11 @@ class RecurrentCarries(Extension):
     def changed_arguments(
         self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of an RNN's method, with an ``initial_carry`` that varies."""
+        """Returns (args, kwargs) of a method of an ``nn.RNN``, with ``initial_carry`` added for ``__call__``.
+
+        The added carry is the RNN's own first carry, cast to a type that varies over the mesh axes of inputs and
+        parameters. Unchanged for other methods, if the caller passes ``initial_carry``, and without ``check_vma=True``.
+        """
         if method != "__call__" or kwargs.get("initial_carry") is not None:
             return args, kwargs
         axes = carry_axes((args, kwargs, module.variables))
@@ -36,7 +40,11 @@ class RecurrentCarries(Extension):
 def _initial_carry(
     rnn: nn.RNN, inputs: jax.Array, *, init_key: Any = None, time_major: bool | None = None, **_: Any
 ) -> PyTree:
-    """Returns the first carry of ``nn.RNN``: its cell's carry for inputs without their time dim."""
+    """Returns the first carry that ``nn.RNN`` would use for ``inputs``: its cell's carry for a single time step.
+
+    ``init_key``: key for the carry; ``None``: key 0. ``time_major``: dim 0 of ``inputs`` is time; ``None``: as the RNN
+    says.
+    """
     time_major = rnn.time_major if time_major is None else time_major
     time_dim = 0 if time_major else inputs.ndim - (rnn.cell.num_feature_axes + 1)
     key = jax.random.key(0) if init_key is None else init_key

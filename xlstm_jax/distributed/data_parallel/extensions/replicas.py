@@ -60,7 +60,11 @@ class Replicas(Copies):
         return collectives.all_reduce_sum(term, axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns the norm of the rounding error of ``mean``; 0 if ``reduce_dtype`` is not narrower than ``dtype``."""
+        """Returns the norm of the error by which ``mean`` of a gradient rounds more than sums in ``dtype`` do.
+
+        ``sizes`` has the absolute values of the gradient's entries, ``dtype`` is the gradient's. 0 if ``reduce_dtype``
+        is not narrower than ``dtype``.
+        """
         if wire_format := WIRE_FORMATS.get(str(self.reduce_dtype)):
             # Errors are uniform up to half the distance between two codes.
             return PACKED_TWICE / math.sqrt(3) * float(np.linalg.norm(wire_format.mean_error(sizes)))

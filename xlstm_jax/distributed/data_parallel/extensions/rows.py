@@ -28,14 +28,18 @@ TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 
 
 def can_send_rows(box: Sharded) -> bool:
-    """Returns whether ``look_up_rows`` may fetch rows of the table in ``box``, and so avoid a gather."""
+    """Returns whether an embedding table may be read by ``look_up_rows``, which avoids a gather of the table.
+
+    True for a table that is marked as read by a single lookup, and whose split allows to send parts.
+    """
     return LOOKED_UP in box.marks and can_send_parts(box)
 
 
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
-    """Returns the rows of a split table at ``indices``, [..., d], fetched from the devices that hold the rows.
+    """Returns the rows of a split table [rows, d] at ``indices`` [...], as [..., d], fetched from their devices.
 
-    ``None`` if a gather of the table sends fewer bytes, or only a gather is exact. ``path`` names the table in errors.
+    ``None`` if a gather of the table sends fewer bytes, or only a gather is exact. ``box`` has this device's shard of
+    the table; ``path`` names the table in errors.
     """
     are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
     split = bound_split(box, indices) if are_indices and can_send_rows(box) else None
@@ -81,7 +85,10 @@ class RowLookups(Extension):
 
     @contextmanager
     def initialising(self, module: Any, method: str) -> Iterator[None]:
-        """Marks the table if a single lookup reads the table while the method initialises the module."""
+        """Enters a context around ``method`` of an ``nn.Embed``; on exit marks the table if ``method`` has made it.
+
+        The mark says that a single lookup has read the table. A second call in ``init`` removes the mark.
+        """
         before = _table(module) if module.is_initializing() else None
         yield
         if module.is_initializing() and (after := _table(module)) is not None:
@@ -102,6 +109,6 @@ def _table(module: nn.Embed) -> Any:
 
 
 def is_lookup(module: nn.Embed, method: str) -> bool:
-    """Returns whether a method is ``nn.Embed.__call__``, not overridden: the rows then suffice for the result."""
+    """Returns whether ``method`` of ``module`` is Flax's own ``nn.Embed.__call__``: the rows suffice for the result."""
     promotes_as_flax = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
     return method == "__call__" and is_unchanged(module, method, nn.Embed) and promotes_as_flax
