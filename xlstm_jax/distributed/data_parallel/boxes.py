@@ -58,17 +58,24 @@ class DimNames:
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
         """Returns the mesh axes for the dim names in an NNX variable's metadata, and whether the names are logical.
 
-        ``rules`` are the variable's ``sharding_rules``, or ``None``.
+        Logical names are mapped to axes by rules. ``names`` has an entry for each dim; ``rules`` are the variable's
+        ``sharding_rules``, or ``None``.
         """
         del rules
         return names, False
 
     def names_from_collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the variables of ``model.init``; names in a collection are moved into boxes around parameters."""
+        """Returns the variables of ``model.init``, with dim names in separate collections moved into boxes.
+
+        By default the variables are returned unchanged, in a new dict.
+        """
         return dict(variables)
 
     def rules_of_mesh(self) -> AbstractContextManager[None]:
-        """Returns a context for ``model.init`` in which logical rules name only axes of the current mesh."""
+        """Returns a context for ``model.init`` in which rules for logical names refer to axes of the current mesh.
+
+        Other axes are removed from the rules. By default the context has no effect.
+        """
         return nullcontext()
 
 
@@ -111,7 +118,11 @@ _FLAX_BOX_OF: dict[type[Any], type[Any]] = {}
 
 
 def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None:
-    """Registers ``unconstrained`` as the class that replaces the class ``boxes`` while a model is initialised."""
+    """Registers ``unconstrained`` to replace the box class ``boxes`` inside ``boxes_without_constraints``.
+
+    Both are classes with the same fields; ``unbox`` of ``unconstrained`` sets no sharding constraint. ``with_flax_box``
+    converts boxes back.
+    """
     _UNCONSTRAINED_BOX_OF[boxes], _FLAX_BOX_OF[unconstrained] = unconstrained, boxes
 
 
@@ -119,7 +130,10 @@ read_without_constraints(nn.Partitioned, _Named)
 
 
 def with_flax_box(leaf: Any) -> Any:
-    """Returns the leaf with a box without constraints replaced by Flax's box; any other leaf unchanged."""
+    """Returns the leaf with its unconstrained box, made in ``boxes_without_constraints``, replaced by Flax's box.
+
+    Other leaves are returned unchanged.
+    """
     return _in_box_of(leaf, _FLAX_BOX_OF)
 
 
@@ -225,7 +239,7 @@ class QuickBox(meta.Partitioned[Any]):
 
 
 def _replaced(box: QuickBox, **updates: Any) -> Any:
-    """Returns a new box with other values of some fields."""
+    """Returns a new box like ``box`` with ``updates`` as the values of some fields; the ``replace`` of ``QuickBox``."""
     if updates.keys() == {VALUE}:  # shares its fields with this one
         return _of_parts(type(box), _parts_of(box)[1], (updates[VALUE],))
     return dataclasses.replace(box, **updates)

@@ -65,14 +65,17 @@ class Extension:
         cls.hooks = frozenset([name for name in vars(Extension) if getattr(cls, name) is not getattr(Extension, name)])
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns, by path in ``variables``, wires for the gather of leaves, in place of the wires in their boxes.
+        """Returns, by path in ``variables``, wires (formats of sent shards) in place of those chosen by leaves' boxes.
 
         ``policy`` has the options of the unit, ``module`` is the unit's path in the model.
         """
         return {}
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns, by path, functions from a leaf to the value that the module reads; called after ``wires``."""
+        """Returns, by path in the unit's variables, functions from a leaf to the value that the module reads.
+
+        The hook is called after ``wires``. Leaves of other paths are gathered as usual.
+        """
         return {}
 
     def on_gathered(self, path: str, value: Any) -> None:
@@ -81,7 +84,7 @@ class Extension:
     def changed_arguments(
         self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments, changed or not, for a call of a method of the unit or of a submodule."""
+        """Returns (args, kwargs), changed or not, for a call of ``method`` of a unit or of a module inside the unit."""
         return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
@@ -93,7 +96,7 @@ class Extension:
         return None
 
     def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
-        """Returns a context around a method of a unit that may initialise the unit."""
+        """Returns a context around ``method`` of a module that may be in ``init``; by default without effect."""
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
@@ -112,8 +115,11 @@ class Extension:
     ) -> Sequence[AxisOrder]:
         """Returns, for each leaf of a unit, the axes over which the leaf is split, outermost first.
 
-        ``sizes`` has the bytes of each leaf, ``default_orders`` its axes as the user orders them.
-        ``slow`` axes cross hosts.
+        Args:
+          sizes: bytes of each leaf.
+          default_orders: the axes of each leaf, as the user orders them; the default result.
+          axis_sizes: the number of devices along each axis.
+          slow: axes that cross hosts.
         """
         return default_orders
 
@@ -139,10 +145,10 @@ class Extension:
     def gathers(
         self, leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns functions that gather leaves of a unit together with others; every other leaf is gathered alone.
+        """Returns, by name, functions that gather a leaf of a unit together with others; see ``Gathered``.
 
-        ``leaves`` has (path in the model, leaf) by name, ``axes`` are the unit's, options that are ``None`` in
-        ``communication`` are read from the boxes.
+        Leaves that are missing in the result are gathered alone. ``leaves`` has (path in the model, leaf) by name,
+        ``axes`` are the unit's, options that are ``None`` in ``communication`` are read from the boxes.
         """
         return {}
 
@@ -153,11 +159,17 @@ class Extension:
         return {}
 
     def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
-        """Returns the parcels of a layer's shards, each sent together; a shard in no parcel is sent alone."""
+        """Returns the parcels (groups of shards that are sent together) among the shards of a layer, given by key.
+
+        A shard in no parcel is sent alone.
+        """
         return ()
 
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
-        """Returns a context for ``model.init`` that adds leaves gathered in parts to ``partial_gathers``, by path."""
+        """Returns a context for ``model.init`` that adds leaves gathered in successive parts to ``partial_gathers``.
+
+        The keys are paths in the model.
+        """
         return nullcontext()
 
 
@@ -195,7 +207,7 @@ class Parcel(Protocol):
 
     @property
     def wire(self) -> Wire:
-        """Format in which a packed array is sent along dim 0."""
+        """Format in which a packed array (the result of ``pack``) is sent; the array is gathered along dim 0."""
         ...
 
     def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
@@ -224,7 +236,10 @@ def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
 
 
 def extensions_of(collections: Collection[str]) -> list[Extension]:
-    """Returns new instances of the registered extensions that apply to a unit with these collections."""
+    """Returns a new instance of each registered extension that applies to a unit with the collections named.
+
+    These are the extensions without ``collections``, and those with one of the names.
+    """
     return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
 
 
@@ -247,7 +262,14 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 def axis_orders(
     sizes: Sequence[float], default_orders: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
-    """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension reorders them."""
+    """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension reorders them.
+
+    Args:
+      sizes: bytes of each leaf.
+      default_orders: the axes of each leaf, as the user orders them.
+      axis_sizes: the number of devices along each axis.
+      slow: axes that cross hosts.
+    """
     if max(map(len, default_orders), default=0) < 2:
         return default_orders
     for cls in with_hook("axis_orders"):
@@ -256,7 +278,11 @@ def axis_orders(
 
 
 def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns the boxed parameters of an entire model; extensions choose the order of mesh axes that split a leaf."""
+    """Returns the boxed parameters of an entire model; extensions may change the order of the axes that split a leaf.
+
+    The values are global arrays. ``axis_sizes`` has the axes of the mesh with their sizes; with fewer than two axes of
+    size 2 or more the parameters are unchanged.
+    """
     if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
     for cls in with_hook("reorder_axes"):
@@ -274,7 +300,10 @@ def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -
 
 
 def sent_with(path: str, leaf: Sharded) -> str | None:
-    """Returns the path of the unit with whose leaves a leaf is sent; ``None`` if the leaf is sent alone."""
+    """Returns the path of the unit with whose leaves a leaf is sent, by the marks in its box; ``None``: sent alone.
+
+    ``path`` is the path of the leaf in the model.
+    """
     hooks = with_hook("sent_with") if leaf.marks else ()
     return next((unit for cls in hooks if (unit := cls().sent_with(path, leaf)) is not None), None)
 
@@ -293,13 +322,16 @@ def gathers_in_tree(
 
 
 def parcels(shards: Mapping[Any, SplitShard]) -> list[Parcel]:
-    """Returns the parcels of shards with options of extensions, given by key."""
+    """Returns the parcels (groups of shards that are sent together) that extensions make of ``shards``, given by key.
+
+    Only shards with options of extensions can be in a parcel. Every other shard is sent alone.
+    """
     shards = {key: split for key, split in shards.items() if split.communication.options}
     return [parcel for cls in (with_hook("parcels") if shards else ()) for parcel in cls().parcels(shards)]
 
 
 def avoids_gather(box: Sharded) -> bool:
-    """Returns whether an extension normally computes results without a gather of the leaf."""
+    """Returns whether an extension normally computes results without a gather of the leaf in ``box``."""
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 
@@ -314,12 +346,16 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
 
 
 def computes(module: Any, method: str) -> bool:
-    """Returns whether an extension may compute the result of a unit's method from shards."""
+    """Returns whether an extension may compute the result of ``method`` of a unit from shards, without a gather."""
     return [] != [cls for cls in with_hook_for("computes", module) if cls().computes(module, method)]
 
 
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-    """Returns the result of a unit's method, computed by an extension from shards; ``None``: a gather is needed."""
+    """Returns the result of a unit's ``method``, computed from shards by the first extension that can do so.
+
+    ``None``: no extension can, and the unit must gather. ``policy`` has the options of the unit; ``args`` and
+    ``kwargs`` are the arguments of the method.
+    """
     for cls in with_hook_for("computes", module):
         extension = cls()
         if extension.computes(module, method):
@@ -332,7 +368,7 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 def arguments_from(
     extensions: Sequence[Extension] | None, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments for a method of a module, as the hooks ``changed_arguments`` return them.
+    """Returns (args, kwargs) for a method of a module, as the hooks ``changed_arguments`` of extensions change them.
 
     ``extensions`` are the extensions of the running unit; ``None`` if no unit has been entered yet.
     """
@@ -346,7 +382,7 @@ def arguments_from(
 
 @contextmanager
 def initialising(module: Any, method: str) -> Iterator[None]:
-    """Enters the contexts that the hook ``initialising`` of the extensions returns for a method of a unit."""
+    """Enters the contexts that extensions return from the hook ``initialising`` for ``method`` of a unit."""
     with ExitStack() as stack:
         for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))

@@ -33,7 +33,7 @@ class SelectsLeaves(Protocol):
     """Protocol of a model that takes further forms of selections of its parameters: filters of NNX."""
 
     def leaf_predicate(self, selection: Any) -> LeafPredicate:
-        """Returns a selection as a predicate of a leaf's path."""
+        """Returns a function from a leaf's path, as "blocks/0/kernel", to whether ``selection`` selects the leaf."""
         ...
 
 
@@ -95,7 +95,10 @@ def freeze_params(
 
 
 def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
-    """Returns the value of a leaf, cast to ``dtype`` if the leaf is frozen."""
+    """Returns the stored array of a leaf, cast to ``dtype`` if the leaf is frozen and ``dtype`` is not ``None``.
+
+    ``path`` names the leaf in the error if the dtype does not fit.
+    """
     if dtype is None or leaf.trainable:
         return leaf.value
     return leaf.value.astype(cast_dtype(leaf.value, dtype, "frozen_dtype", path))
@@ -104,7 +107,11 @@ def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
 def with_frozen(
     model: object, variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None
 ) -> PyTree:
-    """Returns variables of ``model.init``, with ``freeze_params`` applied to "params" if an option is not ``None``."""
+    """Returns variables of ``model.init`` with "params" frozen by ``freeze_params``, with the two options given.
+
+    The variables are returned unchanged if both options are ``None``. If the model is a ``SelectsLeaves`` (NNX),
+    ``trainable`` may be a filter, which the model converts to a predicate of a leaf's path.
+    """
     if trainable is None and frozen_dtype is None:
         return variables
     is_trainable: Any = trainable

@@ -122,7 +122,11 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
 
 def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Returns the mean of each gradient as ``sync_gradients`` does; ``grads`` are pairs (path, gradient in its box)."""
+    """Returns the averaged gradient for each entry of ``grads``, in order and without boxes; see ``sync_gradients``.
+
+    ``grads`` are pairs (path, gradient in its box); ``axes`` are the bound data axes to average over. The results are
+    remembered as averages, so that they are not averaged again.
+    """
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
     averaged: list[frozenset[str]] = []
@@ -171,12 +175,15 @@ def wrong_averages_pass() -> AbstractContextManager[None]:
 
 
 def wrong_averages_raise() -> bool:
-    """Returns whether a proved mistake in averaging raises an error here."""
+    """Returns whether a proved mistake in averaging gradients raises an error: not in ``wrong_averages_pass``."""
     return _raises.get()
 
 
 def averaged_axes(value: jax.Array) -> frozenset[str]:
-    """Returns the axes over which ``value`` is known to be averaged: the same array, not a value computed from it."""
+    """Returns the axes over which ``value``, this very array, is known to be averaged; an empty set if it is not known.
+
+    A value computed from an average is not known.
+    """
     for average, axes in _averages.known:
         if average() is value:
             return axes

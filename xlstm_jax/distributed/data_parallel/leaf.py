@@ -90,7 +90,7 @@ class Sharded(QuickBox):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the leaf, by dim, including each axis of a dim split over several; () if not split."""
+        """Mesh axes that split the leaf, in the order of dims, outermost first within a dim; () for an unsplit leaf."""
         return tuple([axis for entry in self.names if entry is not None for axis in entry_axes(entry)])
 
     @property
@@ -121,7 +121,10 @@ class Sharded(QuickBox):
         return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of the value stored in ``counts[i]`` shards along each dim i; one is ``self.value``."""
+        """Returns the shape of the value (without padding) of which ``counts[i]`` stored shards lie along each dim i.
+
+        ``self.value`` is one of the shards.
+        """
         return self.store.shape(np.shape(self.value), counts)
 
     @property
@@ -156,7 +159,11 @@ class Sharded(QuickBox):
             return full.value if isinstance(full, Sharded) else full  # a ``Sharded`` is still split over other axes
 
     def _axes_to_read(self) -> tuple[str, ...]:
-        """Returns the axes over which ``unbox`` gathers; () outside of ``shard_map``, where values are global."""
+        """Returns the bound axes over which ``unbox`` gathers; () outside of ``shard_map``, where values are global.
+
+        Raises:
+          ValueError: the value has another number of dims than the box: it was stacked or sliced without its box.
+        """
         if self.read_as_stored:
             return ()
         bound = tuple(axis for axis in self.gathered_axes if collectives.is_bound(axis))
@@ -255,7 +262,7 @@ BOXES = (meta.Partitioned, SplitVariable)  # boxes with axis names
 
 
 def is_box(leaf: Any) -> bool:
-    """Returns whether ``leaf`` is a box with axis names."""
+    """Returns whether ``leaf`` is in a box with axis names: ``nn.Partitioned``, ``Sharded`` or a split NNX variable."""
     return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
 
 
@@ -271,15 +278,19 @@ def _whole(ndim: int) -> Any:
 
 
 def is_library_box(leaf: Any) -> bool:
-    """Returns whether ``leaf`` is in a box of the library, which has ``communication`` and ``model_axes``."""
+    """Returns whether ``leaf`` is in a box of the library: a ``Sharded``, or a split NNX variable.
+
+    Such boxes have ``communication`` and ``model_axes``; a plain ``nn.Partitioned`` of Flax does not.
+    """
     return isinstance(leaf, Sharded | SplitVariable)
 
 
 def leaf_of(leaf: Any) -> Sharded:
-    """Returns any leaf of a tree as a ``Sharded``: a bare value, a box of Flax, a variable of NNX, a ``Sharded``.
+    """Returns a leaf of a tree as a ``Sharded``, the library's box: a bare value, a box of Flax, a variable of NNX.
 
-    ``names`` of the result has an entry for each dim of the value: ``None`` is added for unnamed dims, and surplus
-    names are dropped. (An optimizer may store a scalar per leaf of a boxed tree, in a box with the leaf's names.)
+    A ``Sharded`` is returned unchanged if its names fit. ``names`` of the result has an entry for each dim of the
+    value: ``None`` is added for unnamed dims, and surplus names are dropped. (An optimizer may store a scalar per leaf
+    of a boxed tree, in a box with the leaf's names.)
     """
     # Nearly all leaves return here, thousands of times in a trace: ``np.ndim`` alone would double the time.
     if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == getattr(leaf.value, "ndim", None):
@@ -305,7 +316,7 @@ def leaf_of(leaf: Any) -> Sharded:
 
 
 def rebox(leaf: Any, value: Any) -> Any:
-    """Returns ``value`` in the box of ``leaf``; bare if ``leaf`` has no box."""
+    """Returns ``value`` in a box like the box of ``leaf``, with equal names and options; bare if ``leaf`` is bare."""
     return leaf.replace_boxed(value) if is_box(leaf) else value
 
 
@@ -313,7 +324,8 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     """Returns the leaf in a box that lists its axes as ``model_axes``, except the axes in ``gathered``.
 
     Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not say whether a shard is to be gathered
-    or the model computes with the shard itself (experts).
+    or the model computes with the shard itself (experts). A leaf without axes, and a split NNX variable, are unchanged;
+    a leaf that rules for logical names have split gets a mark instead.
     """
     if not is_box(leaf) or isinstance(leaf, SplitVariable):
         return leaf
@@ -328,7 +340,7 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
 
 
 def marks_of_rules(leaf: Any) -> frozenset[str]:
-    """Returns the mark ``SPLIT_BY_RULES`` if rules for logical names map the names of a model's box, else no mark."""
+    """Returns {``SPLIT_BY_RULES``} if rules for logical names map the names of a model's box to axes; else {}."""
     return frozenset({SPLIT_BY_RULES} if reader().has_rules_for(leaf) else ())
 
 
@@ -341,12 +353,18 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf with fields of its communication options replaced; unchanged if not in a box of the library."""
+    """Returns the leaf with other values of some fields of its communication options, given by name.
+
+    A leaf that is not in a box of the library is unchanged.
+    """
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf
 
 
 def with_layer_names(leaf: Any) -> Any:
-    """Returns the boxed leaf with ``None`` added in front of the names, for each leading (layer) dim without a name."""
+    """Returns a boxed leaf with ``None`` in front of its names, once for each leading (layer) dim without a name.
+
+    The box of [layers, d, f] with the names (None, "fsdp") gets (None, None, "fsdp"). A bare leaf is unchanged.
+    """
     if not isinstance(leaf, meta.Partitioned):
         return leaf
     layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
@@ -360,7 +378,10 @@ def with_layer_names(leaf: Any) -> Any:
 
 
 def with_last_names(leaf: Any, ndim: int) -> Any:
-    """Returns the boxed leaf with only the last ``ndim`` names: without the names of leading layer dims."""
+    """Returns a boxed leaf with only the last ``ndim`` names: without the names of leading layer dims.
+
+    The value is unchanged, as is a bare leaf.
+    """
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
@@ -388,12 +409,19 @@ def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], comm
 
 
 def path_in_model(module: tuple[str, ...] | None, path: str) -> str:
-    """Returns the path from the top of the model; ``path`` is relative to ``module`` (unchanged for ``None``)."""
+    """Returns the path of a leaf in the model, from ``path`` in the variables of the module at ``module``.
+
+    ("h_0", "mlp") and "params/kernel" give "h_0/mlp/kernel". With ``module`` ``None``, ``path`` is returned unchanged.
+    """
     return path if module is None else "/".join((*module, path.removeprefix("params/")))
 
 
 def is_gathered_here(path: str, leaf: Sharded) -> bool:
-    """Returns whether a module gathers ``leaf``, at ``path`` in the module's variables. If not, a submodule does."""
+    """Returns whether the module that reads a leaf also gathers it; if not, a wrapped submodule gathers the leaf.
+
+    ``path`` is the leaf's path in the module's variables, which begins with the collection: "params/mlp/kernel". The
+    box of the leaf names its unit (``unit_depth``); a leaf without a known unit is gathered here.
+    """
     # The first name of the path is the collection.
     return not 0 < leaf.unit_depth < path.count("/")
 
@@ -402,9 +430,9 @@ def is_gathered_here(path: str, leaf: Sharded) -> bool:
 
 
 def true_value(leaf: Any) -> Any:
-    """Returns the value of a leaf as in the unwrapped model: without padding, say.
+    """Returns the value of a leaf as in the unwrapped model: the stored array without padding, say.
 
-    ``leaf`` must hold the full (replicated or global) array.
+    ``leaf``, a box or a bare value, must hold the full (replicated or global) array.
     """
     box = leaf_of(leaf)
     return box.value if box.stores_value else box.store.read(box.value, (False,) * np.ndim(box.value))
@@ -434,11 +462,18 @@ def gather_leaf(
     wire: Wire | None = None,
     together: Callable[[], tuple[Any, tuple[AxisEntry, ...]]] | None = None,
 ) -> Any:
-    """Gathers a leaf over ``axes``. Returns the array, in a box if it is still split over further axes.
+    """Returns the array of a leaf, gathered over ``axes``; in a box if it is still split over further axes.
 
-    Options that are ``None`` in ``communication`` are read from the leaf's box. ``wire``, if given, is the format in
-    which shards are sent, in place of the format that the options select. ``together``, if given, returns the
-    gathered array and the axes that still split its dims, from a gather together with other leaves.
+    Inside a loss, equal gathers of a leaf run once.
+
+    Args:
+      leaf: the shard in its box.
+      axes: bound axes; the leaf is gathered over those that split it.
+      communication: options of the gather; options that are ``None`` are read from the leaf's box.
+      path: the path of the leaf for errors.
+      wire: the format in which shards are sent, in place of the format that the options select.
+      together: returns the gathered array and the axes that still split its dims, from a gather together with other
+        leaves, in place of a gather of this leaf alone.
     """
     communication = communication.filled_from(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -456,19 +491,23 @@ def gather_leaf(
 
 
 def is_gathered(leaf: Sharded, axes: tuple[str, ...], communication: Communication) -> bool:
-    """Returns whether the running loss has gathered the leaf already; no option in ``communication`` is ``None``."""
+    """Returns whether the running loss has already gathered the leaf over ``axes`` with these options.
+
+    ``communication`` has no option that is ``None``. False outside of a loss.
+    """
     return running_loss().has_gathered(leaf.value, _of_gather(leaf, axes, communication, None))
 
 
 def _of_gather(leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None) -> Any:
-    """Returns the key of a gather: two gathers of a shard with equal keys have the same result."""
+    """Returns the cache key of a gather of a leaf: gathers of a shard with equal keys have the same result."""
     return leaf.replace(value=None), axes, communication, type(wire)
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
-    """Returns the shard to gather over ``axes``: without gradient if frozen.
+    """Returns the leaf's shard, as the input of a gather over ``axes``: under ``stop_gradient`` if the leaf is frozen.
 
     If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``with_summed_gradient``).
+    ``path`` names the leaf in errors.
     """
     shard = as_read(leaf, leaf.value)
     model_axes = tuple([axis for axis in axes if axis in leaf.model_axes])
@@ -476,7 +515,11 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
 
 
 def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the gathered axes over which the batch is not split: devices along these axes compute the same."""
+    """Returns the gathered axes over which the batch is not split: devices along these axes compute the same.
+
+    Only axes among ``axes`` over which ``value``, the gathered array, varies by type are returned; () outside of a
+    loss.
+    """
     if not (batch_axes := running_loss().batch_axes):  # outside of a loss nothing is known of the batch
         return ()
     varying = collectives.varying_axes(value)
@@ -486,10 +529,10 @@ def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tu
 def as_gathered(
     leaf: Sharded, value: Any, names: tuple[AxisEntry, ...], axes: tuple[str, ...], communication: Communication
 ) -> Any:
-    """Converts an array that was gathered over ``axes``, with ``communication``, to the result of ``gather_leaf``.
+    """Returns the result of ``gather_leaf`` for ``value``, an array of the leaf that was gathered over ``axes``.
 
-    ``names`` has the axes that still split each dim of ``value``. The result is converted from the storage format
-    (without padding, say), and is bare if no axis is left, else in a box.
+    ``names`` has the axes that still split each dim of ``value``; ``communication`` has the options of the gather. The
+    result is converted from the storage format (without padding, say), and is bare if no axis is left, else in a box.
     """
     if SPLIT_BY_RULES in leaf.marks and (equal := _axes_of_equal_reads(leaf, value, axes)):
         value = with_equal_type(value, equal)
@@ -509,9 +552,9 @@ def as_gathered(
 
 
 def full_value_error(subject: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> ValueError:
-    """Returns the error for a leaf with a full array in a box that names axes, where a shard was expected.
+    """Returns the ``ValueError`` for a leaf with a full array in a box that names axes, where a shard was expected.
 
-    ``subject`` names the leaf, ``shape`` is the array's, ``axes`` are the box's.
+    ``subject`` names the leaf, ``shape`` is the shape of the array, ``axes`` are the axes in the box.
     """
     return ValueError(
         f"{subject} is split over {axes} by its box, and its value of shape {shape} is unsharded on each device: a "

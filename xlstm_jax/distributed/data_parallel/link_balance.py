@@ -43,11 +43,11 @@ def balanced_orders(
     axis_sizes: Mapping[str, int],
     slow_axes: Collection[str] = (),
 ) -> list[AxisOrder]:
-    """Returns for each leaf the order of axes, outermost first, with the least load on the busiest axis.
+    """Returns for each leaf its axes in a new order, outermost first, with little load on the busiest axis.
 
     The largest leaf keeps the given order. Smaller leaves follow by size, each with the order under which the busiest
     axis carries the fewest bytes. Of more than six axes, each choice of three outermost axes is tried, followed by the
-    rest in the given order.
+    rest in the given order. The result has the order of ``sizes``.
 
     Args:
       sizes: bytes of each leaf.
@@ -82,7 +82,11 @@ def balanced_orders(
 
 
 def _traffic(size: float, order: AxisOrder, axis_sizes: Mapping[str, int]) -> dict[str, float]:
-    """Returns the bytes sent over each axis in one gather of a leaf of ``size`` bytes, split over ``order``."""
+    """Returns, by axis, the bytes sent over the axis in one gather of a leaf with ``size`` bytes in unsharded form.
+
+    ``order`` has the axes that split the leaf, outermost first. Over the outermost axis, of n devices, size (n - 1) / n
+    bytes are sent; over the next axis the same of size / n bytes.
+    """
     sent = {}
     for axis in order:
         sent[axis] = size * (axis_sizes[axis] - 1) / axis_sizes[axis]
@@ -129,7 +133,11 @@ def balanced_over_model(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree
 
 
 def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, AxisOrder]:
-    """Returns the first dim that is gathered over several axes, and its axes in mesh order; (0, ()) if no dim is."""
+    """Returns (dim, axes) of the first dim of a leaf that is gathered over two or more axes of size 2 or more.
+
+    ``axes`` are the gathered axes of the dim, in the order of ``axis_sizes``, the mesh. (0, ()) if the leaf has no such
+    dim: the order of its axes cannot change.
+    """
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]
         if sum(axis_sizes.get(axis, 1) > 1 for axis in gathered) > 1:
@@ -138,7 +146,11 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
 
 
 def _sent_bytes(box: Sharded) -> float:
-    """Returns the bytes of a full leaf in a gather and, if the leaf is trainable, in the gradient's reduce-scatter."""
+    """Returns the bytes of an unsharded leaf in the formats in which a training step sends the leaf.
+
+    The gather counts and, if the leaf takes a gradient, the reduce-scatter of the gradient. 0 for a leaf that is
+    normally not gathered, as a table for row lookups.
+    """
     shape = np.shape(box.value)
     if avoids_gather(box):
         return 0.0
@@ -153,10 +165,17 @@ def _shared_orders(
     axis_sizes: Mapping[str, int],
     slow_axes: Collection[str],
 ) -> dict[str, AxisOrder]:
-    """Returns orders by path: layers of a Python loop share an order, if the links stay balanced.
+    """Returns by path the axes of each leaf, outermost first, in an order that balances the load of the links.
 
-    Layers with different orders are different programs, each traced by JAX and compiled by XLA. Leaves of an equal
-    ``group_of``, which share collectives, have one order in either case.
+    Layers of a Python loop (paths that differ only in numbers) share an order, unless the busiest axis then carries
+    more than ``SHARED_ORDER_LIMIT`` times the mean. Layers with different orders are different programs, each traced by
+    JAX and compiled by XLA.
+
+    Args:
+      reorderable: by path: (sent bytes of the leaf, the dim to gather, the axes of the dim).
+      group_of: by path, a name; leaves with equal names share collectives, and have one order in either case.
+      axis_sizes: the number of devices along each axis.
+      slow_axes: axes that stay innermost.
     """
 
     def orders_of(key: Callable[[str], Any]) -> dict[str, AxisOrder]:

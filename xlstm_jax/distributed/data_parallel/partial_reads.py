@@ -14,17 +14,22 @@ from xlstm_jax.introspection import inside_branch, is_batched
 
 
 def can_send_parts(box: Sharded) -> bool:
-    """Returns whether parts of a matrix can be sent, not the full matrix: a single dim is split, values are floats."""
+    """Returns whether a leaf is a matrix of which parts can be sent in place of the full matrix.
+
+    True for a matrix of floats, sent without a block format, with exactly one split dim, stored in the value's order of
+    dims, that the model itself does not split.
+    """
     is_float = box.communication.format_of(box.value) is None and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     is_stored_plainly = not box.model_axes and not box.read_as_stored and box.store.order(len(box.names)) == (0, 1)
     return is_float and is_stored_plainly and len(box.names) == 2 and sum(map(bool, box.names)) == 1
 
 
 def bound_split(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the split dim of a matrix and the bound axes of the split; ``None`` if only a full gather is exact.
+    """Returns the split dim of a matrix, and the axes of the split; ``None`` if only a full gather is exact.
 
-    A full gather is needed inside ``lax.cond`` (where the gather raises an error) and under ``vmap``, where the number
-    of examples is unknown.
+    The axes are bound and have two or more devices. A full gather is needed outside of ``shard_map``, inside
+    ``lax.cond`` (where the gather raises an error), and if one of ``operands`` is under ``vmap``, where the number of
+    examples is unknown.
     """
     if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None

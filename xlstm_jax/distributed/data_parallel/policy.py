@@ -136,7 +136,10 @@ class ShardPolicy:
         return kept
 
     def has_axis(self, axis: str) -> bool:
-        """Returns whether the wrapper splits over this axis of a box; also outside of the mesh of the box."""
+        """Returns whether the wrapper splits over ``axis``, the name of an axis in a box; needs no mesh.
+
+        With ``axis_name=None`` these are ``fsdp`` and the axes with names that begin with ``fsdp_``.
+        """
         return axis in self.axes if self.axis_name is not None else _is_fsdp_axis(axis)
 
 
@@ -193,5 +196,5 @@ def choose_shard_dim(
 
 
 def next_multiple(size: int, multiple: int) -> int:
-    """Returns ``size``, rounded up to a multiple."""
+    """Returns the smallest multiple of ``multiple`` that is ``size`` or more: next_multiple(37, 8) is 40."""
     return -(-size // multiple) * multiple

@@ -66,7 +66,11 @@ class Route(NamedTuple):
 
 
 def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns (path, abstract leaf of one layer) for leaves [layers, ...] in boxes that name a layer's dims."""
+    """Returns (path, leaf) for the leaves of a single layer: ``Sharded`` boxes with a ``ShapeDtypeStruct`` as value.
+
+    ``stacked`` has leaves [layers, ...] in boxes that name a layer's dims; the result has their shapes without the
+    layer dim, in tree order.
+    """
     return trees.sharded_leaves(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked))
 
 
@@ -161,15 +165,21 @@ class _Leaf(NamedTuple):
         return replace(self.stacked, shape=self.stacked.shape[1:])
 
     def shard(self, value: Any) -> jax.Array:
-        """Returns a layer's shard; ``value`` is the shard, or the list of the shards that are sent together."""
+        """Returns a layer's shard as one array; shards that are sent together, given as a list, are packed."""
         return self.parcel.pack(value) if self.parcel else value
 
     def gradients(self, gradient: jax.Array) -> Any:
-        """Converts a gradient of the result of ``shard`` to the gradient of ``value``: an array or a list of arrays."""
+        """Returns the gradient of ``value``, the argument of ``shard``, from the gradient of the result of ``shard``.
+
+        The result is an array, or a list of arrays for shards that are sent together.
+        """
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:
-        """Returns the gathered leaves of a layer, in the order of ``places``, from the gathered array."""
+        """Returns the weights of a layer that the gathered array ``value`` contains, in the order of ``places``.
+
+        A weight is bare and without padding, or in a box if axes still split it.
+        """
         arrays = self.parcel.unpack(value) if self.parcel else [value]
         return [
             as_gathered(
@@ -180,7 +190,11 @@ class _Leaf(NamedTuple):
 
 
 def _sent_together(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
-    """Returns the leaves and their values; leaves that are sent together are one leaf, behind the others."""
+    """Returns the leaves and their values (stacked shards); leaves that are sent together are combined to one leaf.
+
+    The combined leaves come last; the value of a combined leaf is the list of the values of its members. ``values[i]``
+    is the value of ``leaves[i]``, before and after.
+    """
     routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route}
     found = parcels(
         {
@@ -241,7 +255,13 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, replicated: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """Returns the layer's (carry, outputs), from gathered leaves (with padding) and leaves that are not split."""
+        """Returns the (carry, outputs) of one layer, called with unboxed weights.
+
+        Args:
+          split: the gathered arrays of split leaves, with padding; ``None`` for other leaves.
+          replicated: the arrays of leaves that are not split; ``None`` for split leaves.
+          carry, inputs, shared: the arguments of the layer after the weights.
+        """
         split, replicated = trees.stored_values(split), trees.stored_values(replicated)
         by_place = {
             place: weight
@@ -254,22 +274,28 @@ class _Scan:
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the shards of layer ``index`` in the format to send, for split leaves."""
+        """Returns the shards of layer ``index`` of the stacked ``values``, each in the format that is sent.
+
+        The list has an entry for each leaf: ``None`` for leaves that are not split.
+        """
         sent = self._of_split(
             lambda leaf, value: shard_as_sent(leaf.shard(_at(value, index)), leaf.route.communication), values
         )
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the fully gathered leaves of the next layer, converted from the sent format of ``ahead``."""
+        """Returns the gathered arrays of the next layer to compute: the last entry of ``ahead``, in the format for use.
+
+        The list has an entry for each leaf: ``None`` for leaves that are not split.
+        """
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def replicated_leaves(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the leaves of layer ``index`` that are not split."""
+        """Returns the arrays of layer ``index`` of the stacked ``values``, with ``None`` for leaves that are split."""
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
-        """Returns the arrays; arrays of frozen leaves are in boxes, which take no gradient."""
+        """Returns the arrays of the leaves; the arrays of frozen leaves are put into boxes, which take no gradient."""
 
         def boxed(box: Sharded, arrays: Any) -> Any:
             return jax.tree.map(lambda array: box.replace(value=array), arrays)
@@ -280,7 +306,11 @@ class _Scan:
         ]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
-        """Gathers each layer of ``ahead`` by one more stage, and ``shards`` of another layer by the first stage."""
+        """Returns ``ahead`` after one more stage of each layer's gather, with the first stage of ``shards`` in front.
+
+        Entry 0 of the result is ``shards`` (``None``: no further layer) after the first stage, entry s is entry s - 1
+        of ``ahead`` after a further stage. The last entry of ``ahead``, a fully gathered layer, is dropped.
+        """
 
         def gather(stage: int, leaf: _Leaf, value: jax.Array) -> jax.Array:
             # A leaf with fewer stages starts later, so that it is not fully gathered earlier than necessary.
@@ -293,9 +323,10 @@ class _Scan:
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
     def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
-        """Starts gathers of the first ``depth`` layers in ``order``; returns the gathers for the first iteration.
+        """Returns ``ahead`` for the first iteration: the first ``depth`` layers to compute, each at its gather stage.
 
-        The list has an entry for each stage, ``None`` for a stage without a layer.
+        ``order`` has the indices of the layers in the order of computation. The list has an entry for each stage,
+        ``None`` for a stage without a layer.
         """
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
@@ -304,14 +335,20 @@ class _Scan:
         return ahead
 
     def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
-        """Returns ``fn(leaf, array)`` for each split leaf with an array, ``None`` for other leaves."""
+        """Returns a list with ``fn(leaf, array)`` for each split leaf with an array, and ``None`` for other leaves.
+
+        ``arrays`` has an entry for each leaf of the scan.
+        """
         pairs = zip(self.leaves, arrays, strict=True)
         return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
 
     # --------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, values: Arrays, carry: PyTree, per_layer: PyTree, shared: PyTree) -> tuple[Any, Any]:
-        """Runs the scan, gathers shards of later layers ahead; returns results, and residuals for ``backward``."""
+        """Returns ((last carry, stacked outputs), residuals for ``backward``); gathers weights of later layers ahead.
+
+        The arguments are those of ``prefetched_scan``; ``values`` has the stacked shards of each leaf.
+        """
 
         def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
             carry, ahead, carries, outputs = state
@@ -336,10 +373,11 @@ class _Scan:
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        """Returns the cotangents of the arguments of ``forward``: runs the layers from last to first.
+        """Returns the cotangents of the four arguments of ``forward``: runs the layers from last to first.
 
         While a layer computes, the weights of the next layers to run (earlier in the model) are gathered, and the
-        gradient of the preceding one is scattered.
+        gradient of the layer that ran before is scattered. ``residuals`` are from ``forward``, ``cotangents`` are of
+        its results.
         """
         values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.
@@ -381,13 +419,19 @@ class _Scan:
         return self.scatter(d_values, 0, pending), d_carry, d_per_layer, d_shared
 
     def terms(self, grads: Arrays) -> Arrays:
-        """Returns the inputs of the reduce-scatters of a layer's gradients, which the next iteration runs."""
+        """Returns the arrays to reduce-scatter for a layer's gradients ``grads``; ``None`` for unsplit leaves.
+
+        ``grads`` are the gradients of the gathered arrays. The next iteration runs the reduce-scatters.
+        """
         return self._of_split(
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.communication, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
-        """Reduce-scatters ``terms`` of layer ``index``; returns the stacked gradients ``d_values`` with the results."""
+        """Returns the stacked gradients ``d_values`` with the gradients of split leaves of layer ``index`` written in.
+
+        These are made by a reduce-scatter of ``terms``, the result of the method ``terms`` for the layer.
+        """
 
         def scattered(leaf: _Leaf, term: jax.Array) -> Any:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
@@ -399,7 +443,10 @@ class _Scan:
 
 
 def _loop(count: int, index_of: Callable[[Scalar], Scalar], step: Callable[[Any, Any], Any], state: Any) -> Any:
-    """Runs ``count`` steps in a loop; without a loop if ``count`` is 0."""
+    """Returns the state after ``count`` steps of a loop: step i is ``state = step(index_of(i), state)``, i from 0.
+
+    With ``count`` 0 no loop is compiled.
+    """
     return lax.fori_loop(0, count, lambda i, state: step(index_of(i), state), state) if count else state
 
 
@@ -417,7 +464,11 @@ def _together(first: PyTree, second: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangents: PyTree) -> tuple[Any, ...]:
-    """Returns the gradients of ``run(*args)`` for the arguments, given cotangents; ``None``: no gradient."""
+    """Returns the gradient of each argument of ``run(*args)``, as trees like ``args``, given cotangents of the results.
+
+    ``cotangents`` has an entry for each differentiable result. Leaves without gradient (integers, frozen leaves in
+    boxes) have ``None``.
+    """
     # Boxes of frozen leaves are among the arguments, and mark their leaves as not differentiable.
     differentiable, put_back = trees.split_differentiable(args)
     _, pull = jax.vjp(lambda live: trees.split_differentiable(run(*put_back(live)))[0], differentiable)
@@ -426,7 +477,7 @@ def _gradients_of_args(run: Callable[..., Any], args: tuple[Any, ...], cotangent
 
 
 def _at(tree: PyTree, index: Scalar) -> PyTree:
-    """Returns the leaves of layer ``index`` from leaves [layers, ...]."""
+    """Returns a tree like ``tree`` with entry ``index`` of dim 0 of each leaf: a layer of leaves [layers, ...]."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 

@@ -121,7 +121,7 @@ class OfSeveral(Reason):
 
 
 def reason_from_json(data: Any) -> Reason:
-    """Returns the reason from the output of ``Reason.to_json`` after a round trip through ``json``."""
+    """Returns the ``Reason`` for ``data``, the output of its ``to_json`` after a round trip through ``json``."""
     if data["kind"] == "OfSeveral":
         return OfSeveral(tuple((axes, reason_from_json(reason)) for axes, reason in data["reasons"]))
     classes = {cls.__name__: cls for cls in Reason.__subclasses__()}

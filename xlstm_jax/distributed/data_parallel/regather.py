@@ -70,7 +70,12 @@ def keeping_no_weights(base: Policy, kept_axes: frozenset[str] = frozenset()) ->
 
 
 def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *inputs: Any, **params: Any) -> Any:
-    """Returns whether to keep the results of an operation, given the policy ``base``; called by JAX."""
+    """Returns the decision of the policy ``base`` on the results of an operation, or False (recompute) for weights.
+
+    JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. False
+    is returned for gathers over axes that are not in ``kept_axes``, for operations in ``RECOMPUTED``, and for complex
+    values.
+    """
     name = primitive.name
     if may_be_complex(name, inputs, params):
         return False
@@ -86,7 +91,10 @@ def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *
 
 
 def may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Returns whether an input or a result of an operation may be complex."""
+    """Returns whether an operation may have complex inputs or results, by its types, or by its name (an FFT, say).
+
+    ``name`` is the name of the operation, ``inputs`` are the types of its inputs, ``params`` its parameters.
+    """
     body = params.get("call_jaxpr") or params.get("jaxpr")
     types = [*inputs, *getattr(body, "out_avals", ())]
     dtypes = [getattr(aval, "dtype", None) for aval in types]
@@ -96,13 +104,20 @@ def may_be_complex(name: str, inputs: Sequence[Any], params: dict[str, Any]) -> 
 
 
 def _is_table(name: str, params: dict[str, Any]) -> bool:
-    """Returns whether an indexing operation of JAX reads single values (of quantised weights), not rows."""
+    """Returns whether an operation is JAX's indexing "gather", and reads single values rather than rows.
+
+    Quantised weights are decoded by such reads from a table. ``params`` are the parameters of the operation.
+    """
     # Quantised values are decoded one by one from a table. Rows of an embedding are activations.
     return name == "gather" and math.prod(params["slice_sizes"]) == 1
 
 
 def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
-    """Returns whether an operation is a call of a function in which the policy keeps no value."""
+    """Returns whether an operation is a call of a function in which the policy keeps no value, to be recomputed.
+
+    False for an operation that calls no function. ``base`` is the user's policy, ``params`` are the operation's
+    parameters with the body of the function.
+    """
     # JAX applies policies inside most functions, but not inside a function with a custom derivative if nothing in it is
     # differentiated, such as the gather of frozen weights. The maxima in such a gather are those of packed blocks.
     if name not in FUNCTIONS:

@@ -69,9 +69,10 @@ def remat_policy(
 # Cached, since JAX compares policies by identity.
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...], kept_axes: frozenset[str]) -> Policy:
-    """Returns the policy that keeps as ``base``, but no weights, and offloads values with the names ``offloaded``.
+    """Returns the policy that keeps the values that ``base`` keeps, but no gathered weights, for ``jax.checkpoint``.
 
-    Results of gathers over ``kept_axes`` alone are kept.
+    Values with a name (``checkpoint_name``) in ``offloaded`` are kept in host memory. Results of gathers over
+    ``kept_axes`` alone are kept, too. The same object is returned for equal arguments.
     """
     keep = keeping_no_weights(base, kept_axes)
     if not offloaded:

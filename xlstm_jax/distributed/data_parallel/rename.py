@@ -136,10 +136,15 @@ def _with_other_entries(
     replaced: Callable[[Mapping[str, Any]], tuple[Sequence[str], Entries]],
     wanted: str,
 ) -> PyTree:
-    """Returns the tree with entries replaced in each dict for which ``concerns(dict)`` is true.
+    """Returns the tree with some entries replaced in each dict for which ``concerns(dict)`` is true, at any depth.
 
-    ``replaced(dict)`` returns the names of the old entries, and the new entries. If ``concerns`` is false for every
-    dict, the error names ``wanted`` as missing.
+    Args:
+      tree: dicts within any containers; a box is a leaf.
+      concerns: returns whether entries of a dict are to be replaced.
+      replaced: returns, for such a dict, the names of the entries to remove, and the new entries by name.
+      wanted: the name that the error calls missing.
+    Raises:
+      ValueError: ``concerns`` is false for every dict; or a new entry has the name of an entry that stays.
     """
     seen: set[str] = set()
     replacements: list[Entries] = []
@@ -189,7 +194,10 @@ def _check_name(name: Any) -> None:
 
 
 def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, str]:
-    """Returns the keys of a dict that match ``pattern``, the names of layers, by layer number."""
+    """Returns the keys of a dict that are names of layers, by layer number: {0: "block_0", 1: "block_1"}.
+
+    Group 1 of ``pattern``, which a whole key must match, is the number.
+    """
     matches = (pattern.fullmatch(name) for name in node if isinstance(name, str))
     return {int(match[1]): match[0] for match in matches if match}
 
@@ -198,7 +206,13 @@ def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, s
 
 
 def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
-    """Stacks the trees of layers, given by number, leaf by leaf; raises if a layer is missing or differs."""
+    """Returns one tree with leaves [layers, ...], stacked in order from the trees of the layers by number.
+
+    ``layer_names`` is the pattern of the layers' names for errors, as "block_{}".
+
+    Raises:
+      ValueError: a number from 0 on is missing, or layers differ in structure, shape, dtype or box.
+    """
     if missing := sorted(set(range(max(layers))) - set(layers)):
         existing = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)
         raise ValueError(f"{layer_names.format(missing[0])!r} is missing among the layers {existing}.")
@@ -217,7 +231,10 @@ def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
 
 
 def _described(leaf: Any) -> str:
-    """Returns a text of the properties in which layers must agree to be stacked."""
+    """Returns a text of the properties in which layers must agree to be stacked: dtype, shape, whether frozen, box.
+
+    As "float32[4, 2]". The text is compared between layers, and quoted in errors.
+    """
     box = leaf_of(leaf)
     value = box.value
     text = f"{getattr(value, 'dtype', type(value).__name__)}{list(np.shape(value))}"
@@ -229,7 +246,10 @@ def _described(leaf: Any) -> str:
 
 
 def _stacked_leaf(*layers: Any) -> Any:
-    """Stacks a leaf of each layer along a new dim 0, on a mesh shard by shard; the box gains the layer dim."""
+    """Returns a leaf [layers, ...]: the same leaf of each layer, in order, stacked along a new dim 0.
+
+    On a mesh each device stacks its shards, and nothing is sent. In a box, the layer dim is not split.
+    """
     values = trees.stored_values(layers)
     # A spec without any axis is P(), as jit reports it: else a second call would compile again.
     value = _on_shards(_stack, lambda spec: PartitionSpec(None, *spec) if any(spec) else PartitionSpec(), *values)
@@ -245,7 +265,13 @@ def _stack(*layers: Any) -> Any:
 
 
 def _unstacked(tree: PyTree, stacked_name: str) -> list[PyTree]:
-    """Splits leaves [layers, ...] along dim 0 into a tree for each layer."""
+    """Returns a list with a tree for each layer, in order, from a tree with leaves [layers, ...].
+
+    ``stacked_name`` is the name of the stacked layers for errors.
+
+    Raises:
+      ValueError: leaves differ in the size of dim 0, a leaf has no dim, or a box splits dim 0.
+    """
     leaves, treedef = trees.flatten_with_path(tree)
     read = trees.sharded_leaves(tree)
     first = next((np.shape(leaf.value)[:1] for _, leaf in read), ())
@@ -276,7 +302,12 @@ def _split(stacked: Any) -> list[Any]:
 
 
 def _on_shards(fn: Callable[..., Any], respec: Callable[[PartitionSpec], PartitionSpec], *values: Any) -> Any:
-    """Returns ``fn(*values)``, on a mesh computed per device on shards; ``respec`` returns the spec of the results."""
+    """Returns ``fn(*values)``. For arrays on a mesh, each device computes ``fn`` on its shards.
+
+    ``respec`` returns the ``PartitionSpec`` of each result for the spec of the first value. For ``ShapeDtypeStruct``
+    values the results are ``ShapeDtypeStruct``, and nothing is computed; for tracers the compiler chooses the
+    shardings.
+    """
     # Inside `jit` the compiler chooses shardings: a tracer's sharding cannot be read.
     sharding = None if isinstance(values[0], Tracer) else getattr(values[0], "sharding", None)
     if isinstance(sharding, NamedSharding):

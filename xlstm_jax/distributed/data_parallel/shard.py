@@ -98,7 +98,11 @@ def shard_params(
 
 
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
-    """Splits and boxes parameters like ``shard_params``, with all options of a wrapped module; inside ``shard_map``."""
+    """Returns the parameters, unsharded on each device, split and boxed as by ``shard_params``; inside ``shard_map``.
+
+    ``policy`` has all options of a wrapped module. Each device keeps its shard of a leaf that is split; other leaves
+    are unchanged, or boxed if ``policy`` freezes them.
+    """
     # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
     return box_params(params, sizes, policy, collectives.local_shard)
@@ -110,10 +114,14 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] | None = None,
 ) -> PyTree:
-    """Chooses the leaves to split, and puts these leaves and frozen leaves into boxes.
+    """Returns the tree with boxes around the leaves that ``policy`` splits or freezes; other leaves are unchanged.
 
-    ``take(value, dim, axes)`` converts the global array, in storage format, to the array in the box: its shard, say.
-    ``None``: the box holds the global array.
+    Args:
+      params: global arrays, abstract arrays, or (inside ``shard_map``) arrays that are unsharded on each device.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      policy: the options of a wrapped module.
+      take: ``take(value, dim, axes)`` converts the unsharded array, in storage format (with padding, say), to the array
+        in the box: its shard, say. ``None``: the box holds the unsharded array.
     """
     # All leaves are read before the first is split: the order of a leaf's axes depends on the bytes that other leaves
     # send over each axis.
@@ -190,7 +198,12 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
-    """Returns the variables; boxes that ``before`` does not have record the current module as the gathering unit."""
+    """Returns the variables; boxes that a module has just made record the module as the gathering unit.
+
+    The record is ``unit_depth``, the number of names in the leaf's path below the module. ``before`` is the tree before
+    the module made its boxes. A box with a unit in ``before``, and with the same axes now, belongs to a module inside,
+    and is unchanged.
+    """
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
         box, was = leaf_of(leaf), leaf_of(old)
@@ -209,7 +222,10 @@ _NO_DEVICE = AbstractDevice(device_kind="planned", num_cores=None, platform="pla
 
 
 def planning_mesh(axis_sizes: dict[str, int]) -> AbstractMesh:
-    """Returns the mesh under which wrapped modules plan, for ``jax.sharding.use_abstract_mesh``."""
+    """Returns a mesh without devices under which wrapped modules plan, for ``jax.sharding.use_abstract_mesh``.
+
+    ``axis_sizes`` has the axes in order, with their sizes. The mesh is unequal to every real mesh.
+    """
     # The device name marks the mesh, and makes it unequal to every real mesh. JAX caches traced functions by mesh, and
     # would otherwise reuse a function traced for a plan in an initialisation.
     types = (AxisType.Auto,) * len(axis_sizes)
@@ -258,7 +274,11 @@ class PlannedLeaf(Sharded, repr=False):
 
     @classmethod
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "PlannedLeaf":
-        """Returns ``boxed``, the leaf after the decision, as a ``PlannedLeaf``; ``leaf`` has earlier decisions."""
+        """Returns ``boxed`` as a ``PlannedLeaf`` with the decisions that ``leaf`` has, followed by ``decision``.
+
+        ``leaf`` is the leaf before the wrapper's decision, ``boxed`` the same leaf after it, as ``box_params`` returns
+        it.
+        """
         # A leaf that is not split is boxed, too: the box carries the decision to the end of init.
         before = leaf if isinstance(leaf, PlannedLeaf) else None
         was, box = leaf_of(leaf), leaf_of(boxed)
@@ -278,7 +298,11 @@ class PlannedLeaf(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
-        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: with names without ``axes``."""
+        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: without padding and these names.
+
+        The leaf is returned unchanged if another wrapper gathers it: if no decision over ``axes`` has split the leaf,
+        and axes other than ``axes`` split it.
+        """
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         is_split_over_axes = any(
             decision.axes == axes and decision.choice.dim is not None for decision in self.decisions
@@ -304,9 +328,11 @@ def plan_params(
 ) -> PyTree:
     """Returns the tree with each leaf in a ``PlannedLeaf`` box, with the decision of ``shard_params`` on the leaf.
 
-    ``params`` are global or abstract. ``wires`` has, by path, the names of the formats of leaves that extensions
-    send otherwise than ``policy`` says.
-
+    Args:
+      params: global or abstract arrays, bare or in boxes, which may have earlier decisions.
+      axis_sizes: the axes to split over, outermost first, with their sizes.
+      policy: the options of the wrapped module that decides.
+      wires: by path, the names of the formats of leaves that extensions send otherwise than ``policy`` says.
     Raises:
       ValueError: a dtype does not fit a leaf that would be gathered; names the leaf.
     """

@@ -38,11 +38,17 @@ class Store:
     writes_parts: ClassVar[bool] = False
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
-        """Returns the shape of the value that is stored in ``counts[i]`` arrays of shape ``stored`` along dim i."""
+        """Returns the shape of a value of which ``counts[i]`` stored arrays of shape ``stored`` lie along each dim i.
+
+        Here the product of both, dim by dim; a store with padding returns the size without padding.
+        """
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        """Converts a stored array to the value. A dim that is still split (``is_split``) stays as stored."""
+        """Returns the value of a stored array (here the same array): without padding, say.
+
+        A dim i that is still split, with ``is_split[i]`` true, stays as stored.
+        """
         return stored
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
@@ -70,7 +76,7 @@ class Store:
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store for the result of a ``read`` that left split dims as stored."""
+        """Returns the store for the result of a ``read`` of which some dims were still split, and stayed as stored."""
         return self
 
     def with_dim(self, index: int) -> "Store":
@@ -111,7 +117,7 @@ class Uneven(Protocol):
         ...
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf in the format in which it can be split into ``parts`` shards along ``leaf.dim``."""
+        """Returns the leaf in a format in which ``parts`` divides ``leaf.dim``; array and store may change."""
         ...
 
 

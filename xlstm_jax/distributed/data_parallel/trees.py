@@ -37,23 +37,33 @@ OneLeaf = Callable[[Any], bool] | type[Any]
 
 
 def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
-    """Returns (path, leaf) for all leaves, with paths as ``blocks/mlp/kernel``, and the tree structure."""
+    """Returns the list of (path, leaf) in tree order, with paths as ``blocks/mlp/kernel``, and the tree structure.
+
+    ``one_leaf`` is a predicate of a node, or a class of nodes, that count as one leaf: boxes by default.
+    """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_predicate(one_leaf))
     return [(path_string(path), leaf) for path, leaf in leaves], treedef
 
 
 def leaves_with_path(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns (path, leaf) for all leaves, in tree order; a box is a leaf."""
+    """Returns (path, leaf) for all leaves, in tree order, with paths as ``blocks/mlp/kernel``; a box is one leaf."""
     return flatten_with_path(tree)[0]
 
 
 def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
-    """Returns (path, leaf) for all leaves; bare arrays and boxes of Flax are converted to ``Sharded``."""
+    """Returns (path, leaf) for all leaves, in tree order, with each leaf as a ``Sharded``, the library's box.
+
+    Bare values and boxes of Flax are converted by ``leaf_of``; the tree is unchanged. Paths are as
+    ``blocks/mlp/kernel``.
+    """
     return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
 
 
 def map_leaves(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
-    """Applies ``jax.tree.map`` with boxes as leaves; ``other_trees`` has a box or a bare value for each leaf."""
+    """Returns ``jax.tree.map(fn, tree, *other_trees)`` with boxes as leaves, or the nodes that ``one_leaf`` selects.
+
+    ``fn`` gets the boxes themselves; ``other_trees`` have a box or a bare value for each leaf of ``tree``.
+    """
     return jax.tree.map(fn, tree, *other_trees, is_leaf=_predicate(one_leaf))
 
 
@@ -68,21 +78,27 @@ def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
 
 
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
-    """Returns the tree of ``fn(path, leaf, *other_trees)``, with boxes as leaves; see ``map_leaves``."""
+    """Returns the tree of ``fn(path, leaf, *others)``: the leaf of ``tree`` and its counterparts in ``other_trees``.
+
+    Boxes are leaves, and are passed to ``fn`` as they are. Paths are as ``blocks/mlp/kernel``.
+    """
     leaves, treedef = flatten_with_path(tree)
     others = zip(*map(treedef.flatten_up_to, other_trees), strict=True) if other_trees else [()] * len(leaves)
     return jax.tree.unflatten(treedef, [fn(*leaf, *rest) for leaf, rest in zip(leaves, others, strict=True)])
 
 
 def map_sharded(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
-    """Returns the tree of ``fn(leaf, *other_trees)``, with each leaf converted to a ``Sharded`` first."""
+    """Returns the tree of ``fn(leaf, *others)``: each leaf of ``tree`` as a ``Sharded``, and its counterparts.
+
+    The counterparts in ``other_trees`` are passed unchanged. Results are put into the tree without a box.
+    """
     return jax.tree.map(lambda leaf, *others: fn(leaf_of(leaf), *others), tree, *other_trees, is_leaf=is_box)
 
 
 def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
-    """Returns the tree with ``fn(leaf, *other_trees)`` as the value of each leaf, in the leaf's box if there is a box.
+    """Returns the tree with ``fn(leaf, *others)`` as the value of each leaf, in the leaf's box if there is a box.
 
-    ``fn`` gets the leaf converted by ``leaf_of``, and the leaves of ``other_trees`` unchanged.
+    ``fn`` gets the leaf converted by ``leaf_of``, and its counterparts in ``other_trees`` unchanged.
     """
     return jax.tree.map(
         lambda leaf, *others: rebox(leaf, fn(leaf_of(leaf), *others)), tree, *other_trees, is_leaf=is_box
@@ -90,7 +106,10 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> Py
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in its box; see ``map_values``."""
+    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in its box; see ``map_values``.
+
+    Paths are as ``blocks/mlp/kernel``.
+    """
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
 
@@ -158,7 +177,10 @@ def readable(tree: PyTree) -> PyTree:
 
 
 def check_alive(tree: PyTree, reader: str) -> None:
-    """Raises a ``ValueError`` if an array of the tree was donated; ``reader`` names the function in the error."""
+    """Raises a ``ValueError`` if an array of the tree was donated to a step (deleted); names the first such leaf.
+
+    ``reader`` is the name of the calling function for the error.
+    """
     for path, leaf in sharded_leaves(tree):
         value = leaf.value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer) and value.is_deleted():
@@ -170,17 +192,20 @@ def check_alive(tree: PyTree, reader: str) -> None:
 
 
 def stored_values(tree: PyTree) -> PyTree:
-    """Returns the tree without boxes, with values in their stored form."""
+    """Returns the tree without boxes; values stay in their stored form (a shard inside ``shard_map``, with padding)."""
     return map_sharded(lambda leaf: leaf.value, tree)
 
 
 def without_frozen(tree: PyTree) -> PyTree:
-    """Returns the tree with ``None`` for frozen leaves."""
+    """Returns the tree with ``None`` in place of frozen leaves (``trainable=False``); other leaves keep their boxes."""
     return map_leaves(lambda leaf: leaf if leaf_of(leaf).trainable else None, tree)
 
 
 def differentiable(tree: PyTree) -> list[Sharded]:
-    """Returns the leaves that take a gradient, converted by ``leaf_of``, in the order of ``split_differentiable``."""
+    """Returns the leaves that take a gradient (floats that are not frozen), each as a ``Sharded``, in tree order.
+
+    The order is the order of ``split_differentiable``.
+    """
     return [leaf for _, leaf in sharded_leaves(tree) if leaf.is_differentiable]
 
 
@@ -226,9 +251,10 @@ def box_like(tree: PyTree, boxed: PyTree) -> PyTree:
 
 
 def split_arrays(tree: PyTree, *array_types: type[Any]) -> tuple[dict[int, Any], Callable[[dict[int, Any]], PyTree]]:
-    """Returns the arrays of a tree by their positions among the leaves, and a function from new arrays to the tree.
+    """Returns the arrays of a tree, by their index among its leaves, and a function from new arrays to the tree.
 
-    Instances of the classes ``array_types`` count as arrays. The remaining leaves stay unchanged.
+    Arrays are JAX and NumPy arrays, and instances of the classes ``array_types``, which count as one leaf. The function
+    takes a dict like the first result, and returns the tree with these arrays; the remaining leaves stay unchanged.
     """
     with_paths, treedef = flatten_with_path(tree, lambda node: isinstance(node, array_types))
     leaves = [leaf for _, leaf in with_paths]
@@ -297,7 +323,10 @@ def _unknown_axis(leaves: Iterable[tuple[str, Sharded]], mesh: Mesh | AbstractMe
 
 
 def check_divides(path: str, leaf: Sharded, sizes: Mapping[str, int]) -> None:
-    """Raises a ``ValueError`` if the axes in a box do not divide a dim of its global value."""
+    """Raises a ``ValueError`` if the axes in the box of ``leaf`` do not divide a dim of its global value.
+
+    ``sizes`` has the sizes of the mesh axes by name. ``path`` names the leaf in the error.
+    """
     for dim, (size, entry) in enumerate(zip(leaf.value.shape, leaf.names, strict=True)):
         parts = 1 if entry is None else math.prod([sizes[axis] for axis in entry_axes(entry)])
         if size % parts:
@@ -319,7 +348,7 @@ def shardings(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
 
 
 def is_on_host(value: Any) -> bool:
-    """Returns whether an array is in host memory."""
+    """Returns whether ``value`` is a JAX array (or tracer) in host memory, as an offloaded array is."""
     # Read from the type, which tracers have, too.
     return isinstance(value, jax.Array) and jax.typeof(value).memory_space == jax.memory.Space.Host
 

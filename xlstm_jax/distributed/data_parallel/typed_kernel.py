@@ -108,16 +108,21 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
-    """Traces ``fn(*args)`` without types; returns the jaxpr, the closed-over arrays, and the result's structure."""
+    """Traces ``fn(*args)`` without types (as with ``check_vma=False``); only shapes and dtypes of ``args`` are used.
+
+    Returns the jaxpr, the list of arrays that ``fn`` closes over (the values of ``jaxpr.constvars``), and the tree
+    structure of the result.
+    """
     with types_are_checked(False):
         closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
     return closed.jaxpr, closed.consts, jax.tree.structure(results)
 
 
 def _check_no_communication(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> None:
-    """Raises a ``ValueError`` if a kernel communicates, reads the device's index, or closes over a varying array.
+    """Raises a ``ValueError`` if a kernel's result could vary over axes over which no argument varies.
 
-    Its results could then vary over axes over which no argument varies.
+    This is so if ``jaxpr`` has a collective or ``axis_index`` over a bound mesh axis, or if one of ``consts``, the
+    arrays that the kernel closes over, varies by type. ``name`` is the kernel's name for the error.
     """
     # A kernel may have internal axes, such as the axis of the cores that share its work.
     asking = [eqn for eqn in all_equations(jaxpr.eqns) if eqn.primitive.name in _OF_THE_MESH]
@@ -136,7 +141,10 @@ def _check_no_communication(jaxpr: core.Jaxpr, consts: list[Any], name: str) -> 
 
 
 def _call(fn: Callable[..., Any], args: Any, axes: tuple[str, ...], name: str) -> Any:
-    """Runs ``fn(*args)`` as one operation whose results vary over ``axes``."""
+    """Returns ``fn(*args)``, run as a single opaque operation, with results that vary over ``axes`` by type.
+
+    ``args`` is a tuple of trees of arrays. ``name`` is the kernel's name for errors.
+    """
     jaxpr, consts, structure = _traced(fn, *args)
     outs = _KERNEL.bind(*consts, *jax.tree.leaves(args), jaxpr=jaxpr, name=name)
     return jax.tree.unflatten(structure, to_varying(outs, axes))
@@ -148,7 +156,7 @@ class _Kernel(core.Primitive):
     multiple_results = True
 
     def is_high(self, *_: Any, **__: Any) -> bool:
-        """Returns False: the operation is lowered unchanged, also if its program has references."""
+        """Returns False, for JAX: the operation is lowered unchanged, also if its program has references."""
         return False
 
 
@@ -161,7 +169,11 @@ def _run(jaxpr: core.Jaxpr, *operands: Any) -> list[Any]:
 
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: core.Jaxpr, name: str) -> Any:
-    """Lowers the kernel; raises a ``ValueError`` if the kernel is for another platform."""
+    """Returns the results of the kernel's ``jaxpr``, lowered to MLIR operations: JAX's lowering rule of the primitive.
+
+    Raises:
+      ValueError: the kernel cannot be lowered for the platform; ``name`` is the kernel's name for the error.
+    """
     # The operands have types, and the program was traced without: the program's types match its operations.
     untyped = ctx.replace(avals_in=[var.aval for var in (*jaxpr.constvars, *jaxpr.invars)])
     try:

@@ -159,7 +159,7 @@ def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
 
 @jax.custom_vjp
 def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
-    """Returns ``history`` unchanged; its gradient is the next history, with the largest |value| of ``shard`` first.
+    """Returns ``history`` unchanged; its gradient is the next history, whose entry 0 is the largest magnitude.
 
     Flax passes the next history of an fp8 product as the gradient of the history. ``shard`` is this device's shard of
     the kernel; the maximum over the devices is the largest magnitude of the unsharded kernel. ``shard`` gets no
