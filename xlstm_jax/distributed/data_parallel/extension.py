@@ -100,9 +100,10 @@ class Extension:
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
-        """Returns the names of the wires that ``wires`` would choose, by path in ``variables``.
+        """Returns, by path in ``variables``, the names (for plans) of the wires that ``wires`` would choose.
 
-        ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
+        A wire is a format in which shards are sent. ``how_of(path)`` returns the communication options with which the
+        leaf at ``path`` is gathered.
         """
         return {}
 
@@ -132,30 +133,39 @@ class Extension:
         return False
 
     def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
-        """Returns a mark, by path in the unit, for each leaf whose gather shares collectives.
+        """Returns a mark (a text), by path in the unit, for each leaf that is gathered together with other leaves.
 
-        ``leaves`` are the leaves of a unit that will be split. The library stores the mark in the leaf's box.
+        ``leaves`` are the leaves of a unit that will be split. The library stores the mark in the leaf's box, where
+        ``sent_with`` finds it.
         """
         return {}
 
     def sent_with(self, path: str, leaf: Sharded) -> str | None:
-        """Returns the path of the unit with whose leaves the marked leaf at ``path`` in the model is sent, or None."""
+        """Returns the path of the unit with whose leaves a leaf is sent, by the mark in its box; ``None``: no mark.
+
+        ``path`` is the path of the leaf in the model.
+        """
         return None
 
     def gathers(
         self, leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns, by name, functions that gather a leaf of a unit together with others; see ``Gathered``.
+        """Returns, by name, functions without arguments that gather a leaf of a unit together with others.
 
-        Leaves that are missing in the result are gathered alone. ``leaves`` has (path in the model, leaf) by name,
-        ``axes`` are the unit's, options that are ``None`` in ``communication`` are read from the boxes.
+        Each function returns the unsharded array of its leaf, and the axes that still split each dim. Leaves that are
+        missing in the result are gathered alone.
+
+        Args:
+          leaves: (path in the model, leaf) by name; the names are chosen by the caller.
+          axes: the axes of the unit.
+          communication: the options of the unit; options that are ``None`` are read from the boxes.
         """
         return {}
 
     def gathers_in_tree(
         self, params: PyTree, axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns the functions of ``gathers``, by path in the model, for the boxed parameters of an entire model."""
+        """Returns the functions of ``gathers`` for the boxed parameters of an entire model, by path in the model."""
         return {}
 
     def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
@@ -202,7 +212,7 @@ class Parcel(Protocol):
 
     @property
     def members(self) -> tuple[Any, ...]:
-        """Keys of the shards, in the order of the arguments of ``pack``."""
+        """Keys of the shards in the parcel, in the order in which ``pack`` takes the shards."""
         ...
 
     @property
@@ -231,7 +241,7 @@ def with_hook(name: str) -> list[type[Extension]]:
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
-    """Returns the registered extension classes that override the method ``name`` and apply to ``module``."""
+    """Returns the registered extension classes that override the method ``name`` and apply to ``module``'s class."""
     return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
 
 
@@ -249,9 +259,10 @@ def collections_of_extensions() -> list[str]:
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
-    """Returns, by path in ``variables``, the names of the wires that extensions choose for leaves of a unit.
+    """Returns, by path in ``variables``, the names (for plans) of the wires that extensions choose for leaves.
 
-    ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
+    A wire is a format in which shards are sent; leaves without such a choice are missing. ``variables`` are the
+    variables of a unit. ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
     """
     wires: dict[str, str] = {}
     for cls in with_hook("named_wires"):
@@ -293,7 +304,8 @@ def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
     """Returns, by path, the marks of leaves that are gathered together with other leaves; {} without such leaves.
 
-    ``leaves`` are the leaves of a unit that will be split. Leaves with equal marks share collectives.
+    ``leaves`` are the leaves of a unit that will be split. The marks are stored in the leaves' boxes, where
+    ``sent_with`` finds them.
     """
     hooks = with_hook("sent_together")
     return {path: mark for cls in hooks for path, mark in cls().sent_together(leaves, communication).items()}
@@ -311,9 +323,10 @@ def sent_with(path: str, leaf: Sharded) -> str | None:
 def gathers_in_tree(
     params: PyTree, axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns, by path, functions that gather leaves together with other leaves; each returns the ``Gathered`` leaf.
+    """Returns, by path in the model, functions without arguments that gather a leaf together with other leaves.
 
-    ``params`` are the boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
+    Each function returns the unsharded array of its leaf, and the axes that still split each dim. ``params`` are the
+    boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
     """
     together: dict[str, Callable[[], Gathered]] = {}
     for cls in with_hook("gathers_in_tree"):
@@ -337,7 +350,11 @@ def avoids_gather(box: Sharded) -> bool:
 
 @contextmanager
 def recording_parts() -> Iterator[dict[str, PartialGather]]:
-    """Yields a dict to be filled with the leaves that modules gather in parts, by path, during initialisation."""
+    """Yields an empty dict, filled in the context with the leaves that modules gather in successive parts.
+
+    The context is for ``model.init``. The keys are paths in the model, the values say along which dim a leaf is cut,
+    and how many entries a part has.
+    """
     partial_gathers: dict[str, PartialGather] = {}
     with ExitStack() as stack:
         for cls in with_hook("recording_parts"):

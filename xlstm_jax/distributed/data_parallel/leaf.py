@@ -143,7 +143,13 @@ class Sharded(QuickBox):
     # ----------------------------------------------------------------------------------------------- reads as an array
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Returns the value for a read of the parameter: gathered inside ``shard_map``, without padding."""
+        """Returns the value for a read of the parameter: gathered inside ``shard_map``, and without padding.
+
+        The gather runs over the bound axes except ``model_axes``. ``apply_constraint`` is ignored.
+
+        Raises:
+          ValueError: inside ``shard_map`` the value is a full array, where a shard was expected.
+        """
         del apply_constraint
         if self.read_as_stored:
             return self.value

@@ -60,7 +60,7 @@ def balanced_orders(
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: AxisOrder) -> list[float]:
-        """Returns the bytes on each axis, largest first, if this leaf is added with the given axis order."""
+        """Returns the bytes on each axis, largest first, if a leaf of ``size`` bytes is added with this order."""
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 

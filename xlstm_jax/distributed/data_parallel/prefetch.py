@@ -61,7 +61,7 @@ class Route(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Axes in the order of the all-gathers, one axis for each stage."""
+        """Axes in the order of the all-gathers, innermost first, one axis for each stage; without axes of size 1."""
         return tuple(reversed(collectives.spread_axes(self.axes)))
 
 
@@ -161,7 +161,7 @@ class _Leaf(NamedTuple):
 
     @property
     def of_layer(self) -> PrimalType:
-        """Types of a layer's shard."""
+        """Type (shape, dtype, varying axes) of a layer's shard: ``stacked`` without the layer dim."""
         return replace(self.stacked, shape=self.stacked.shape[1:])
 
     def shard(self, value: Any) -> jax.Array:

@@ -65,8 +65,9 @@ class Product(NamedTuple):
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
     """Returns the paths of the fp8 products of a unit, with the path of each product's kernel.
 
-    A product is a submodule "Fp8..." with a kernel scale in the collection ``OVERWRITTEN`` of ``variables``. Products
-    that share a kernel are left out, since their scales may differ.
+    An fp8 product is a submodule "Fp8..." of Flax that multiplies in float8, and keeps the scale of its kernel in the
+    collection ``OVERWRITTEN`` of ``variables``. Products that share a kernel are left out, since their scales may
+    differ.
     """
     result: list[Product] = []
 
@@ -137,29 +138,35 @@ def _only_casts(owner: Any) -> bool:
 
 
 def next_scale(scale: jax.Array, history: jax.Array) -> jax.Array:
-    """Returns the scale, of shape [1], that an fp8 product will use for its kernel in the next call.
+    """Returns the scale, of shape [1], with which an fp8 product will quantise its kernel when it is called.
 
     Args:
-      scale: the scale of the last call, [1].
-      history: the largest magnitudes of the kernel in the last calls.
+      scale: the scale of the call before, [1].
+      history: the largest magnitudes of the kernel in earlier calls, [calls, 1].
     """
     largest = fp8_ops.get_fp8_max(CODES, jnp.float32)
     return fp8_ops.compute_scale(jnp.max(history, axis=0), scale, largest)
 
 
 def quantised(shard: jax.Array, scale: jax.Array) -> jax.Array:
-    """Returns the float8_e4m3fn codes of a shard, as uint8, computed in the shard's dtype as the product would."""
+    """Returns a shard, divided by ``scale`` and rounded to float8_e4m3fn, as codes: the bits as uint8, same shape.
+
+    The division runs in the shard's dtype, as in the fp8 product, and values outside of the format's range are clipped.
+    """
     return lax.bitcast_convert_type(fp8_ops.quantize(shard, CODES, scale, shard.dtype), jnp.uint8)
 
 
 def dequantised(codes: jax.Array, scale: jax.Array, dtype: DType) -> jax.Array:
-    """Returns codes times scale, as floats of ``dtype``: the inverse of ``quantised``, up to rounding."""
+    """Returns the numbers of float8_e4m3fn ``codes`` (bits as uint8) times ``scale``, as floats of ``dtype``.
+
+    This is the inverse of ``quantised``, up to rounding.
+    """
     return fp8_ops.dequantize(lax.bitcast_convert_type(codes, CODES), dtype, scale)
 
 
 @jax.custom_vjp
 def recording(history: jax.Array, shard: jax.Array) -> jax.Array:
-    """Returns ``history`` unchanged; its gradient is the next history, whose entry 0 is the largest magnitude.
+    """Returns ``history`` unchanged; its gradient is the next history, with the largest abs(shard) in entry 0.
 
     Flax passes the next history of an fp8 product as the gradient of the history. ``shard`` is this device's shard of
     the kernel; the maximum over the devices is the largest magnitude of the unsharded kernel. ``shard`` gets no

@@ -69,10 +69,11 @@ class LogicalNames(DimNames):
 
     @contextmanager
     def rules_of_mesh(self) -> Iterator[None]:
-        """Enters a context whose rules name only axes of the current mesh that are not manual.
+        """Enters a context in which the rules in force refer only to axes of the current mesh.
 
-        Flax constrains the sharding of parameters and activations by the rules. JAX refuses a constraint along an axis
-        that the mesh does not have, or along a manual axis (in ``shard_map``).
+        Under a mesh with manual axes (in ``shard_map``) there are no rules in the context. Flax constrains the sharding
+        of parameters and activations by the rules. JAX refuses a constraint along an axis that the mesh does not have,
+        or along a manual axis.
         """
         mesh = jax.sharding.get_abstract_mesh()
         rules = () if mesh.manual_axes else nn.get_logical_axis_rules()

@@ -156,10 +156,15 @@ def packed_gathers(
 def packed_in_tree(
     params: PyTree, axes: tuple[str, ...], communication: Communication
 ) -> dict[str, Callable[[], Gathered]]:
-    """Returns ``packed_gathers`` of all units of a model, by path of the leaf in the model.
+    """Returns, by path in the model, functions that return a gathered leaf, for leaves that are sent in parcels.
 
-    ``params`` are the boxed parameters of an entire model; the unit of a leaf is found by the mark in its box. Leaves
-    that are gathered alone are missing in the result.
+    The functions are those of ``packed_gathers`` for each unit. The unit of a leaf is found by the mark in its box.
+    Leaves that are gathered alone are missing in the result.
+
+    Args:
+      params: the boxed parameters of an entire model.
+      axes: the axes to gather over.
+      communication: options of the gathers; options that are ``None`` are read from the boxes.
     """
     units: dict[str, dict[str, tuple[str, Sharded]]] = defaultdict(dict)
     for path, leaf in sharded_leaves(params):

@@ -30,7 +30,7 @@ TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 def can_send_rows(box: Sharded) -> bool:
     """Returns whether an embedding table may be read by ``look_up_rows``, which avoids a gather of the table.
 
-    True for a table that is marked as read by a single lookup, and whose split allows to send parts.
+    True if the table is marked as read by a single lookup, and if parts of the table can be sent.
     """
     return LOOKED_UP in box.marks and can_send_parts(box)
 
