@@ -191,7 +191,8 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
     """Returns a unit's variables with the split leaves gathered by ``gather_here``.
 
-    ``gather_here`` gets the path (for errors) and the extensions of the innermost ``RunningUnit``, if a unit runs.
+    ``gather_here`` gets the path (for errors) and the extensions of the innermost ``RunningUnit``, the record of a unit
+    whose method runs, if there is such a record.
     """
     units = active_interceptors_of(RunningUnit)
     if not units:
@@ -432,7 +433,7 @@ class Stacks:
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Returns the result of ``method``, called unchanged; records in ``layers`` a scan over layers that is entered.
+        """Returns the result of ``method``, called unchanged; records scans over layers in ``layers``, by name.
 
         This is an interceptor for ``nn.intercept_methods``. A scan is recorded if a unit around the scan is running,
         and if the layer, the next called module of the scanned class, is not a unit itself.

@@ -143,9 +143,10 @@ def _of_last_dims(entries: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
 # Cached: NNX compares the structures of models by the classes of their variables.
 @functools.cache
 def _type_like(cls: type[nnx.Variable[Any]], state: type[_Changed]) -> Any:
-    """Returns a subclass of two classes: ``state`` and ``cls``, in this order, with the name of ``cls``.
+    """Returns a subclass of ``state`` and ``cls`` (bases in this order) with the name of the variable's class ``cls``.
 
-    ``state`` is ``_Split``, for a variable that holds a shard, or ``_Whole``, for a variable with a gathered value.
+    ``state`` is ``_Split``, for a variable that holds a shard, or ``_Whole``, for a variable with a gathered value. The
+    result is cached.
     """
     metaclass: Any = type(cls)
     return metaclass(cls.__name__, (state, cls), {"__module__": cls.__module__, "plain_type": cls})

@@ -82,7 +82,10 @@ class ShardsItself(Protocol):
     """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: of NNX."""
 
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
-        """Returns the model with the modules that ``where`` selects as units; ``where`` may be a ``UnitRule``."""
+        """Returns a copy of the model in which the modules selected by ``where`` are units.
+
+        A unit gathers its parameters to run, with the options ``policy``. ``where`` may be a ``UnitRule``.
+        """
         ...
 
 
@@ -111,9 +114,10 @@ def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
 
 
 def public_methods(cls: type[Any], system: ModuleSystem) -> list[str]:
-    """Returns the names of the methods of a class that enter a unit, sorted: ``__call__`` and the public methods.
+    """Returns the names, sorted, of the methods in which a unit of class ``cls`` gathers its parameters.
 
-    Names that the base class of the module library (``nn.Module``, ``nnx.Module``) defines are left out.
+    These are ``__call__`` and the public methods. Names that the base class of the module library (``nn.Module``,
+    ``nnx.Module``) defines are left out.
     """
     return [name for name, _ in inspect.getmembers_static(cls, system.is_method) if is_public(name, system)]
 
@@ -324,9 +328,9 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
     """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass.
 
     The function has the arguments and results of ``run``, which gathers the parameters of ``module`` and computes.
-    Gathered weights are not kept for the backward pass, other values are. Gathers over the axes that
-    ``reshard_after_forward`` leaves out are not repeated: their results are kept. On a single device, or outside of
-    ``shard_map``, ``run`` is called unchanged.
+    Values that are costly to compute are kept for the backward pass; gathered weights and results of cheap operations
+    (casts, arithmetic) are computed again. Gathers over the axes that ``reshard_after_forward`` leaves out are not
+    repeated: their results are kept. On a single device, or outside of ``shard_map``, ``run`` is called unchanged.
     """
     if not policy.reshard_after_forward:
         return run
@@ -356,11 +360,11 @@ def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
 
 
 def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns the variables that a unit's ``init`` has made, with the leaves split and boxed.
+    """Returns the variables that a unit's ``init`` has made, with the large enough leaves split and boxed.
 
     The boxes record that this unit gathers the leaves. Inside ``shard_map`` each device keeps its shard. Under
-    ``jax.set_mesh`` the values stay global, in boxes with axis names; for a plan, boxes also have the decisions.
-    Elsewhere the variables are returned unchanged, as are the replicated collections that extensions read.
+    ``jax.set_mesh`` the values stay global, in boxes with axis names; for a plan, every leaf gets a box with the
+    decision. Elsewhere the variables are returned unchanged, as are the replicated collections that extensions read.
 
     Raises:
       ValueError: the mesh lacks an axis of ``replicas``; or see ``running``.
