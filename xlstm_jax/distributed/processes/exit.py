@@ -89,7 +89,11 @@ def _start_listening() -> None:
 
 
 def _listen(client: Any, me: int) -> None:
-    """Waits for the message that another process has exited, and then ends this process, too."""
+    """Waits, in a thread, for the text that another process posts when it leaves the job; then ends this process, too.
+
+    ``me`` is the index of this process, and ``client`` the client of the job's key-value store. The process prints the
+    text and exits with ``EXIT_FAILED``. An empty text, or an error of the store, ends only the thread.
+    """
     while True:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)
@@ -123,7 +127,10 @@ def _release_others() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Calls ``leave`` if an uncaught exception ends the program; otherwise ends the listening thread."""
+    """Runs at the end of the program: calls ``leave`` after an uncaught exception, which ends all processes of the job.
+
+    Without an exception it ends ``listener``, the thread that waits for other processes to leave.
+    """
     if not _has_peers():
         # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python
         # must not be torn down before the thread has received the error: the process would end with SIGABRT.
