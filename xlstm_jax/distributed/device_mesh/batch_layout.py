@@ -77,7 +77,9 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:
-    """Raises a ``TypeError`` unless ``mesh`` is a mesh, and has devices if ``devices``; shows how to make a mesh.
+    """Raises a ``TypeError`` unless ``mesh`` is a mesh; with ``devices`` it must have devices, too.
+
+    The error shows how to make a mesh.
 
     >>> check_mesh(mesh)
     """
@@ -357,6 +359,9 @@ def batch_layout(
     tokens: str | None = None,
 ) -> BatchLayout:
     """Makes a ``BatchLayout`` from the ``batch_axes`` or ``batch_spec`` of a user, and the ``layout`` of a step.
+
+    ``batch_axes`` split dim 0 of each leaf; ``batch_spec`` is a ``PartitionSpec`` or a tree of specs. ``tokens`` is the
+    ``layout`` of the step, "contiguous" or "zigzag"; None: to be taken from the batch.
 
     Raises:
       ValueError: both or neither is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or

@@ -123,7 +123,7 @@ def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
 
 
 def any_padded() -> bool:
-    """Returns whether this process still has a reference to an array that ``shard_batch`` has padded."""
+    """Returns whether an array that ``shard_batch`` has padded in this process is still in use (not yet deleted)."""
     return bool(_padded) and any(ref() is not None for ref, *_ in _padded)
 
 

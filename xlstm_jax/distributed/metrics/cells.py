@@ -169,7 +169,10 @@ class Total(Cell):
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x."""
+    """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x.
+
+    Both have the shape and dtype of x. An inf or a NaN stays in ``upper``, with 0 in ``lower``.
+    """
     # `upper` keeps the exponent of x, so x - upper is exact: the value of the cleared bits.
     # NaN and infinity stay in `upper` unchanged: clearing bits would turn NaN into inf, and inf - inf is NaN.
     unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]

@@ -171,9 +171,12 @@ class Multiclass:
     def _class_numbers(self, scores: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
         """Returns (class numbers, mask of invalid rows) for labels in one of three forms.
 
-        One-hot labels, of the shape of floating scores [b..., C], become class numbers [b...], -1 for a row without a
-        1; the mask [b..., 1] is true where a row is not one-hot. With floating scores [b..., C], labels [b..., 1] lose
-        the last dim. Other labels are returned unchanged. In the last two cases the mask is False.
+        1. One-hot labels, of the shape of floating scores [b..., C], become class numbers [b...], -1 for a row without
+        a 1. The mask [b..., 1] is true where a row is not one-hot.
+
+        2. With floating scores [b..., C], labels [b..., 1] lose the last dim. The mask is False.
+
+        3. Other labels are returned unchanged. The mask is False.
         """
         # Integer scores are predictions, so labels of the same shape are class numbers, for any last dim.
         *rows, last = scores.shape or (None,)

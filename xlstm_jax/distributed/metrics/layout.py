@@ -185,7 +185,10 @@ def _by_path(cells: Cells) -> dict[Path, Cell]:
 
 
 def _fitted(cell: Cell, entry: Entry) -> Cell:
-    """Casts a cell to the dtypes of ``entry``; raises if its type or shape differs from ``entry``."""
+    """Returns ``cell`` with its arrays cast to the dtypes of ``entry``, the description of this cell in a layout.
+
+    Raises a ``TypeError`` if the type of the cell differs from ``entry``, and a ``ValueError`` if its shape differs.
+    """
     # Not isinstance: `Minimum` is a subclass of `Maximum`, and merging it as a `Maximum` keeps the wrong extremum.
     if type(cell) is not entry.cell_type:
         raise TypeError(f"{entry.name} is a {entry.cell_type.__name__}, and {type(cell).__name__} was observed for it.")

@@ -296,7 +296,10 @@ def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: A
 
 
 def _sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype of ``jnp.sum`` for values of ``dtype``: bools and narrow integers become 32-bit integers."""
+    """Returns the dtype of ``jnp.sum`` for values of ``dtype``.
+
+    Without x64, bools and integers narrower than 32 bits become 32-bit integers; other dtypes are kept.
+    """
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 

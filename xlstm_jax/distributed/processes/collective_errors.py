@@ -129,9 +129,10 @@ def allgather_text(text: str, action: str, timeout_s: float = PEER_TIMEOUT_S) ->
 
 
 def cause_of(error: BaseException) -> str:
-    """Returns "TypeName: message" of the root cause of an error, one line of at most ``MAX_CAUSE_CHARS`` characters.
+    """Returns "TypeName: message" of the root cause of an error, as one line.
 
-    The root cause is the end of the chain of ``__cause__``; a longer line ends in "...".
+    The root cause is the end of the chain of ``__cause__``. A longer text is cut after ``MAX_CAUSE_CHARS`` characters
+    and ends in "...".
     """
     while error.__cause__ is not None:
         error = error.__cause__

@@ -105,8 +105,7 @@ def _plugins() -> set[str]:
 
 
 def _set_cpu_devices(count: int) -> None:
-    """Sets the number of CPU devices to ``count``, and the threads of XLA's CPU client (NPROC, unless set) to 4
-    ``count``.
+    """Sets the number of CPU devices to ``count``, and NPROC, unless set, to 4 threads of XLA's client per device.
 
     A collective occupies a thread per device until every device has arrived. By default the client has as many threads
     as devices (or as cores, if more). Two programs in flight can then each get some of the threads and wait forever for

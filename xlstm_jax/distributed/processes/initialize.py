@@ -110,10 +110,10 @@ def initialize_distributed(
 def _given_membership(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
 ) -> Membership | None:
-    """Returns the membership in a job (address, number of processes, index) that the arguments describe; None without.
+    """Returns the membership in a job (address, number of processes, index) that a user's arguments describe.
 
-    "Without" means that address, number and index are all None. Raises a ``ValueError`` if only some are given or if
-    they do not fit, and a ``TypeError`` if a number is not an int.
+    None if address, number and index are all None. Raises a ``ValueError`` if only some of them are given or if they do
+    not fit, and a ``TypeError`` if a number is not an int.
     """
     arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in arguments.values()):

@@ -50,8 +50,8 @@ class InBlocks:
     def matrix(self) -> tuple[int, int]:
         """Shape (rows, values per row) of the matrix to which a shard is reshaped before packing.
 
-        A row has the values at one index of ``dim``. If such rows would need much padding, the shard is one row: (1,
-        values).
+        A row has the values at one index of ``dim``. If such a row, in blocks of 64, would need more than 1/128 of
+        padding, the entire shard is one row: (1, number of values).
         """
         rows, size = self.shape[self.dim], math.prod(self._rest)
         return (rows, size) if fills_blocks(size) else (1, rows * size)
@@ -132,10 +132,10 @@ class Blocks(WireFormat):
 def matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
     """Returns (rows, row size) of the matrix to which values of this ``shape`` are reshaped before 8-bit packing.
 
-    ``count``, a number of devices, divides the rows: each device sums an equal part of the rows. Rows are packed one by
-    one. If possible, a row is an entry of the leading dims, of as few as possible, that needs little padding: shape (8,
-    4, 64) gives (8, 256) for ``count`` 8, and (32, 64) for 16. Otherwise each device has one row, and the caller pads
-    the values: (count, ceil(values / count)).
+    ``count``, a number of devices, divides the rows: each device sums an equal part of the rows. A row has the values
+    at one index of the leading dims: of as few leading dims as possible, such that ``count`` divides the rows and a row
+    needs at most 1/128 of padding. Shape (8, 4, 64) gives (8, 256) for ``count`` 8, and (32, 64) for 16. Without such
+    dims each device has one row, and the caller pads the values: (count, ceil(values / count)).
     """
     for dim in range(1, len(shape)):
         rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])

@@ -99,9 +99,10 @@ def wide_dtype(dtype: Any) -> Any:
 
 
 def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Lets a library function mix dtypes and ranks even if the user's JAX flags forbid promotion.
+    """Decorator: returns ``fn``, called under JAX's standard promotion of dtypes and ranks, whatever the user's flags.
 
-    The flags apply while JAX traces. A backward rule is traced later, and needs a separate decorator.
+    So a library function may mix dtypes and ranks. The flags apply while JAX traces. A backward rule is traced later,
+    and needs a separate decorator.
     """
 
     @wraps(fn)
@@ -153,7 +154,7 @@ def is_bound(axis: str) -> bool:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the mesh axes that the enclosing ``shard_map`` has bound."""
+    """Returns the mesh axes that the enclosing ``shard_map`` has bound; () outside of ``shard_map``."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -182,7 +183,7 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
     """Returns ``axes`` if all are bound; () if no axis at all is bound (in ``init``, say), where values are global.
 
     Raises:
-      ValueError: some axes are bound, but not all of ``axes``.
+      ValueError: some axes are bound, but not all of ``axes``; names ``caller``, the user's function.
     """
     if not manual_axes() and not any(map(is_bound, axes)):
         return ()

@@ -160,7 +160,10 @@ class Communication:
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
         options: tuple[Option, ...] = (),
     ) -> "Communication":
-        """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
+        """Returns a ``Communication`` with the names of dtypes that are given in any notation of JAX, or None.
+
+        Raises as ``dtype_name``, also for an 8-bit format as ``grad_scatter_dtype``.
+        """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
         return cls(gather, summed, replicas, inter_host_axes, options)

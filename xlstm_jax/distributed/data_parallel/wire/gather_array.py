@@ -344,7 +344,7 @@ def _gather_some(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns a value that is equal along ``axes``, with a type that says so; the gradient is unchanged.
+    """Returns ``value``, equal on all devices along ``axes``, with a type that says so; the gradient is unchanged.
 
     The type of a gather says that the result varies over the axes of the gather. The gradient is equal along ``axes``,
     too, and the gather averages equal terms.

@@ -35,12 +35,12 @@ class Format(NamedTuple):
     least_spacing: float
 
     def error_bound(self, value: ArrayLike, block_largest: ArrayLike) -> np.ndarray:
-        """Returns for each x the largest distance of ``unpack(pack(x))`` in float32 from x: half a distance of codes.
+        """Returns for each x the largest distance of ``unpack(pack(x))`` in float32 from x, in the broadcast shape.
 
-        ``value`` has the x, of either sign; ``block_largest`` has the largest absolute value of the block of each x,
-        and broadcasts with ``value``. A few float32 roundings are left out. In an integer format the error is at most a
-        fraction of the block's largest value; in a floating format at most a fraction of the value, down to the
-        format's smallest numbers.
+        The bound is half the distance of two neighbouring codes, times the scale. ``value`` has the x, of either sign;
+        ``block_largest`` has the largest absolute value of the block of each x, and broadcasts with ``value``. A few
+        float32 roundings are left out. In an integer format the error is at most a fraction of the block's largest
+        value; in a floating format at most a fraction of the value, down to the format's smallest numbers.
         """
         scale = np.asarray(block_largest, np.float64) / self.largest * (1 + _HALF_ULP)
         return np.maximum(np.abs(value) * self.relative_spacing, scale * self.least_spacing) / 2
