@@ -85,18 +85,18 @@ def available_devices(simulated: int = 8) -> list[Device]:
 
 
 def _has_only_cpus() -> bool:
-    """Returns whether the machine has neither a device file of an accelerator nor a JAX plugin that works without one.
+    """Returns whether the machine has no device file of an accelerator, and no JAX plugin for devices without a file.
 
-    Device files are those of TPUs and GPUs, in /dev. The CUDA plugins need such a file, and do not count.
+    Device files are files of TPUs and GPUs, in /dev. The CUDA plugins need a device file, and do not count.
     """
     files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
     return not (files or _plugins() - PLUGINS_OF_FILES)
 
 
 def _plugins() -> set[str]:
-    """Returns the names of JAX's installed plugins: modules of the package ``jax_plugins``, and its entry points.
+    """Returns the names of JAX's installed plugins: modules of the package ``jax_plugins``, and entry points.
 
-    Entry points are those of installed packages in the group "jax_plugins".
+    Entry points of installed packages count if their group is "jax_plugins".
     """
     package = find_spec("jax_plugins")
     folders = package.submodule_search_locations if package else None

@@ -89,10 +89,11 @@ def _start_listening() -> None:
 
 
 def _listen(client: Any, me: int) -> None:
-    """Waits, in a thread, for the text that another process posts when it leaves the job; then ends this process, too.
+    """Waits, in a thread, until another process leaves the job, prints the reason, and ends this process, too.
 
-    ``me`` is the index of this process, and ``client`` the client of the job's key-value store. The process prints the
-    text and exits with ``EXIT_FAILED``. An empty text, or an error of the store, ends only the thread.
+    The reason is the text that the leaving process posts in the job's key-value store for process ``me``, this process.
+    ``client`` is the client of the store. The exit code is ``EXIT_FAILED``. An empty text, or an error of the store,
+    ends only the thread.
     """
     while True:
         try:
@@ -127,9 +128,10 @@ def _release_others() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Runs at the end of the program: calls ``leave`` after an uncaught exception, which ends all processes of the job.
+    """Runs at the end of the program: after an uncaught exception calls ``leave``, so that all processes of the job
+    end.
 
-    Without an exception it ends ``listener``, the thread that waits for other processes to leave.
+    Without an exception ``listener``, the thread that waits for other processes to leave, is ended.
     """
     if not _has_peers():
         # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python

@@ -112,8 +112,8 @@ def _given_membership(
 ) -> Membership | None:
     """Returns the membership in a job (address, number of processes, index) that a user's arguments describe.
 
-    None if address, number and index are all None. Raises a ``ValueError`` if only some of them are given or if they do
-    not fit, and a ``TypeError`` if a number is not an int.
+    None if address, number and index are all None. Raises a ``ValueError`` if the user gives only some of the three, or
+    values that do not fit, and a ``TypeError`` if a number is not an int.
     """
     arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in arguments.values()):
@@ -181,9 +181,9 @@ def _local_address(address: str) -> str | None:
 
 
 def _has_joined(member: Membership) -> bool:
-    """Returns whether this process has already joined the job as ``member``; False if it has joined no job.
+    """Returns whether this process has already joined the job as ``member``; False if the process is in no job.
 
-    Raises a ``RuntimeError`` if it has joined with another address, number of processes or index.
+    Raises a ``RuntimeError`` if the process has joined with another address, number of processes or index.
     """
     if not jax.distributed.is_initialized():
         return False

@@ -160,8 +160,8 @@ def _source_files(module: ModuleType) -> dict[str, str]:
 def _text(leaf: Any, path: str) -> str:
     """Returns a short text of a leaf, equal in two processes if the values are equal, and different otherwise.
 
-    Functions and classes are compared by name. Raises a ``TypeError`` with ``path`` if the leaf has no such text: its
-    ``repr`` has a memory address, or it is an array split over processes.
+    Functions and classes are compared by name. Raises a ``TypeError`` with ``path`` for a leaf without a comparable
+    text: an array split over processes, or an object with a memory address in its ``repr``.
     """
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _array_text(leaf, path)

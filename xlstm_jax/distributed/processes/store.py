@@ -58,8 +58,8 @@ class KeyValueStore:
     def missing(self) -> list[int]:
         """Returns the indices of the processes that have not posted their text in this exchange, in ascending order.
 
-        If every text is posted, the answer is missing, and the result is the process that posts the answer: the first
-        of ``processes``.
+        If every text is posted, the answer is missing. The result is then the first of ``processes``, which posts the
+        answer.
         """
         entries = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in entries}) or [self.processes[0]]
