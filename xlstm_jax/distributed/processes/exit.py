@@ -128,8 +128,7 @@ def _release_others() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Runs at the end of the program: after an uncaught exception calls ``leave``, so that all processes of the job
-    end.
+    """Runs at the end of the program: after an uncaught exception calls ``leave``, which ends the entire job.
 
     Without an exception ``listener``, the thread that waits for other processes to leave, is ended.
     """
