@@ -58,7 +58,7 @@ AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 
 
 def auto_types(names: Sequence[str]) -> tuple[AxisType, ...]:
-    """Returns ``AxisType.Auto`` for each axis."""
+    """Returns a tuple with ``AxisType.Auto`` for each of the axis ``names``."""
     return (AxisType.Auto,) * len(names)
 
 
@@ -77,7 +77,9 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:
-    """Raises a ``TypeError`` unless ``mesh`` is a mesh, and has devices if ``devices``; shows how to make a mesh.
+    """Raises a ``TypeError`` unless ``mesh`` is a mesh; with ``devices`` it must have devices, too.
+
+    The error shows how to make a mesh.
 
     >>> check_mesh(mesh)
     """
@@ -94,7 +96,11 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 
 
 def _how_to_make(mesh: object) -> str:
-    """Returns the call for the mesh that the caller probably meant."""
+    """Returns a sentence for an error: how to make the mesh that the caller meant by ``mesh``, a wrong argument.
+
+    ``mesh`` may be a sharding, an ``AbstractMesh``, axis sizes (with or without names) or a sequence of devices; the
+    call in the sentence contains its sizes. For any other value the sentence has an example, {'fsdp': -1}.
+    """
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."
     shape, rest = "{'fsdp': -1}", ""
@@ -108,7 +114,10 @@ def _how_to_make(mesh: object) -> str:
 
 
 def with_usual_names(sizes: Any) -> dict[str, int] | None:
-    """Returns axis names with sizes for bare sizes, (2, 4) -> {"dp": 2, "fsdp": 4}; None if ``sizes`` are not sizes."""
+    """Returns sizes without names as a dict with usual axis names; None unless ``sizes`` is an int or ints.
+
+    8 -> {"fsdp": 8}, (2, 4) -> {"dp": 2, "fsdp": 4}; three or more sizes get the names "axis_0", "axis_1", ...
+    """
     values: list[Any] = list(sizes) if isinstance(sizes, list | tuple) else [sizes]
     # Compare types: isinstance(True, int) is True.
     if not values or not all(type(size) is int for size in values):
@@ -165,9 +174,10 @@ class BatchLayout:
         return str(self.axes if self.axes == self.row_axes else self.spec)
 
     def specs(self, batch: PyTree) -> PyTree:
-        """Returns a ``PartitionSpec`` for each leaf, after checks of the shapes.
+        """Returns a tree like ``batch`` with the ``PartitionSpec`` of each leaf, after checks of the shapes.
 
-        The size of dim 0 is not checked, because on a host it is the number of rows of the process.
+        A scalar has ``PartitionSpec()``. The size of dim 0 is not checked, because on a host it is the number of rows
+        of the process.
 
         Raises:
           ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
@@ -179,13 +189,14 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in pairs])
 
     def in_specs(self, batch: PyTree) -> PyTree:
-        """Returns ``specs`` for ``shard_map``, without axes of size 1, which split nothing."""
+        """Returns the tree of ``specs`` as ``in_specs`` for ``shard_map``: without axes of size 1 (no split)."""
         return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
-        """Returns the part of a global batch for one device.
+        """Returns the part of a global batch for one device: a tree like ``batch`` with the device's shards.
 
-        ``device``, an int or a traced integer, is the row-major index of the device over ``axes``.
+        ``device``, an int or a traced integer, is the row-major index of the device over ``axes``. Dims are cut by the
+        specs of the layout; scalars are unchanged.
         """
         places: dict[str, Any] = {}
         # The last axis varies fastest over the devices.
@@ -231,14 +242,22 @@ class BatchLayout:
 
     @property
     def sequence(self) -> SequenceLayout:
-        """Returns the token order and axes for layers that exchange tokens (attention), without axes of size 1."""
+        """Token order ("contiguous" or "zigzag") and axes for layers that exchange tokens between devices (attention).
+
+        The axes are those that split other dims than dim 0 (the tokens), and those that split dim 0 (the rows), both
+        without axes of size 1. If the layout's ``tokens`` is None, the order is "contiguous".
+        """
         columns = [axis for axis in self.axes if axis not in self.row_axes]
         axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
         return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
-        """Yields, inside ``shard_map``, the local batch in token order ``tokens``, which layers inside can read."""
+        """Context manager for use inside ``shard_map``: yields this device's ``batch`` in token order ``self.tokens``.
+
+        For "zigzag" the tokens of leaves in natural order are exchanged between devices; ``ReorderedTokens`` leaves are
+        in zigzag order already, and become plain arrays. Layers called inside the context can read the token order.
+        """
         leaves, treedef = flatten_with_path(batch, one_leaf=ReorderedTokens)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
         if self.tokens == ZIGZAG:
@@ -251,7 +270,7 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def reorder(self, batch: PyTree) -> PyTree:
-        """Returns a global batch with tokens in the order that the step uses: reordered for zigzag, else unchanged."""
+        """Returns a global batch of plain arrays with tokens in the order of the step: changed for zigzag only."""
         if self.tokens != ZIGZAG:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
@@ -263,7 +282,10 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, ordered)
 
     def _token_dims(self, batch: PyTree) -> list[int | None]:
-        """Returns for each leaf the token dim: the dim that is split over the axes of the sequence, or None."""
+        """Returns the token dim of each leaf, in the order of ``jax.tree.leaves``, or None for a leaf without tokens.
+
+        The token dim is the dim, other than dim 0, that the leaf's spec splits over all axes of the sequence.
+        """
         token_dims = []
         for spec in self._by_leaf(batch):
             dims = [dim for dim, axes in _columns(spec, self.mesh).items() if axes == self.sequence.axes]
@@ -271,9 +293,10 @@ class BatchLayout:
         return token_dims
 
     def misplaced(self, batch: PyTree, shardings: Sequence[Any]) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """Yields (path, leaf, axes) for leaves whose dims after dim 0 are split differently from the layout.
+        """Yields (path, leaf, axes) for each leaf whose dims after dim 0 are split differently from the layout.
 
-        ``shardings`` has the sharding of each leaf; ``axes`` are the axes that split these dims.
+        ``shardings`` has the current sharding of each leaf, in the order of the leaves; ``axes`` are the axes of this
+        sharding that split these dims. A leaf that is on no mesh, or split along dim 0 alone, is not yielded.
         """
         # Most batches are on no mesh, or split by rows alone: then the specs are not needed.
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
@@ -284,7 +307,10 @@ class BatchLayout:
                 yield path_string(path), leaf, tuple(axis for axes in split.values() for axis in axes)
 
     def _by_leaf(self, batch: PyTree) -> list[PartitionSpec]:
-        """Returns the spec of each leaf of the batch."""
+        """Returns the layout's spec for each leaf of the batch, in the order of ``jax.tree.leaves``; checks no shapes.
+
+        Raises a ``ValueError`` if the tree of specs is no prefix of the batch.
+        """
         # JAX's errors concern tree structures, and name no leaf.
         try:
             return jax.tree.leaves(jax.tree.broadcast(self.spec, batch))
@@ -296,7 +322,11 @@ class BatchLayout:
             ) from None
 
     def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        """Returns the spec for a leaf of this shape, after checks; ``PartitionSpec()`` for a scalar."""
+        """Returns ``spec`` for the leaf at ``path`` of this shape, after checks; ``PartitionSpec()`` for a scalar.
+
+        Raises a ``ValueError`` if the spec of an array is empty or has more entries than the array has dims, or if the
+        devices of an entry do not divide the dim (dim 0 is not checked).
+        """
         name = named_leaf("batch", path)
         if not shape:
             return PartitionSpec()
@@ -329,6 +359,9 @@ def batch_layout(
     tokens: str | None = None,
 ) -> BatchLayout:
     """Makes a ``BatchLayout`` from the ``batch_axes`` or ``batch_spec`` of a user, and the ``layout`` of a step.
+
+    ``batch_axes`` split dim 0 of each leaf; ``batch_spec`` is a ``PartitionSpec`` or a tree of specs. ``tokens`` is the
+    ``layout`` of the step, "contiguous" or "zigzag"; None: to be taken from the batch.
 
     Raises:
       ValueError: both or neither is given; specs name an axis that the mesh lacks, an axis twice, or no axis at all; or
@@ -371,7 +404,11 @@ def batch_layout(
 
 
 def check_one_sequence(columns: list[tuple[str, ...]], argument: str) -> None:
-    """Raises a ``ValueError``, for zigzag tokens, unless dims other than rows are split over a single set of axes."""
+    """Raises a ``ValueError``, for zigzag tokens, unless dims other than dim 0 are split over a single tuple of axes.
+
+    ``columns`` has the distinct tuples of axes that split such dims; ``argument`` is the user's argument, for the
+    error.
+    """
     if len(columns) != 1:
         dims_text = f"other dims over {' and over '.join(map(str, columns))}" if columns else "no sequence"
         raise ValueError(
@@ -381,12 +418,16 @@ def check_one_sequence(columns: list[tuple[str, ...]], argument: str) -> None:
 
 
 def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
-    """Returns the number of shards of a dim that is split over the axes: the product of their sizes."""
+    """Returns the number of shards of a dim that is split over ``axes``: the product of the axis sizes; 1 for ()."""
     return math.prod([mesh.shape[axis] for axis in axes])
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim in the spec of the leaf at ``path``; raises if the mesh cannot have this spec."""
+    """Returns, for each dim, the axes in ``spec``, of the leaf at ``path``: P(("a", "b"), None) -> (("a", "b"), ()).
+
+    Raises a ``TypeError`` unless ``spec`` is a ``PartitionSpec`` of names and None, and a ``ValueError`` if the mesh
+    lacks an axis, or if an axis splits two dims.
+    """
     name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise TypeError(
@@ -406,7 +447,10 @@ def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, 
 
 
 def _columns(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> dict[int, tuple[str, ...]]:
-    """Returns, for each dim other than dim 0 that is split over several devices, the axes of the split."""
+    """Returns the split of dims other than dim 0: a dict from dim to the axes of size 2 or more that split the dim.
+
+    Dims that no such axis splits are left out. On a mesh with "cp" of size 2, P("dp", "cp") gives {1: ("cp",)}.
+    """
     columns = {}
     for dim, entry in enumerate(spec):
         names = () if entry is PartitionSpec.UNCONSTRAINED else entry_axes(entry)

@@ -25,7 +25,11 @@ WIDEST_BYTES = {"f": 8, "c": 16}  # bytes of the widest supported number, by kin
 
 
 def why_no_array(leaf: Any) -> str | None:
-    """Returns None for an array of numbers; for any other leaf the end of an error text: its kind, and a cure."""
+    """Returns None if a leaf of a batch is an array of numbers; otherwise the end of an error text.
+
+    The text follows "... is": the kind of the leaf, why JAX does not take the leaf, and a cure. Python numbers, NumPy
+    and JAX arrays and ``ShapeDtypeStruct`` count as arrays, unless their dtype has no numbers (texts, objects, dates).
+    """
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask JAX does not take. Pass leaf.filled(0), and the mask as a leaf beside it."
     if isinstance(leaf, ARRAYS):
@@ -56,7 +60,11 @@ def has_numbers(dtype: Any) -> bool:
 
 
 def check_values(batch: PyTree) -> None:
-    """Raises a ``TypeError`` unless each leaf of a batch is an array of numbers with values on this process."""
+    """Raises a ``TypeError`` unless each leaf of a batch is an array of numbers with values on this process.
+
+    Refused are tracers, ``ShapeDtypeStruct``, arrays of other libraries or without numbers, arrays that are split over
+    processes, and PRNG keys. A Python int beyond the integers of JAX raises a ``ValueError``.
+    """
     for path, leaf in leaves_with_path(batch):
         where = named_leaf("batch", path)
         if isinstance(leaf, Tracer):
@@ -88,6 +96,9 @@ _a_row_of: dict[object, PyTree] = {}
 def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
     """Returns the batch, of ``rows`` rows, with copies of its rows appended in turn, up to ``padded`` rows.
 
+    Rows are repeated from the first on; scalars are unchanged. If ``rows`` is 0, every row is a copy of one row of an
+    earlier batch with leaves of the same shapes and dtypes, which this process has kept.
+
     Raises:
       ValueError: the batch has no rows, and this process has padded no batch with such leaves before.
     """
@@ -113,7 +124,7 @@ def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
 
 
 def _structure(batch: PyTree) -> object:
-    """Returns a hashable key: the tree, row shapes and dtypes of a batch.
+    """Returns a hashable key of a batch: the tree, and for each array the shape of a row and the dtype (scalars: None).
 
     A batch may be padded by rows of an earlier batch with the same key.
     """

@@ -115,12 +115,15 @@ _padded: list[tuple[weakref.ref[jax.Array], int, int]] = []
 
 
 def padded_rows_of(leaf: PyTree) -> tuple[int, int] | None:
-    """Returns (rows passed in, rows after padding) of this process for a leaf padded by ``shard_batch``; else None."""
+    """Returns (rows passed in, rows after padding), of this process, for an array padded by ``shard_batch``; else None.
+
+    The array is found by identity: ``leaf`` is a leaf of the batch that ``shard_batch`` returned.
+    """
     return next(((rows, padded) for ref, rows, padded in _padded if ref() is leaf), None)
 
 
 def any_padded() -> bool:
-    """Returns whether this process still has a reference to an array that ``shard_batch`` has padded."""
+    """Returns whether an array that ``shard_batch`` has padded in this process is still in use (not yet deleted)."""
     return bool(_padded) and any(ref() is not None for ref, *_ in _padded)
 
 
@@ -166,7 +169,10 @@ def abstract_batch(
 
 @cache
 def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozenset[int]]:
-    """Returns, for each process, the indices of the batch shards on its devices.
+    """Returns a dict from process index to the indices of the batch shards on the devices of the process.
+
+    The shards are those of dim 0, split over ``axes``: index 0 to n - 1 in row order. Processes have equal sets if
+    their devices hold copies of the same shards.
 
     Raises:
       ValueError: two processes have different numbers of shards, or have some but not all shards in common.
@@ -188,7 +194,11 @@ def _shards_of_processes(mesh: Mesh, axes: tuple[str, ...]) -> dict[int, frozens
 
 
 def _check_containers(value: Any, path: str = "batch") -> None:
-    """Raises for containers that JAX would not interpret as intended: lists of numbers, unregistered dataclasses."""
+    """Raises a ``TypeError`` for containers that JAX would not interpret as intended, anywhere in a batch.
+
+    Refused are a list of Python numbers, which JAX takes for scalars instead of rows, and a dataclass that is not
+    registered as a pytree. ``path`` is the expression for ``value`` in the error, as "batch['x']".
+    """
     if isinstance(value, Mapping):
         for key, child in value.items():
             _check_containers(child, f"{path}[{key!r}]")
@@ -210,7 +220,11 @@ def _check_containers(value: Any, path: str = "batch") -> None:
 
 
 def _common_rows(batch: PyTree) -> int:
-    """Returns the number of rows of a batch; raises unless all leaves but scalars have this number."""
+    """Returns the number of rows of this process's batch: the size of dim 0, equal in all leaves but scalars.
+
+    Raises a ``ValueError`` if no leaf has rows, or if leaves differ in their numbers of rows; and a ``TypeError`` for
+    leaves or containers that are no arrays of numbers (see ``check_values``).
+    """
     _check_containers(batch)
     shapes: dict[str, tuple[int, ...]] = {}
     check_values(batch)
@@ -229,7 +243,13 @@ def _common_rows(batch: PyTree) -> int:
 
 
 def _padded_rows(rows: int, num_local: int, pad: bool | int, axes: tuple[str, ...]) -> int:
-    """Returns the number of rows of this process after padding; its devices hold ``num_local`` shards of a batch."""
+    """Returns the number of rows that this process passes on, after padding of its ``rows`` rows.
+
+    ``num_local`` is the number of batch shards on the devices of this process. ``pad`` True: the next multiple of
+    ``num_local``, at least ``num_local``. An integer: ``pad`` itself; raises a ``ValueError`` unless it is a multiple
+    of ``num_local`` and at least ``rows`` and 1. False: ``rows``; raises a ``ValueError`` if ``rows`` is 0 or no
+    multiple of ``num_local``. ``axes`` split the rows, and are named in errors.
+    """
     where = f"process {jax.process_index()}, whose devices hold {num_local} shard(s) of the batch over {axes}"
     if pad is not True and pad is not False:
         if pad < max(rows, 1) or pad % num_local:
@@ -258,9 +278,12 @@ _batches_seen: dict[Mesh, tuple[int, object]] = {}
 
 
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
-    """Compares a batch with new shapes or dtypes between processes; raises in every process if the batches differ.
+    """Compares a batch of new shapes or dtypes between processes; if batches differ, each raises a ``ValueError``.
 
-    Shapes, dtypes and scalars are compared between all processes; values between processes with the same shards.
+    Shapes, dtypes, scalars, ``rows`` (of this process, with padding) and ``layout`` are compared between all processes
+    of the mesh; values between processes with the same shards. If the shapes and dtypes are those of the last batch on
+    this mesh, nothing is compared. Waits up to ``timeout_s`` seconds for other processes, then raises a
+    ``TimeoutError``.
     """
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")

@@ -171,7 +171,10 @@ def _mesh_of_first(name: str, num_devices: int | None) -> Mesh:
 
 
 def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
-    """Returns the axes with their sizes; raises for sizes without names."""
+    """Returns a user's ``mesh_shape``, a mapping or a sequence of pairs, as a list of (axis name, size), in order.
+
+    Raises a ``ValueError`` for sizes without names, such as (2, 4).
+    """
     pairs = list(mesh_shape.items()) if isinstance(mesh_shape, Mapping) else mesh_shape
     if isinstance(pairs, Sequence) and all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
         return [(name, size) for name, size in pairs]
@@ -180,7 +183,11 @@ def _named_sizes(mesh_shape: Any) -> list[tuple[str, int]]:
 
 
 def _array_of(devices: Any) -> np.ndarray:
-    """Returns the devices as an array of one dim, after checking that each appears once."""
+    """Returns a user's ``devices`` (one device, a sequence or an array) as an array of one dim, in order.
+
+    Raises a ``TypeError`` for an entry that is no device, and a ``ValueError`` if ``devices`` is empty or repeats a
+    device.
+    """
     # Check attributes instead of the class: a device of a topology need not be a `jax.Device`.
     array = np.asarray(devices, object).ravel()
     if wrong := [device for device in array if not (hasattr(device, "id") and hasattr(device, "process_index"))]:
@@ -199,10 +206,13 @@ def is_size(size: Any) -> bool:
 
 
 def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
-    """Returns the axis sizes of a mesh of ``count`` devices, with -1 replaced; without -1 devices may be left over.
+    """Returns the axis sizes of a mesh on ``count`` devices, in the order of ``shape``, with a size -1 replaced.
+
+    The size -1 becomes ``count`` divided by the product of the other sizes. Without -1 devices may be left over.
 
     Raises:
-      ValueError: there are too few devices, or no size for -1 uses every device; names the nearest shapes that fit.
+      ValueError: a size is not a positive integer (-1 may occur once), there are too few devices, or the other sizes
+        do not divide ``count``; the last two errors name the nearest shapes that fit.
     """
     wild = [name for name, size in shape.items() if size == -1]
     if len(wild) > 1 or not all(is_size(size) or size == -1 for size in shape.values()):
@@ -218,7 +228,10 @@ def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
 
 
 def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
-    """Returns the shapes of ``count`` devices that are closest to ``sizes``; a size of -1 matches any size."""
+    """Returns up to 3 shapes of exactly ``count`` devices that are closest to ``sizes``, the closest first.
+
+    A shape has as many sizes as ``sizes``. A size of -1 matches any size.
+    """
 
     def distance(shape: tuple[int, ...]) -> float:
         # Distances are factors: 4 is as far from 8 as 16 is.

@@ -55,7 +55,8 @@ def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Se
 def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
     """Returns, for each axis, the number of units (hosts or slices) that the axis crosses: a factor of its size.
 
-    The product of the result is ``units``, the number of units; first axes get the largest possible factors.
+    The product of the result is ``units``, the number of units; first axes get the largest possible factors. The sizes
+    (4, 4) of a mesh over 8 hosts give (4, 2).
     """
     outer = []
     for size in sizes:
@@ -66,11 +67,11 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _hosts_or_slices(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Returns how many devices each host or slice has, by its index, and True if the index is of a process.
+    """Returns (counts, by_process): the number of devices by host or slice, and whether hosts are processes.
 
-    Links between hosts or slices are slow. JAX's slice index is used: of slices of a TPU or, on other platforms, of
-    hosts or groups of hosts behind a fast switch. If JAX reports no slices on a platform other than TPU, the index of
-    the process is used.
+    Links between hosts or slices are slow. The keys of ``counts`` are JAX's slice indices: of slices of a TPU or, on
+    other platforms, of hosts or groups of hosts behind a fast switch; ``by_process`` is then False. If JAX reports no
+    slices on a platform other than TPU, the keys are process indices, and ``by_process`` is True.
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
@@ -88,10 +89,11 @@ def _slice(device: Device) -> int:
 
 
 def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Arranges the devices as an array with a dim per kind of link, slowest first; also returns an axis name per dim.
+    """Returns (array, names): the devices with a dim per kind of link, the slowest first, and an axis name per dim.
 
     Dims of size 1 are dropped. A single remaining dim is named "fsdp"; several are named "fsdp_x" and so on. On a TPU
-    the order of ``devices`` does not matter; on other platforms it is kept within a host.
+    the order of ``devices`` does not matter; on other platforms it is kept within a host. Raises a ``ValueError`` if
+    the devices do not fill a box of a TPU's torus, or if hosts have different numbers of devices.
     """
     on_torus = devices[0].platform == "tpu"
     located = _on_torus(devices) if on_torus else _on_hosts(devices)
@@ -113,7 +115,11 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
 
 
 def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Returns devices by (slice, coordinates within the used part of the slice, core of the chip)."""
+    """Returns TPU devices by position: (slice, coordinates of the chip within the slice, core of the chip) -> device.
+
+    Slices are numbered 0, 1, ... in the order of JAX's slice indices. Coordinates begin at 0 in the used part of a
+    slice.
+    """
     corners = _corners(devices)
     located = {}
     for device in devices:
@@ -124,7 +130,10 @@ def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
 
 
 def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
-    """Returns the smallest device coordinates of each slice."""
+    """Returns, by JAX's slice index, the smallest coordinate along each dim among the slice's ``devices``.
+
+    The result is the corner of the box of the torus that the devices span.
+    """
     coords = defaultdict(list)
     for device in devices:
         coords[_slice(device)].append(device.coords)
@@ -132,7 +141,10 @@ def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
 
 
 def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes: Sequence[int]) -> str:
-    """Returns an error text that names the first empty place of the box that the TPUs ``located`` span."""
+    """Returns an error text for TPU devices that do not fill a box of a torus; names the first place without a device.
+
+    ``located`` has the devices by position (see ``_on_torus``), and ``sizes`` are the sizes of the box in each dim.
+    """
     missing = next(index for index in np.ndindex(*sizes) if index not in located)
     corners = _corners(devices)
     number = sorted(corners)[missing[0]]
@@ -145,7 +157,11 @@ def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes
 
 
 def _on_hosts(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Returns devices by (host, number within the host)."""
+    """Returns devices by position, (host, number of the device within the host) -> device; both numbers begin at 0.
+
+    Hosts are in the order of their indices (JAX's slice index or, without slices, the process index); the devices of a
+    host keep their order in ``devices``.
+    """
     by_process = _hosts_or_slices(devices)[1]
     # A host numbered by JAX as a slice may have several processes.
     hosts = defaultdict(list)

@@ -41,12 +41,15 @@ _LOW_BITS = {np.dtype(np.float32): (jnp.uint32, 12), np.dtype(np.float64): (jnp.
 
 
 def wide_float() -> np.dtype:
-    """Returns float32, or float64 with ``jax_enable_x64``."""
+    """Returns the dtype in which metrics accumulate floats: float32, or float64 with ``jax_enable_x64``."""
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
 def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
-    """Replaces values of weight 0 by ``empty``, because padding may contain anything, NaN included."""
+    """Returns ``values`` with ``empty`` where ``weight`` is 0, because padding may contain anything, NaN included.
+
+    ``weight`` broadcasts with ``values``. Values of another weight are unchanged, not multiplied.
+    """
     return jnp.where(weight != 0, values, empty)
 
 
@@ -71,10 +74,13 @@ class Cell(ABC):
     @classmethod
     @abstractmethod
     def identity(cls, shape: tuple[int, ...] = ()) -> Self:
-        """Returns the neutral cell: ``identity(shape).merge(cell)`` is ``cell``."""
+        """Returns the neutral cell, whose arrays have this shape: ``identity(shape).merge(cell)`` is ``cell``."""
 
     def merged(self, dims: tuple[int, ...]) -> Self:
-        """Merges the entries along ``dims``, in a single ``lax.reduce`` over the arrays of the cell."""
+        """Returns the cell with the entries along ``dims`` of its arrays merged, without these dims; ``self`` for ().
+
+        The merge (sum, maximum or minimum) is a single ``lax.reduce`` over the arrays of the cell.
+        """
         if not dims:
             return self
         # XLA reduces in any order, and `merge` allows it: commutative to the bit, associative up to rounding.
@@ -124,10 +130,11 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Sums ``weights`` by ``add``, a plain sum or a scatter-add, in two halves of the significand (``halves``).
+        """Returns ``add(weights)`` as a ``Total``; ``add`` is a plain sum, or a scatter-add, of its argument.
 
-        Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of many. Exact for up to
-        2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
+        ``add`` is called for the upper and for the lower half of the significand of each weight (``halves``), and both
+        results are merged. Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of
+        many. Exact for up to 2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
         """
         # A half has 12 of the 24 bits of a float32; the other 12 bits are free for carries.
         upper, lower = halves(weights.astype(wide_float()))
@@ -162,7 +169,10 @@ class Total(Cell):
 
 
 def halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x."""
+    """Splits x into (upper, lower), x = upper + lower, with half of the significand each, for exact sums of many x.
+
+    Both have the shape and dtype of x. An inf or a NaN stays in ``upper``, with 0 in ``lower``.
+    """
     # `upper` keeps the exponent of x, so x - upper is exact: the value of the cleared bits.
     # NaN and infinity stay in `upper` unchanged: clearing bits would turn NaN into inf, and inf - inf is NaN.
     unsigned, bits = _LOW_BITS[np.dtype(x.dtype)]
@@ -189,7 +199,7 @@ class Count(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
-        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``.
+        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``, and returns the cell.
 
         Args:
           weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row.
@@ -207,7 +217,10 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
-        """Returns integers as their upper and lower 32 bits."""
+        """Returns integers as a cell of the same shape: the upper and the lower 32 bits of each, signed, without a sum.
+
+        A bool counts as 0 or 1.
+        """
         # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
@@ -221,7 +234,7 @@ class Count(Cell):
         return cls(sign, values.astype(jnp.uint32))
 
     def _times(self, weight: jax.Array) -> "Count":
-        """Multiplies each row by its integer weight in 0..65535; a mask has weights 0 and 1."""
+        """Returns the cell with each integer multiplied by a ``weight`` in 0..65535, which broadcasts to the cell."""
         # A quarter of 16 bits times a weight of 16 bits fits into 32 bits.
         return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
@@ -244,7 +257,7 @@ class Count(Cell):
         return jnp.where(negative, -number, number)
 
     def exact(self) -> np.ndarray:
-        """Returns the exact integers as a NumPy int64 array."""
+        """Returns the exact integers as a NumPy int64 array in the shape of the cell; not for use under ``jit``."""
         high, low = np.asarray(self.high).astype(np.int64), np.asarray(self.low).astype(np.int64)
         return (high << 32) | low
 

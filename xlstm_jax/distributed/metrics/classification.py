@@ -65,7 +65,10 @@ class Task(Protocol):
     def num_classes(self) -> int: ...
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the decisions of a batch; raises a ValueError if shapes or dtypes do not fit the task."""
+        """Returns the predicted and actual classes of a batch, as masks.
+
+        The shapes and dtypes of ``scores`` and ``labels`` depend on the task; others raise a ``ValueError``.
+        """
         ...
 
 
@@ -145,7 +148,10 @@ class Multiclass:
             raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the decisions of a batch; raises a ``ValueError`` if scores and labels do not fit."""
+        """Returns the predicted and actual classes of a batch, as masks [b..., C]; the class lists the valid shapes.
+
+        Raises a ``ValueError`` if the shapes or dtypes of scores and labels do not fit together.
+        """
         classes = jnp.arange(self.num_classes)
         labels, unknown = self._class_numbers(scores, labels)
         check_labels(labels)
@@ -163,7 +169,15 @@ class Multiclass:
         return Decisions(predictions[..., None] == classes, labels[..., None] == classes, unknown, labels.shape)
 
     def _class_numbers(self, scores: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array | bool]:
-        """Returns class numbers [b...], -1 for a one-hot row without a 1, and a mask of invalid rows [b..., 1]."""
+        """Returns (class numbers, mask of invalid rows) for labels in one of three forms.
+
+        1. One-hot labels, of the shape of floating scores [b..., C], become class numbers [b...], -1 for a row without
+        a 1. The mask [b..., 1] is true where a row is not one-hot.
+
+        2. With floating scores [b..., C], labels [b..., 1] lose the last dim. The mask is False.
+
+        3. Other labels are returned unchanged. The mask is False.
+        """
         # Integer scores are predictions, so labels of the same shape are class numbers, for any last dim.
         *rows, last = scores.shape or (None,)
         if last != self.num_classes or jnp.issubdtype(scores.dtype, jnp.integer):
@@ -187,7 +201,10 @@ class Multiclass:
 
 
 def _at_least(scores: jax.Array, threshold: float) -> jax.Array:
-    """Compares scores with the threshold in float32; a narrow dtype would round the threshold."""
+    """Returns bools in the shape of ``scores``: score >= threshold, compared in float32 (float64 with x64).
+
+    A narrow dtype would round the threshold.
+    """
     return scores.astype(wide_float()) >= threshold
 
 
@@ -200,16 +217,20 @@ def check_labels(labels: jax.Array) -> None:
 
 
 def check_one_score_per_label(scores: jax.Array, labels: jax.Array, caller: str) -> None:
-    """Raises a ValueError if labels are not integers or bools, or if the shapes of scores and labels differ."""
+    """Raises a ``ValueError`` if labels are not integers or bools, or if the shapes of scores and labels differ.
+
+    ``caller`` is the name of the metric or task, for the error.
+    """
     check_labels(labels)
     if scores.shape != labels.shape:
         raise ValueError(f"scores of shape {scores.shape}, labels of shape {labels.shape}: {caller} has one per label.")
 
 
 def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> Total:
-    """Sums, per class, the weight of the rows where ``which`` [b..., C] is true.
+    """Returns, for each class, the total weight of the rows where ``which`` [b..., C] is true: a ``Total`` [C].
 
-    A class is NaN if ``unknown`` is true in a row of nonzero weight.
+    ``weight`` is per row, [b...], or per decision, [b..., C]. A class is NaN if ``unknown`` (bools [b..., C] or [b...,
+    1], or False) is true in a row of nonzero weight.
     """
     counted = like_rows(weight, which) != 0
     # With weights per decision the last dim of the weight is the class dim, which is not summed.
@@ -223,7 +244,7 @@ def total_of(which: jax.Array, unknown: jax.Array | bool, weight: jax.Array) -> 
 
 
 def weight_per_label(weight: ArrayLike | None, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts ``weight`` to ``shape``; None means 1.
+    """Returns ``weight`` broadcast to ``shape``, the shape of the labels; None means weight 1.
 
     Raises:
       ValueError: ``weight`` is neither a scalar nor an array with the leading dims of ``shape``.
@@ -251,7 +272,11 @@ class Statistic(ABC):
 
     @abstractmethod
     def terms(self, tp: Total, fp: Total, fn: Total, tn: Total) -> tuple[jax.Array, jax.Array]:
-        """Returns (numerator, denominator) of the fraction: [C], or [] for counts summed over classes."""
+        """Returns (numerator, denominator) of the fraction that the statistic is, in the shape of the counts.
+
+        The arguments are the counts of true and false positives and negatives: [C], or [] for counts summed over
+        classes.
+        """
 
     def compute(self, cells: Cells, task: Task) -> jax.Array:
         """Computes the statistic from the cells "tp", "fp", "fn" and "tn" of ``task``: [C] for "per_class", else []."""
@@ -354,7 +379,7 @@ class FBeta(Statistic):
 
 
 def _over_classes(cells: Cells) -> Cells:
-    """Sums each count over the classes, without losing the low part of the ``Total``: [C] -> []."""
+    """Returns each count summed over the classes, [C] -> [], by name, without losing the low part of the ``Total``."""
     return {name: Total.of(total.high).merge(Total.of(total.low)) for name, total in cells.items()}
 
 

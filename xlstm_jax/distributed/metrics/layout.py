@@ -66,7 +66,10 @@ class Layout:
     """
 
     def __init__(self, identity: Cells) -> None:
-        """Builds the layout of ``identity``, which may be abstract (from ``jax.eval_shape``)."""
+        """Builds the layout of a metric state from ``identity``: a cell or a (nested) dict of cells.
+
+        Only shapes, dtypes and types are read, so the arrays may be abstract (from ``jax.eval_shape``).
+        """
         entries = []
         for path, cell in _by_path(identity).items():
             arrays = jax.tree.leaves(cell)
@@ -88,7 +91,11 @@ class Layout:
 
     @cached_property
     def spans(self) -> dict[Group, list[Span]]:
-        """Returns vector and range of each array of each group of cells; a range holds the cells end to end."""
+        """Positions of the groups of cells in the vectors: for each group a list of spans, one per array of a cell.
+
+        A group has all cells of one type and dtypes (say, every ``Total``), and a cell has one or more arrays ("high"
+        and "low"). A span (vector name, start, end) holds this array of all cells of the group, end to end.
+        """
         sizes: dict[Group, int] = defaultdict(int)
         for entry in self.entries:
             sizes[entry.group] += math.prod(entry.shape)
@@ -102,7 +109,7 @@ class Layout:
         return spans
 
     def pack(self, cells: Cells, identity: Cells) -> Vectors:
-        """Packs ``cells`` into vectors; cells missing from ``cells`` are taken from ``identity``.
+        """Packs ``cells`` into vectors [k] by vector name; cells missing from ``cells`` are taken from ``identity``.
 
         Raises:
           ValueError: a cell is not in the layout, or its shape differs from the layout.
@@ -122,7 +129,10 @@ class Layout:
         return self.vectors_of({group: jax.tree.map(end_to_end, *some) for group, some in groups.items()})
 
     def unpack(self, vectors: Vectors) -> Cells:
-        """Unpacks vectors into the nested dict of cells and keeps leading dims: [..., k] -> [..., *shape]."""
+        """Returns the cells in ``vectors``, the inverse of ``pack``: a cell or nested dicts, as in the identity.
+
+        Leading dims of the vectors, which count devices, are kept: [..., k] -> [..., *shape of the cell].
+        """
         groups, cells = self.groups_of(vectors), {}
         ends: dict[Group, int] = defaultdict(int)
         for entry in self.entries:
@@ -134,14 +144,20 @@ class Layout:
         return unflatten_dict({("", *path): cell for path, cell in cells.items()}).get("", {})
 
     def groups_of(self, vectors: Vectors) -> dict[Group, Any]:
-        """Returns, for each group, a single cell that holds the cells of the group end to end."""
+        """Returns a dict from group (type and dtypes of cells) to one long cell: all cells of the group end to end.
+
+        The arrays of the long cell are ranges of ``vectors``, [..., total size of the group's cells].
+        """
         return {
             group: group[0](*(vectors[span.vector][..., span.start : span.end] for span in spans))
             for group, spans in self.spans.items()
         }
 
     def vectors_of(self, groups: dict[Group, Cell]) -> Vectors:
-        """Returns by name the vectors [..., k]: the arrays of the group cells, joined along the last dim."""
+        """Returns the vectors [..., k] by vector name from the result of ``groups_of``, as its inverse.
+
+        The arrays of the groups' cells are joined along the last dim.
+        """
         arrays = defaultdict(list)
         for group, spans in self.spans.items():
             for span, array in zip(spans, jax.tree.leaves(groups[group]), strict=True):
@@ -149,12 +165,15 @@ class Layout:
         return {name: jnp.concatenate(some, axis=-1) for name, some in arrays.items()}
 
     def merge(self, a: Vectors, b: Vectors) -> Vectors:
-        """Returns the vectors of the merged states of a metric: each cell merges by its own rule (sum, maximum)."""
+        """Returns the vectors of two merged states, ``a`` and ``b``: each cell merges by its rule, such as a sum.
+
+        Leading dims, if any, count devices and stay: row i of the result merges row i of ``a`` and of ``b``.
+        """
         others = self.groups_of(b)
         return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 
     def merge_rows(self, rows: Vectors) -> Vectors:
-        """Merges n states into one: [n, k] -> [k]."""
+        """Returns the vectors [k] of the merge of n states, whose vectors ``rows`` are [n, k]."""
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 
@@ -166,7 +185,10 @@ def _by_path(cells: Cells) -> dict[Path, Cell]:
 
 
 def _fitted(cell: Cell, entry: Entry) -> Cell:
-    """Casts a cell to the dtypes of ``entry``; raises if its type or shape differs from ``entry``."""
+    """Returns ``cell`` with its arrays cast to the dtypes of ``entry``, the description of this cell in a layout.
+
+    Raises a ``TypeError`` if the type of the cell differs from ``entry``, and a ``ValueError`` if its shape differs.
+    """
     # Not isinstance: `Minimum` is a subclass of `Maximum`, and merging it as a `Maximum` keeps the wrong extremum.
     if type(cell) is not entry.cell_type:
         raise TypeError(f"{entry.name} is a {entry.cell_type.__name__}, and {type(cell).__name__} was observed for it.")

@@ -51,7 +51,7 @@ class MeshState:
 
     @property
     def num_devices(self) -> int:
-        """Returns n, the number of local values."""
+        """Number n of local values: the number of devices along ``axes``. (Devices along other axes hold copies.)"""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
@@ -68,9 +68,10 @@ class MeshState:
         sync_together([self])
 
     def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
-        """Merges the cells of a new value, packed in vectors, into the first local value of this process.
+        """Merges the cells of a new value, packed in vectors [k], into the first local value of this process.
 
-        With ``on_all_processes`` every process passes the same global array, and only process 0 merges.
+        With ``on_all_processes`` every process passes the same global array, and only process 0 merges. Other processes
+        are not waited for.
         """
 
         def with_row(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -103,7 +104,10 @@ class MeshState:
         self.local, self.synced = Local(vectors, self._initial.layout, self.axes), None
 
     def of_this_process(self) -> Synced:
-        """Merges the local values of this process, without communication with other processes."""
+        """Returns the merged local values of the devices of this process as a ``Synced`` state, without communication.
+
+        The state itself is unchanged. A local value that several devices hold as copies counts once.
+        """
 
         def local_rows(x: jax.Array) -> list[jax.Array]:  # [1, k] each, on the device of the first row
             # By row number: a row is replicated along the remaining mesh axes, and counts once.
@@ -160,7 +164,11 @@ class MeshState:
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
 
     def _set_rows(self, rows: Vectors, synced: Synced | None) -> None:
-        """Sets the local values to rows [m, ...], merged into the first row unless m is the number of devices."""
+        """Sets the local values to ``rows``, vectors [m, k] of m devices, and the synchronized state to ``synced``.
+
+        If m is the present number of devices, row i becomes the value of device i. Otherwise the m rows are merged into
+        the value of the first device. ``synced`` is put on every device; None: not synchronized.
+        """
         if len(jax.tree.leaves(rows)[0]) == self.num_devices:
             self._set_local(jax.tree.map(self._put_rows, rows))
         else:
@@ -170,13 +178,16 @@ class MeshState:
             self.synced = jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
 
     def _from_first_row(self, vectors: Vectors) -> Vectors:
-        """Puts ``vectors`` on the first device and the identity on every other device: [k] -> [n, k]."""
+        """Returns global vectors [n, k]: ``vectors`` [k] on the first device, the neutral state on other devices."""
         others = jax.tree.map(np.asarray, self.metric.state_of({}).vectors)
         rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), vectors, others)
         return jax.tree.map(self._put_rows, rows)
 
     def _put_rows(self, rows: ArrayLike) -> jax.Array:
-        """Puts row i on device i without running a program, so that no process waits for a different process."""
+        """Returns ``rows`` [n, ...] as a global array with row i on device i, the same in every process.
+
+        A readable array is put without running a program, so that no process waits for a different process.
+        """
         if not is_readable(rows):
             return jax.device_put(rows, self._split)
         rows = np.asarray(rows)
@@ -184,12 +195,18 @@ class MeshState:
 
 
 def is_readable(x: object) -> bool:
-    """Whether this process can read every entry of an array."""
+    """Returns whether this process can read every entry of ``x``: True for any value other than a ``jax.Array``.
+
+    A ``jax.Array`` is readable if all its devices belong to this process, or if it is fully replicated.
+    """
     return not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
 
 
 def on_one_device(x: Any) -> Any:
-    """Moves a readable array to a single local device without waiting; other values are returned unchanged."""
+    """Returns a ``jax.Array`` of several devices as an array on a single local device; other values unchanged.
+
+    The array must be readable by this process. The function does not wait for the array to be computed.
+    """
     if not isinstance(x, jax.Array) or len(x.sharding.device_set) == 1:
         return x
     # By a jitted copy: `jax.device_put` would wait until the array is computed.
@@ -205,7 +222,11 @@ def _copying(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _device_of(place: Device | str | int) -> Device:
-    """Returns the device for a device, a local index (1), a platform ("cpu"), or a platform with an index ("cpu:1")."""
+    """Returns the local device that ``place`` names; a device is returned unchanged.
+
+    ``place`` is an index into ``jax.local_devices()`` (1), a platform ("cpu") for its first local device, or a platform
+    with an index ("cpu:1"). Raises a ``ValueError`` if this process has no such device.
+    """
     if not isinstance(place, str | int):
         return place
     platform, _, number = place.partition(":") if isinstance(place, str) else ("", "", str(place))
@@ -217,15 +238,16 @@ def _device_of(place: Device | str | int) -> Device:
 
 
 def check_entries(saved: StateDict, expected: Iterable[str]) -> None:
-    """Raises a ValueError unless a state dict has exactly the entries ``expected``."""
+    """Raises a ``ValueError`` unless the keys of ``saved`` are exactly the names in ``expected``, in any order."""
     if saved.keys() != set(expected):
         raise ValueError(f"the state dict has the entries {sorted(saved)}, and should have {sorted(expected)}.")
 
 
 def _from_saved(like: Cells, saved: Any, name: str, *, devices: bool) -> Cells:
-    """Restores saved arrays into cells like ``like``; raises a ValueError if structure, shapes or dtypes differ.
+    """Returns ``saved``, an entry of a state dict, as cells in the structure of ``like`` (abstract cells).
 
-    With ``devices`` the saved arrays have a leading device dim of any size.
+    With ``devices`` the saved arrays have a leading device dim of any size, which is kept. Raises a ``ValueError`` with
+    ``name``, the entry of the state dict, if structure, shapes or dtypes differ from ``like``.
     """
     try:
         cells = serialization.from_state_dict(like, saved)
@@ -255,7 +277,10 @@ def _merge_rows(layout: Layout, rows: dict[str, list[jax.Array]]) -> Vectors:
 
 
 def _first_shards(x: jax.Array) -> list[jax.Shard]:
-    """Returns the local shards of the first row of this process; several if further mesh axes replicate the row."""
+    """Returns the local shards with the lowest row of ``x`` that this process holds; x is split along dim 0.
+
+    Several shards if further mesh axes replicate the row over devices of this process.
+    """
     first = min(shard.index[0].start or 0 for shard in x.addressable_shards)
     return [shard for shard in x.addressable_shards if (shard.index[0].start or 0) == first]
 
@@ -281,7 +306,10 @@ def _sync(mesh: Mesh, states: list[Local]) -> list[Synced]:
 
 @outside_set_mesh
 def sync_together(states: Sequence[MeshState]) -> None:
-    """Synchronizes several states, in shared collectives for states with equal mesh and axes."""
+    """Synchronizes several states: sets ``synced`` of each to the merge of its local values over all devices.
+
+    States with equal mesh and axes share collectives. Every process must call the function with the same states.
+    """
     groups: dict[tuple[Mesh, tuple[str, ...]], list[MeshState]] = {}
     for state in states:
         # A program runs on a single mesh, and a collective over a single set of axes.

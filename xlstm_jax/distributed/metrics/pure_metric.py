@@ -53,7 +53,7 @@ class _State(struct.PyTreeNode):
 
     @property
     def cells(self) -> Cells:
-        """Returns the cells by the names of ``PureMetric.identity``: [...], or [n, ...] for a ``Local``."""
+        """Accumulators of the state in the structure of ``PureMetric.identity``, [...]; [n, ...] for a ``Local``."""
         return self.layout.unpack(self.vectors)
 
 
@@ -280,13 +280,17 @@ def _check_local(state: object, caller: str) -> None:
 
 
 def _row(vectors: Vectors) -> Vectors:
-    """Adds a leading device dim of size 1: [k] -> [1, k]."""
+    """Returns vectors with a leading device dim of size 1, as in the state of one device: [k] -> [1, k]."""
     return jax.tree.map(lambda x: x[None], vectors)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple[str, ...]) -> Vectors:
-    """Puts ``vectors`` on the first device and ``nothing`` on every other device: [k] -> [n, k]."""
+    """Returns global vectors [n, k]: ``vectors`` [k] on the first device, ``nothing`` [k] on the other devices.
+
+    ``nothing`` has the vectors of the neutral state. The result is split along dim 0 over ``axes``, which have n
+    devices.
+    """
 
     # The identity on other devices: the restored state counts once for any number of devices.
     def place(vectors: Vectors, nothing: Vectors) -> Vectors:
@@ -298,7 +302,10 @@ def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple
 
 
 def sync_states(states: list[Local]) -> list[Synced]:
-    """Runs ``PureMetric.sync`` on several states over the same axes, in shared collectives."""
+    """Merges each of several states over devices, like ``PureMetric.sync``, in shared collectives (in ``shard_map``).
+
+    All states have the same axes. Returns the synchronized states in the order of ``states``.
+    """
     axes = states[0].axes
     collectives.check_bound(axes, caller="sync")
     for state in states:
@@ -316,7 +323,10 @@ def sync_states(states: list[Local]) -> list[Synced]:
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Merges cells over devices inside ``shard_map``; all cells share one collective per (operation, dtype)."""
+    """Returns each of ``cells`` merged over the devices of ``axes``, in order; inside ``shard_map``.
+
+    All cells share one collective per (operation, dtype), for the operations sum, max and min.
+    """
     # A collective adds numbers, not pairs: each cell is split into arrays whose plain sums are exact.
     pieces = [cell.pieces() for cell in cells]
     flat = [piece for of_cell in pieces for piece in of_cell]

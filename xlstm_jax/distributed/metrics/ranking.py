@@ -94,7 +94,10 @@ class BinnedRanking(PureMetric):
         return {name: Total.identity((self.bins,)) for name in ("positive", "negative")}
 
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        """Counts the weights of positive and negative labels in the bins of their scores."""
+        """Returns the histograms of a batch, [bins]: the weight of positive and of negative labels by score bin.
+
+        Scores and labels have the same shape. Label 1 is positive, any other label negative.
+        """
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
         weight, positive = weight_per_label(weight, labels.shape), labels == 1
@@ -113,7 +116,7 @@ class BinnedRanking(PureMetric):
         }
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        """Returns AUROC, average precision and an error bound for each, from the histograms."""
+        """Returns AUROC, average precision and an error bound for each, as a dict of scalars, from the histograms."""
         # Entry b is the weight in bin b and above; entry 0 is the total weight. Summed in pairs (high, low), because
         # the error of plain cumulative sums of a thousand float32 reaches 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}
@@ -134,9 +137,10 @@ class BinnedRanking(PureMetric):
 
 
 def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """Computes the average precision and its error bound.
+    """Returns (average precision, bound of its binning error), two scalars.
 
-    ``p`` is the fraction of positives per bin; ``reached`` is the weight in and above each bin, per class.
+    ``p`` is the fraction of the positives in each bin, [bins]; ``reached`` has, for "positive" and "negative", the
+    weight in and above each bin, [bins].
     """
     tp, fp = reached["positive"], reached["negative"]
 
@@ -151,5 +155,5 @@ def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Arr
 
 
 def _above(reached: Total) -> Total:
-    """Returns the weight above each bin, given the weight in and above each bin."""
+    """Returns the weight above each bin, [bins], from the weight in and above each bin: [5, 3, 1] -> [3, 1, 0]."""
     return jax.tree.map(lambda x: jnp.append(x[1:], jnp.zeros_like(x[:1])), reached)

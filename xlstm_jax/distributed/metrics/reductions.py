@@ -107,7 +107,12 @@ def _is_metric(value: object) -> bool:
 def _reduce_each(
     metrics: Metrics, reduce_fn: Operations | None, reduce: Callable[[list[Any], str], list[Any]]
 ) -> Metrics:
-    """Groups the leaves by operation and calls ``reduce(leaves, operation)`` once per group."""
+    """Reduces each leaf of ``metrics`` by the operation that ``reduce_fn`` has for the leaf's name ("mean" by default).
+
+    ``reduce(leaves, operation)`` is called once per operation, with a list of leaves, and returns the reduced leaves in
+    order. Numbers and NumPy arrays become arrays if ``reduce_fn`` names them. Leaves with the operation None are
+    returned unchanged. Raises a ``ValueError`` if ``reduce_fn`` does not fit the metrics.
+    """
     chosen = {} if reduce_fn is None else reduce_fn
     _check_operations(metrics, chosen, "")
     with_paths, structure = jax.tree_util.tree_flatten_with_path(metrics)
@@ -127,7 +132,11 @@ def _reduce_each(
 
 
 def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
-    """Raises if ``chosen`` has an unknown operation, or a name that is missing from the metrics."""
+    """Raises a ``ValueError`` if ``chosen`` has an unknown operation, or a name that is missing from the metrics.
+
+    ``chosen`` is an operation, None, or a dict from names to such values. A dict for a metric that is no dict also
+    raises. ``path`` is the path of ``metrics`` within all metrics, for the error.
+    """
     if not isinstance(chosen, Mapping):
         if chosen is not None and chosen not in OPERATIONS:
             raise ValueError(
@@ -148,7 +157,11 @@ def _check_operations(metrics: PyTree, chosen: object, path: str) -> None:
 
 
 def _operation_at(path: Sequence[Any], chosen: Any) -> str | None:
-    """Returns the operation that ``chosen`` has for a leaf: ``UNNAMED`` by default, None to keep the leaf unchanged."""
+    """Returns the operation that ``chosen`` (an operation, or nested dicts) has for the leaf at the pytree ``path``.
+
+    ``UNNAMED`` ("") if ``chosen`` does not name the leaf; None to keep the leaf unchanged. An operation for a nested
+    dict of metrics applies to all leaves in the dict.
+    """
     for key in path:
         # A single operation for a nested dictionary applies to every leaf below it.
         if isinstance(chosen, Mapping):
@@ -254,7 +267,10 @@ def all_gather(metrics: Metrics, axis_name: AxisNames = DEFAULT_AXIS) -> Metrics
 
 
 def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -> PyTree:
-    """Calls ``fn`` once with the list of arrays of a tree; other leaves are returned unchanged."""
+    """Returns ``tree`` with its JAX arrays replaced by the results of one call ``fn(list of these arrays)``, in order.
+
+    Other leaves (numbers, NumPy arrays, strings, PRNG keys) are unchanged.
+    """
     leaves, structure = jax.tree.flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if _is_metric(leaf)]
     for i, value in zip(indices, fn([leaves[i] for i in indices]), strict=True):
@@ -263,7 +279,11 @@ def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -
 
 
 def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
-    """Reduces the arrays of a tree over devices, sums in the dtype of ``jnp.sum``; other leaves are unchanged."""
+    """Returns ``tree`` with each JAX array reduced elementwise over the devices of ``axes``; other leaves unchanged.
+
+    ``operation`` is "mean", "sum", "max" or "min"; ``weight`` is this device's weight of a mean. Sums have the dtype of
+    ``jnp.sum``; extrema, and means of floats, have the dtype of the array.
+    """
 
     def reduced(arrays: list[jax.Array]) -> list[jax.Array]:
         dtypes = [_sum_dtype(array.dtype) if operation == "sum" else array.dtype for array in arrays]
@@ -276,12 +296,20 @@ def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: A
 
 
 def _sum_dtype(dtype: DTypeLike) -> np.dtype:
-    """Returns the dtype of ``jnp.sum``: bools and integers narrower than 32 bits are summed as 32 bits."""
+    """Returns the dtype of ``jnp.sum`` for values of ``dtype``.
+
+    Without x64, bools and integers narrower than 32 bits become 32-bit integers; other dtypes are kept.
+    """
     return jax.eval_shape(jnp.sum, jax.ShapeDtypeStruct((), dtype)).dtype
 
 
 def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | None) -> list[jax.Array]:
-    """Averages arrays over devices; weights are summed in the same collective as the weighted arrays."""
+    """Returns the elementwise weighted means of ``arrays`` over the devices of ``axes``, in order.
+
+    ``weight`` is a scalar, the weight of this device; None: equal weights. The mean is 0 if all weights are 0. Integers
+    and bools become float32, other dtypes are kept. Raises a ``ValueError`` unless ``weight`` is a scalar. Weights are
+    summed in the same collective as the weighted arrays.
+    """
     if not arrays:
         return []
     dtypes = [array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.dtype(jnp.float32) for array in arrays]

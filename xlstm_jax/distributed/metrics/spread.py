@@ -77,7 +77,10 @@ class StandardDeviation(PureMetric):
 
 
 def times(total: Total, x: jax.Array) -> Total:
-    """Returns the pair ``total`` times floats ``x``, of equal or broadcastable shape; the relative error is 2^-46."""
+    """Returns the pair ``total`` (high + low) times the floats ``x``, of equal or broadcastable shape, as such a pair.
+
+    The relative error is 2^-46.
+    """
     high = total.high * x
     (a, b), (c, d) = halves(total.high), halves(x)
     # The products of halves are exact, and so is their sum: the rounding error of `high`. A fused multiply-add of two

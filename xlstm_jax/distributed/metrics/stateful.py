@@ -184,7 +184,7 @@ class MetricAccumulator(MeshState):
             )
 
     def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
-        """Casts a host value to the accumulator dtype; a ``jax.Array`` is returned unchanged."""
+        """Returns a number or NumPy array in the accumulator dtype; a ``jax.Array`` is returned unchanged."""
         # Cast by NumPy: jit would first truncate a host value of 64 bits to 32 bits.
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
@@ -298,7 +298,7 @@ class Metric(ABC, Generic[Value]):
             state.to(device)
 
     def state_dict(self) -> StateDict:
-        """Returns the states by attribute name, as nested dicts of arrays."""
+        """Returns the state of each accumulator by attribute path ("losses", "losses/0"), as nested dicts of arrays."""
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:

@@ -71,7 +71,11 @@ def raise_on_all(
 
 @contextmanager
 def interruptions_go_on() -> Iterator[None]:
-    """Context that raises the original Ctrl-C (see ``interruption``) in place of an error that Ctrl-C has caused."""
+    """Context manager: replaces an error that Ctrl-C has caused by the original ``KeyboardInterrupt``.
+
+    Any other error leaves the context unchanged. See ``interruption`` for how the original is found; a ``SystemExit``
+    behind an error is raised in the same way.
+    """
     handled = sys.exception()
     try:
         yield
@@ -106,13 +110,15 @@ def interruption(error: BaseException, handled: BaseException | None) -> BaseExc
 
 
 def allgather_text(text: str, action: str, timeout_s: float = PEER_TIMEOUT_S) -> list[str]:
-    """Returns the texts that the processes pass, in order; every process must call the function.
+    """Returns the texts that all processes of the job pass, in the order of the process indices.
 
-    ``action`` names the purpose for errors.
+    Every process must call the function. ``action`` names the purpose for errors. Without a job of several processes
+    the result is ``[text]``.
 
     Raises:
-      TimeoutError: a process is missing after ``timeout_s``; names the process, and ``action``.
+      TimeoutError: a process is missing after ``timeout_s`` seconds; names the process, and ``action``.
       ValueError: processes pass different ``action``.
+      RuntimeError: there are several processes, which have not joined.
     """
     if not jax.distributed.is_initialized():
         if jax.process_count() > 1:
@@ -123,7 +129,11 @@ def allgather_text(text: str, action: str, timeout_s: float = PEER_TIMEOUT_S) ->
 
 
 def cause_of(error: BaseException) -> str:
-    """Formats the root cause of an error as a line of at most ``MAX_CAUSE_CHARS`` characters."""
+    """Returns "TypeName: message" of the root cause of an error, as one line.
+
+    The root cause is the end of the chain of ``__cause__``. A longer text is cut after ``MAX_CAUSE_CHARS`` characters
+    and ends in "...".
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     # TensorStore messages end with C++ source locations and long specifications.

@@ -85,13 +85,19 @@ def available_devices(simulated: int = 8) -> list[Device]:
 
 
 def _has_only_cpus() -> bool:
-    """Returns whether the machine has no accelerator file, and no JAX plugin for accelerators without a file."""
+    """Returns whether the machine has no device file of an accelerator, and no JAX plugin for devices without a file.
+
+    Device files are files of TPUs and GPUs, in /dev. The CUDA plugins need a device file, and do not count.
+    """
     files = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
     return not (files or _plugins() - PLUGINS_OF_FILES)
 
 
 def _plugins() -> set[str]:
-    """Returns JAX's plugins: modules of the package ``jax_plugins``, and entry points of the same group name."""
+    """Returns the names of JAX's installed plugins: modules of the package ``jax_plugins``, and entry points.
+
+    Entry points of installed packages count if their group is "jax_plugins".
+    """
     package = find_spec("jax_plugins")
     folders = package.submodule_search_locations if package else None
     modules = {module.name for module in pkgutil.iter_modules(folders)} if folders else set()
@@ -99,11 +105,12 @@ def _plugins() -> set[str]:
 
 
 def _set_cpu_devices(count: int) -> None:
-    """Sets the number of CPU devices, and enough threads of XLA's CPU client for several programs per device.
+    """Sets the number of CPU devices to ``count``, and NPROC, unless set, to 4 threads of XLA's client per device.
 
     A collective occupies a thread per device until every device has arrived. By default the client has as many threads
     as devices (or as cores, if more). Two programs in flight can then each get some of the threads and wait forever for
-    the remaining threads; observed on JAX 0.10 in two of five runs of 400 steps.
+    the remaining threads; observed on JAX 0.10 in two of five runs of 400 steps. Raises a ``RuntimeError`` if JAX has
+    started its devices.
     """
     jax.config.update("jax_num_cpu_devices", count)
     os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))

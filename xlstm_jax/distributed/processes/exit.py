@@ -89,7 +89,12 @@ def _start_listening() -> None:
 
 
 def _listen(client: Any, me: int) -> None:
-    """Waits for the message that another process has exited, and then ends this process, too."""
+    """Waits, in a thread, until another process leaves the job, prints the reason, and ends this process, too.
+
+    The reason is the text that the leaving process posts in the job's key-value store for process ``me``, this process.
+    ``client`` is the client of the store. The exit code is ``EXIT_FAILED``. An empty text, or an error of the store,
+    ends only the thread.
+    """
     while True:
         try:
             text = client.blocking_key_value_get(f"{_KEY}/{me}", WAIT_MS)
@@ -123,7 +128,10 @@ def _release_others() -> None:
 
 
 def _at_the_end(listener: threading.Thread) -> None:
-    """Calls ``leave`` if an uncaught exception ends the program; otherwise ends the listening thread."""
+    """Runs at the end of the program: after an uncaught exception calls ``leave``, which ends the entire job.
+
+    Without an exception ``listener``, the thread that waits for other processes to leave, is ended.
+    """
     if not _has_peers():
         # The program has called jax.distributed.shutdown(), which ends the wait of the thread with an error. Python
         # must not be torn down before the thread has received the error: the process would end with SIGABRT.

@@ -110,7 +110,11 @@ def initialize_distributed(
 def _given_membership(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
 ) -> Membership | None:
-    """Returns the membership described by the arguments, or None without arguments."""
+    """Returns the membership in a job (address, number of processes, index) that a user's arguments describe.
+
+    None if address, number and index are all None. Raises a ``ValueError`` if the user gives only some of the three, or
+    values that do not fit, and a ``TypeError`` if a number is not an int.
+    """
     arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in arguments.values()):
         return None
@@ -134,7 +138,11 @@ def _given_membership(
 
 
 def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
-    """Returns the membership detected by JAX. (``jax.distributed.initialize()`` cannot detect without joining.)"""
+    """Returns the membership in a job that JAX detects from a cluster manager (SLURM, say); None without a cluster.
+
+    Raises a ``ValueError`` if JAX_COORDINATOR_ADDRESS is set, but there is no cluster.
+    (``jax.distributed.initialize()`` cannot detect without joining.)
+    """
     variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
     detected = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)
     address, num_processes, process_id, device_ids = detected
@@ -151,10 +159,10 @@ def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int)
 
 
 def _local_address(address: str) -> str | None:
-    """Returns the address of this host for the name in "name:port", or None if the name gives no reachable address.
+    """Returns "IP:port" at which this host can listen, for ``address`` "name:port"; None if the name gives no such IP.
 
-    Each process resolves the name by itself, and may get another address. Two kinds of results are useless: an
-    address of another host (behind address translation), and loopback for this host's name (Debian's /etc/hosts).
+    Each process resolves the name by itself, and may get another IP. Two kinds of results are useless: an IP of another
+    host (behind address translation), and loopback for this host's name (Debian's /etc/hosts).
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -173,7 +181,10 @@ def _local_address(address: str) -> str | None:
 
 
 def _has_joined(member: Membership) -> bool:
-    """Returns whether this process has already joined; raises ``RuntimeError`` if it has joined as another member."""
+    """Returns whether this process has already joined the job as ``member``; False if the process is in no job.
+
+    Raises a ``RuntimeError`` if the process has joined with another address, number of processes or index.
+    """
     if not jax.distributed.is_initialized():
         return False
     # Avoid jax.process_index(), which would start the devices.
@@ -187,7 +198,10 @@ def _has_joined(member: Membership) -> bool:
 
 
 def _wait_for_coordinator(member: Membership, deadline: float, timeout_s: float) -> None:
-    """Blocks until something listens at the coordinator's address."""
+    """Blocks until something listens at the coordinator's address, or raises a ``TimeoutError`` after ``deadline``.
+
+    ``deadline`` is a time of ``time.monotonic()``; ``timeout_s``, the full wait, is only for the text of the error.
+    """
     host, _, port = member.coordinator_address.rpartition(":")
     while True:
         left = deadline - time.monotonic()

@@ -75,8 +75,9 @@ def assert_same_everywhere(
 def compare(entries: Mapping[str, str], subject: str, me: int, processes: Sequence[int], timeout_s: float) -> None:
     """Raises a ``ValueError`` in every process if ``entries`` (text by path) differ between processes.
 
-    ``subject`` names the entries in the error. ``me`` is the index of this process; ``processes`` are the indices of
-    all processes that call the function.
+    Every one of ``processes``, by index, must call the function; ``me`` is the index of this process. ``subject`` names
+    the entries in the error, which lists the different entries by process. Raises a ``TimeoutError`` if a process does
+    not call within ``timeout_s`` seconds.
     """
     # Exchange digests first: the entries of a large configuration, times thousands of processes, exceed the store.
     entries_digest = digest(json.dumps(sorted(entries.items())))
@@ -96,7 +97,12 @@ def compare(entries: Mapping[str, str], subject: str, me: int, processes: Sequen
 
 
 def entries_of(value: PyTree) -> dict[str, str]:
-    """Converts a value to a short text for every leaf, by path; different leaves have different texts."""
+    """Returns a short text for each leaf of a value, by path, as {"optimizer/lr": "0.001", ...}.
+
+    Different leaves have different texts (functions and classes: different names), and equal leaves have equal texts in
+    all processes. The path of a bare leaf is "."; an empty container counts as a leaf. Raises a ``TypeError`` for a
+    leaf without such a text.
+    """
     return dict(_walk(value, ""))
 
 
@@ -112,7 +118,11 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _children(value: Any) -> dict[Any, Any] | None:
-    """Returns the children of ``value`` by name, or None for a leaf."""
+    """Returns the children of ``value`` by name or index; None for a leaf.
+
+    Dataclasses, namespaces, mappings, sequences, sets (sorted), partial functions, modules (digests of their source
+    files) and other pytrees have children. None is a leaf.
+    """
     # Not by JAX's pytree registry alone, which treats configuration dataclasses and namespaces as leaves.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -136,7 +146,10 @@ def _children(value: Any) -> dict[Any, Any] | None:
 
 
 def _source_files(module: ModuleType) -> dict[str, str]:
-    """Returns the digest of each source file of a module or package, by relative path."""
+    """Returns a digest of each Python file of a module or package, as text by path relative to the package.
+
+    A module without source files gives its name only: {"name": ...}.
+    """
     roots = [Path(root) for root in getattr(module, "__path__", [])]
     files = {str(file.relative_to(root)): file for root in roots for file in sorted(root.rglob("*.py"))}
     if not roots and (file := getattr(module, "__file__", None)):
@@ -145,7 +158,11 @@ def _source_files(module: ModuleType) -> dict[str, str]:
 
 
 def _text(leaf: Any, path: str) -> str:
-    """Returns a text that is equal for equal values, for comparison between processes."""
+    """Returns a short text of a leaf, equal in two processes if the values are equal, and different otherwise.
+
+    Functions and classes are compared by name. Raises a ``TypeError`` with ``path`` for a leaf without a comparable
+    text: an array split over processes, or an object with a memory address in its ``repr``.
+    """
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return _array_text(leaf, path)
     if isinstance(leaf, bytes | bytearray):
@@ -180,7 +197,11 @@ def _short(text: str) -> str:
 
 
 def _difference(subject: str, reports: Sequence[tuple[list[int], Mapping[str, str]]]) -> str:
-    """Returns a text that lists the differing entries, each with its processes."""
+    """Returns an error text that lists the entries that differ, each with its texts and the processes of each text.
+
+    ``reports`` has (process indices, entries) for each group of processes with equal entries; ``subject`` names the
+    entries. An entry that a group lacks is "absent"; the list ends after 12 entries.
+    """
     lines = []
     for path in dict.fromkeys(path for _, entries in reports for path in entries):
         processes_by_text = defaultdict(list)
@@ -221,7 +242,11 @@ OWN_FLAGS = re.compile(r"dump|device_count|cache|profile|log|(dir|path|file|to|f
 
 
 def jax_settings() -> dict[str, str]:
-    """Returns the options, flags and variables that change a computation, as short texts by name."""
+    """Returns the settings of this process that change a computation, as text by name, to compare processes.
+
+    Settings are the options of ``jax.config`` in ``COMPARED_OPTIONS``, the flags in XLA_FLAGS and LIBTPU_INIT_ARGS
+    (except for flags of paths, logs and device counts), and NVIDIA_TF32_OVERRIDE if set.
+    """
     values = jax.config.values
     # The attribute includes the value set by a context manager (jax.enable_x64()) in this thread, `values` does not;
     # some options have no attribute.

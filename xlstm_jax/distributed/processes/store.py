@@ -41,7 +41,11 @@ class KeyValueStore:
         self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits until a process has posted ``name``; returns the text, or None after the deadline."""
+        """Waits until a process has posted a text under ``name`` in this exchange, and returns the text.
+
+        None if there is no text at ``deadline``, a time of ``time.monotonic()``. A text that exists is returned even
+        after the deadline.
+        """
         # Wait at least 1 ms, so that an existing text is read even after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
         try:
@@ -52,7 +56,11 @@ class KeyValueStore:
             return None
 
     def missing(self) -> list[int]:
-        """Returns the processes without a posted text; if every text is posted, process 0, whose answer is missing."""
+        """Returns the indices of the processes that have not posted their text in this exchange, in ascending order.
+
+        If every text is posted, the answer is missing. The result is then the first of ``processes``, which posts the
+        answer.
+        """
         entries = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in entries}) or [self.processes[0]]
 
@@ -94,7 +102,11 @@ def exchange_in(store: KeyValueStore, text: str, action: str, timeout_s: float) 
 
 
 def _answer(store: KeyValueStore, deadline: float) -> None:
-    """Posts, in process 0, the texts of every process or, if texts are missing, the indices of missing processes."""
+    """Posts the answer to an exchange, in the first process: the texts of all processes, or the missing processes.
+
+    Waits for the text of each process until ``deadline``. The answer is JSON: {"posted": [action, text] of each
+    process, in order}, or {"missing": indices} if texts are missing.
+    """
     posted = [store.read(f"texts/{process}", deadline) for process in store.processes]
     missing = [process for process, text in zip(store.processes, posted, strict=True) if text is None]
     if missing:
@@ -106,7 +118,10 @@ def _answer(store: KeyValueStore, deadline: float) -> None:
 
 
 def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[int]]:
-    """Groups process indices by text: a dict from each different text to the processes that posted the text."""
+    """Returns a dict from each different text to the indices of the processes that posted the text.
+
+    ``texts[i]`` is the text of ``processes[i]``; texts and indices keep their order.
+    """
     groups = defaultdict(list)
     for process, text in zip(processes, texts, strict=True):
         groups[text].append(process)

@@ -48,26 +48,37 @@ class InBlocks:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Number of rows of a shard, and number of values per row."""
+        """Shape (rows, values per row) of the matrix to which a shard is reshaped before packing.
+
+        A row has the values at one index of ``dim``. If such a row, in blocks of 64, would need more than 1/128 of
+        padding, the entire shard is one row: (1, number of values).
+        """
         rows, size = self.shape[self.dim], math.prod(self._rest)
         return (rows, size) if fills_blocks(size) else (1, rows * size)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of a packed shard."""
+        """Number of bytes of one packed shard: codes, padding codes and scales."""
         rows, size = self.matrix
         return rows * packed_size(size)
 
     def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the shard as uint8 [rows, bytes]."""
+        """Packs this device's shard: returns 8-bit codes and scales as uint8 [rows, bytes of a packed row].
+
+        The rows are the rows of ``matrix``: ``dim`` is moved to the front, and the other dims are flattened.
+        """
         return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
 
     def along(self, dim: int) -> int:
-        """Returns 0: the rows of all devices are concatenated."""
+        """Returns 0 for any ``dim``: packed shards [rows, bytes] of all devices are concatenated along their rows."""
         return 0
 
     def receive(self, arrived: jax.Array) -> jax.Array:
-        """Unpacks the packed shards of any number of devices into one array of their dtype."""
+        """Unpacks ``arrived``, uint8 [n rows, bytes]: the packed shards of n devices, one after the other, for any n.
+
+        Returns the n shards concatenated along ``self.dim``, in ``self.dtype``; other dims have their size in
+        ``self.shape``.
+        """
         rows, size = self.matrix
         values = unpack(arrived, self.format_name, size, self.dtype)
         full = values.reshape(arrived.shape[0] // rows * self.shape[self.dim], *self._rest)
@@ -91,14 +102,19 @@ class Blocks(WireFormat):
 
     @property
     def itemsize(self) -> float:
-        """Bytes per value, including the value's part of the scale."""
+        """Bytes sent per value, if blocks are full: 1 byte of the code and the value's part of the block's scale."""
         return packed_size(BLOCK_SIZE) / BLOCK_SIZE
 
     def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
         return InBlocks(self.name, shape, np.dtype(np.float32), dim).sent_bytes
 
     def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the mean. Each copy rounds each value once, and the mean is rounded once more."""
+        """Returns the sum of the devices' ``term`` over the mesh ``axes``: float32, in the shape of ``term``.
+
+        Each device has divided its term by the number of devices, so the sum is the mean. Terms and sums are sent in 8
+        bits: each device rounds each value of its term once, and the mean is rounded once more. The result is bitwise
+        equal on these devices.
+        """
         count = collectives.axis_size(axes)
         rows, size = matrix_of_parts(term.shape, count)
         padded = jnp.pad(term.ravel(), (0, rows * size - term.size)).reshape(count, rows // count, size)
@@ -114,9 +130,12 @@ class Blocks(WireFormat):
 
 
 def matrix_of_parts(shape: Sequence[int], count: int) -> tuple[int, int]:
-    """Returns (rows, row size) for values of this shape, split between dims if ``count`` divides the rows.
+    """Returns (rows, row size) of the matrix to which values of this ``shape`` are reshaped before 8-bit packing.
 
-    Otherwise the values are one padded row for each of ``count`` devices.
+    ``count``, a number of devices, divides the rows: each device sums an equal part of the rows. A row has the values
+    at one index of the leading dims: of as few leading dims as possible, such that ``count`` divides the rows and a row
+    needs at most 1/128 of padding. Shape (8, 4, 64) gives (8, 256) for ``count`` 8, and (32, 64) for 16. Without such
+    dims each device has one row, and the caller pads the values: (count, ceil(values / count)).
     """
     for dim in range(1, len(shape)):
         rows, size = math.prod(shape[:dim]), math.prod(shape[dim:])

@@ -61,14 +61,17 @@ def as_axis_names(axis_name: AxisNames) -> tuple[str, ...]:
 
 
 def entry_axes(entry: AxisEntry) -> tuple[str, ...]:
-    """Returns the axes of an entry of ``names``: ``None`` -> (), ``"a"`` -> ("a",), ``("a", "b")`` -> unchanged."""
+    """Returns the axes in one dim's entry of a ``PartitionSpec``: None -> (), "a" -> ("a",), ("a", "b") unchanged."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_entry(axes: tuple[str, ...]) -> AxisEntry:
-    """Returns the shortest entry for these axes: the inverse of ``entry_axes``."""
+    """Returns the entry of a ``PartitionSpec`` for a dim split over ``axes``: the inverse of ``entry_axes``.
+
+    () -> None, ("a",) -> "a", ("a", "b") unchanged.
+    """
     if not axes:
         return None
     return axes[0] if len(axes) == 1 else axes
@@ -91,14 +94,15 @@ def value_dtype(value: Any) -> Any:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Returns the default dtype of sums: float32 for narrower floats, else ``dtype``."""
+    """Returns the default dtype of sums of values of ``dtype``: float32 for narrower floats, else ``dtype``."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else dtype
 
 
 def promoting(fn: Callable[P, Result]) -> Callable[P, Result]:
-    """Lets a library function mix dtypes and ranks even if the user's JAX flags forbid promotion.
+    """Decorator: returns ``fn``, called under JAX's standard promotion of dtypes and ranks, whatever the user's flags.
 
-    The flags apply while JAX traces. A backward rule is traced later, and needs a separate decorator.
+    So a library function may mix dtypes and ranks. The flags apply while JAX traces. A backward rule is traced later,
+    and needs a separate decorator.
     """
 
     @wraps(fn)
@@ -121,9 +125,10 @@ def widened(value: jax.Array) -> jax.Array:
 
 
 def term_of_mean(value: jax.Array, count: int, dtype: DType) -> jax.Array:
-    """Returns a device's term of a mean over ``count`` devices that is summed in ``dtype``.
+    """Returns ``value / count`` in ``dtype``: the term of this device in a mean over ``count`` devices.
 
-    The value is divided before the sum, and before it is narrowed: a float16 sum then overflows only if the mean does.
+    The caller sums the terms over the devices, in ``dtype``. The value is divided before the sum, and before it is
+    narrowed: a float16 sum then overflows only if the mean does.
     """
     # A narrow value is divided by a power of two in its narrow dtype, which gives the same bits: XLA takes the factor
     # into the matrix product that makes the value, and saves a pass over the gradient.
@@ -149,19 +154,26 @@ def is_bound(axis: str) -> bool:
 
 
 def manual_axes() -> tuple[str, ...]:
-    """Returns the mesh axes that the enclosing ``shard_map`` has bound."""
+    """Returns the mesh axes that the enclosing ``shard_map`` has bound; () outside of ``shard_map``."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_bound(axes: Sequence[str], *, caller: str) -> None:
-    """Raises a ``ValueError`` if an axis in ``axes`` is not bound; names the axis and lists the bound axes."""
+    """Raises a ``ValueError`` if a mesh axis in ``axes`` is not bound (by ``shard_map``, say).
+
+    The error names the first such axis and ``caller``, the user's function, and lists the bound axes.
+    """
     unbound = [axis for axis in axes if not is_bound(axis)]
     if unbound:
         raise ValueError(unbound_message(unbound[0], caller))
 
 
 def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
-    """Returns a user's ``axis_name`` as a tuple of axes; raises a ``ValueError`` if an axis is not bound."""
+    """Returns a user's ``axis_name`` as a tuple of axes, in order, after a check that each axis is bound.
+
+    Raises a ``ValueError`` for an unbound axis, and as ``as_axis_names``; ``caller`` is the user's function, for the
+    error.
+    """
     axes = as_axis_names(axis_name)
     check_bound(axes, caller=caller)
     return axes
@@ -171,7 +183,7 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
     """Returns ``axes`` if all are bound; () if no axis at all is bound (in ``init``, say), where values are global.
 
     Raises:
-      ValueError: some axes are bound, but not all of ``axes``.
+      ValueError: some axes are bound, but not all of ``axes``; names ``caller``, the user's function.
     """
     if not manual_axes() and not any(map(is_bound, axes)):
         return ()
@@ -180,7 +192,10 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
 
 
 def unbound_message(axis: str, caller: str) -> str:
-    """Returns the text of the error about an unbound axis: the requested axis, the bound axes, the cure."""
+    """Returns the text of the error that ``axis``, which the function ``caller`` needs, is not bound.
+
+    The text lists the bound axes, and says how to bind ``axis``.
+    """
     cure = f"no mesh axis is bound here. Call it inside jax.shard_map over a mesh that has the axis {axis!r}"
     if bound := manual_axes():
         cure = f"the axes bound here are {bound}. Pass one of them, or put {axis!r} into the mesh of the shard_map"
@@ -188,13 +203,13 @@ def unbound_message(axis: str, caller: str) -> str:
 
 
 def axis_size(axes: Sequence[str]) -> int:
-    """Returns the number of devices over the axes, the product of their sizes, as a Python int."""
+    """Returns the number of devices over bound ``axes``, the product of the sizes, as a Python int; 1 for no axes."""
     mesh = jax.sharding.get_abstract_mesh()  # its sizes are already known: ``lax.axis_size`` takes ten times longer
     return math.prod([mesh.shape[axis] if axis in mesh.manual_axes else lax.axis_size(axis) for axis in axes])
 
 
 def spread_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes with two or more devices: axes along which something is sent."""
+    """Returns the axes in ``axes`` of size 2 or more, in order: only along these axes a collective sends something."""
     if not axes:
         return ()
     mesh = jax.sharding.get_abstract_mesh()
@@ -212,9 +227,9 @@ def axis_index(axes: Sequence[str]) -> jax.Array:
 
 
 def local_shard(value: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-    """Returns this device's shard of a replicated value: [..., d, ...] -> [..., d / n, ...] over n devices.
+    """Returns this device's shard of a replicated value, cut along ``dim`` by the n devices of ``axes``.
 
-    n must divide d: the caller checks.
+    [..., d, ...] -> [..., d / n, ...]. n must divide d: the caller checks. Nothing is sent.
     """
     if (count := axis_size(axes)) == 1:
         return value
@@ -260,19 +275,21 @@ _in_this_trace = _InThisTrace()
 
 
 def type_shows_varying(axis: str, value: Any) -> bool:
-    """Returns whether the type of ``value`` is reliable: a value without ``axis`` in its type is equal along the axis.
+    """Returns whether the type of ``value`` tells if the value is equal along the mesh ``axis``.
 
-    ``nn.scan`` traces a layer twice, first for the shapes; in the first trace arguments have the type "equal on every
-    device".
+    If True, a value without ``axis`` in its type is equal on all devices along ``axis``. False under
+    ``check_vma=False``, and during the trace that ``nn.scan`` makes only for shapes: all arguments then have the type
+    "equal on every device".
     """
     return is_tracked(axis) and not is_for_shapes(value)
 
 
 def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
-    """Returns the same values, typed as varying over the tracked axes in ``axes``; costs nothing.
+    """Returns the same arrays, typed as varying over the tracked axes in ``axes``; costs nothing at run time.
 
-    JAX inserts this cast where types differ, and transposes it to a sum over the axes. If the cast is made here, before
-    differentiation, the cast is not differentiated, and each device gets the local gradient.
+    An axis is tracked under ``check_vma=True``; other axes are ignored. JAX inserts this cast where types differ, and
+    transposes it to a sum over the axes. If the cast is made here, before differentiation, the cast is not
+    differentiated, and each device gets the local gradient.
     """
     tracked = {axis for axis in axes if is_tracked(axis)}
     if not tracked:
@@ -286,7 +303,10 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
 
 
 def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
-    """Returns zeros with the shape and varying axes that ``jax.eval_shape`` returned: the first carry of a ``scan``."""
+    """Returns zeros of ``dtype`` with the shape and the varying axes of ``abstract``, a result of ``jax.eval_shape``.
+
+    Used as the first carry of a ``scan``, whose type must equal the type of the carry that the body returns.
+    """
     varying = getattr(abstract, "manual_axis_type", abstract)
     axes = tuple(sorted(getattr(varying, "varying", None) or getattr(varying, "vma", None) or ()))
     return to_varying(jnp.zeros(abstract.shape, dtype), axes)
@@ -296,7 +316,10 @@ def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
 
 
 def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Concatenates the devices' shards along ``dim``: [d / n, ...] -> [d, ...] over n devices."""
+    """Concatenates the shards of n devices along ``dim``: [..., d / n, ...] -> [..., d, ...], the same on each device.
+
+    The devices are those of ``axes``, in the order of ``PartitionSpec(axes)``, the first axis outermost.
+    """
     # The dim is moved to the front before the gather, and back after it. XLA on CPU copies the result of a gather along
     # another dim once more, which took 2 to 9 % of a step; it fuses the move back into the matrix product that reads
     # the result. TPU programs stay the same.
@@ -331,6 +354,8 @@ def ragged_all_to_all(
 ) -> jax.Array:
     """Sends rows of ``value`` to every device, a different number to each. Not available on CPUs.
 
+    Returns ``out`` with the rows that have arrived at this device.
+
     Args:
       value: the rows to send.
       out: initial result; rows that arrive replace rows of ``out``.
@@ -345,9 +370,10 @@ def ragged_all_to_all(
 
 
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
-    """Returns the value of the device ``by`` places before this device along ``axes``.
+    """Sends the arrays of ``tree`` to the device ``by`` places after this device along ``axes``.
 
-    In a ring the first devices receive from the last devices; otherwise the first devices receive zeros.
+    Returns the arrays of the device ``by`` places before this device (after, if ``by`` is negative). In a ring the
+    first devices receive from the last devices; otherwise the first devices receive zeros.
     """
     axes = spread_axes(axes)
     count = axis_size(axes)
@@ -358,7 +384,11 @@ def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) 
 
 
 def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[tuple[int, int]]) -> list[jax.Array]:
-    """Sends ``values`` from device i to device j for each (i, j) in ``targets``; a collective per dtype."""
+    """Sends ``values`` from device i to device j for each (i, j) in ``targets``, and returns the arrays that arrive.
+
+    Devices are numbered along ``axes``, the first axis outermost. The result has the order of ``values``; on a device
+    that is no target it has zeros. Values of equal dtype and varying axes share one collective.
+    """
     axes = spread_axes(axes)
     # Grouped by varying axes, too: in one vector all values would get the same type.
     keys = [(value.dtype, varying_axes(value)) for value in values]
@@ -370,11 +400,12 @@ def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[
 
 
 def reduce_scatter(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices and leaves each device its shard of ``dim``: [d, ...] -> [d / n, ...], in the value's dtype.
+    """Sums over devices and leaves each of n devices its shard of ``dim``: [..., d, ...] -> [..., d / n, ...].
 
-    The shards become matrices along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the full
-    array and slice the result, at twice the bytes: if a shard does not fill the tiles in which a TPU lays out an array,
-    or if an array of three or more dims is laid out with another dim outermost.
+    Sums are in the value's dtype; devices are those of ``axes``, the first axis outermost. The shards become matrices
+    along a leading dim, which is scattered. Otherwise XLA on TPU may all-reduce the full array and slice the result, at
+    twice the bytes: if a shard does not fill the tiles in which a TPU lays out an array, or if an array of three or
+    more dims is laid out with another dim outermost.
     """
     # For narrow dtypes the dim itself is moved to the front: the matrix product that makes a gradient can write this
     # layout, while shards of another dim would be copied. (In float32 this takes XLA on CPU 6 % of a step longer.)
@@ -393,11 +424,11 @@ _TILE = 8, 128  # rows and columns in which a TPU lays out the last two dims of 
 
 
 def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape as a matrix of at least 8 rows (the rows of a tile) and 8 columns.
+    """Returns a shape (rows, columns), each 8 or more, to which an array of this ``shape`` can be reshaped.
 
-    The columns are the last dim or, if it is too small, several last dims; a matrix of sufficient size stays. If too
-    few rows or columns remain, the columns are 128, as in a tile, or the largest smaller divisor of the size. An array
-    without a valid layout keeps its shape.
+    The columns are the last dim or, if it is too small, the product of several last dims. If too few rows remain, the
+    columns are the largest divisor of the array's size up to 128, the columns of a tile. If no such matrix exists, the
+    result is ``shape`` itself.
 
     >>> _matrix_shape((256, 8, 128)), _matrix_shape((4, 4096)), _matrix_shape((3, 5))
     ((2048, 128), (128, 128), (3, 5))
@@ -415,7 +446,11 @@ def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def _axes_to_reduce(value: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes over which a reduction would change the value or the type of ``value``."""
+    """Returns the axes in ``axes`` over which a reduction of ``value`` would change the value or its type, in order.
+
+    Along a tracked axis (``check_vma=True``) the type of the value decides: the axis is returned if the value varies
+    over the axis, also at size 1. Another axis is returned if its size is 2 or more.
+    """
     # A tracked axis of size 1 is kept if the value varies over it: only a reduction can change that in its type.
     varying = varying_axes(value)
     return tuple([a for a in axes if (a in varying if is_tracked(a) else axis_size([a]) > 1)])
@@ -426,7 +461,12 @@ def _reduce_together(
     values: Sequence[Any],
     axes: Sequence[Sequence[str]],
 ) -> list[jax.Array]:
-    """Applies ``reduce(list, axes)`` once per distinct set of axes: one collective per set, not per value."""
+    """Reduces ``values[i]`` over the mesh axes ``axes[i]``, with one call of ``reduce`` per distinct tuple of axes.
+
+    ``reduce(arrays, axes)`` is ``lax.psum`` or ``lax.pmean`` on a list. Axes that change neither a value nor its type
+    are left out first; a value without remaining axes is returned as it is. Floats narrower than float32 are reduced in
+    float32. Returns the arrays in the order and with the dtypes of ``values``.
+    """
     groups: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index, (value, over) in enumerate(zip(values, axes, strict=True)):
         groups[_axes_to_reduce(value, over)].append(index)
@@ -440,15 +480,19 @@ def _reduce_together(
 
 
 def psum(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
-    """Sums ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes.
+    """Sums ``values[i]`` over the mesh axes ``axes[i]``, with one collective for each distinct set of axes.
 
-    A value whose type is equal along an axis counts once along the axis, not once per device.
+    Returns the sums in the order and with the dtypes of ``values``; narrow floats are summed in float32. A value whose
+    type is equal along an axis counts once along the axis, not once per device.
     """
     return _reduce_together(lax.psum, values, axes)
 
 
 def pmean(values: Sequence[Any], axes: Sequence[Sequence[str]]) -> list[jax.Array]:
-    """Averages ``values[i]`` over ``axes[i]``, with one collective for each distinct set of axes."""
+    """Averages ``values[i]`` over the mesh axes ``axes[i]``, with one collective for each distinct set of axes.
+
+    Returns the means in the order and with the dtypes of ``values``; narrow floats are summed in float32.
+    """
     return _reduce_together(lax.pmean, values, axes)
 
 
@@ -457,11 +501,12 @@ _SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Reduces ``values[i]`` by ``operations[i]`` ("sum", "max", "min"), one collective per (operation, dtype).
+    """Reduces ``values[i]`` over ``axes`` by ``operations[i]``: "sum", "max" or "min".
 
-    Every device's value counts, whatever the types: a sum of 1 over 8 devices is 8 in both modes, as for ``lax.psum``.
-    Values of a group are sent as a vector, uncast. If a value is NaN on any device, the result is NaN, also for
-    "max" and "min".
+    Returns the reduced arrays in the order and with the dtypes of ``values``, with one collective per (operation,
+    dtype). Every device's value counts, whatever the types: a sum of 1 over 8 devices is 8 in both modes, as for
+    ``lax.psum``. Values of a group are sent as a vector, uncast. If a value is NaN on any device, the result is NaN,
+    also for "max" and "min".
     """
     # For "max" and "min" floats are sent as integers: an all-reduce of floats ignores NaN on some platforms.
     dtypes = [jnp.result_type(value) for value in values]
@@ -481,9 +526,10 @@ def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[
 
 
 def _ordered(value: jax.Array, operation: str) -> jax.Array:
-    """Returns floats as signed integers in the order of the floats; other dtypes unchanged.
+    """Returns floats as signed integers of equal width that compare like the floats; other dtypes unchanged.
 
-    ``operation`` is "max" or "min". A NaN becomes the largest integer for "max" and the smallest for "min".
+    ``operation`` is "max" or "min". A NaN becomes the largest integer for "max" and the smallest for "min", so that an
+    extremum of the integers is NaN if any float is NaN.
     """
     # The bits of positive floats, read as integers, are in order already. For negative floats the order is reversed, so
     # all their bits except the sign are inverted.
@@ -501,10 +547,10 @@ def _invert_negative(bits: jax.Array) -> jax.Array:
 
 
 def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Gathers ``values`` from every device: [...] -> [n, ...], equal on each device by type; a single collective.
+    """Gathers ``values`` from n devices: returns a list of arrays [n, ...] for values [...], by a single collective.
 
-    Devices are in the order of ``PartitionSpec(axes)``, the first axis outermost. Values are sent as 32-bit words;
-    narrower values are widened.
+    Devices are in the order of ``PartitionSpec(axes)``, the first axis outermost. The results have the dtypes of
+    ``values``, and are equal on each device by type. Values are sent as 32-bit words; narrower values are widened.
     """
     values = [jnp.asarray(value) for value in values]
 
@@ -518,12 +564,18 @@ def all_gather_stacked(values: Sequence[Any], axes: Sequence[str]) -> list[jax.A
 
 
 def _as_words(value: jax.Array) -> jax.Array:
-    """Converts [...] to uint32 [w]."""
+    """Returns the bits of an array of any shape as one vector of 32-bit words, uint32 [w], in row-major order.
+
+    Values narrower than 32 bits are first widened to float32 or int32; a value of 64 bits becomes two words.
+    """
     return value.ravel().astype(_word_dtype(value.dtype)).view(jnp.uint32)
 
 
 def _word_dtype(dtype: DType) -> DTypeLike:
-    """Returns a dtype of 32-bit words that can represent ``dtype``."""
+    """Returns the dtype in which values of ``dtype`` are sent: whole 32-bit words, without loss.
+
+    ``dtype`` itself if it has 32 bits or more; float32 for narrower floats; int32 for narrower integers and bools.
+    """
     if dtype.itemsize >= 4:
         return dtype
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
@@ -532,9 +584,11 @@ def _word_dtype(dtype: DType) -> DTypeLike:
 def _as_one_vector_each(
     fn: Callable[[Key, jax.Array], jax.Array], keys: Sequence[Key], values: Sequence[Any]
 ) -> list[jax.Array]:
-    """Applies ``fn(key, vector)`` once per key, to the concatenation of all values with this key.
+    """Calls ``fn(key, vector)`` once per distinct key, for the concatenation of all ``values`` that have this key.
 
-    ``fn`` may add dims in front. The last dim of the result is split into the values' shapes again.
+    ``keys[i]`` is the key of ``values[i]``; values are flattened. ``fn`` returns a vector of the same length, or [...,
+    length] with further leading dims. Returns, in the order of ``values``, the part of each value, [..., *shape of the
+    value].
     """
     groups: dict[Key, list[int]] = defaultdict(list)
     for index, key in enumerate(keys):

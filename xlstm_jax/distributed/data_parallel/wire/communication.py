@@ -86,11 +86,14 @@ class WireFormat:
     averages: ClassVar[bool] = False
 
     def supports_dtype(self, dtype: DType) -> bool:
-        """Returns whether values of this dtype are sent in the format; values of other dtypes are sent unchanged."""
+        """Returns whether shards of this dtype are sent in the format; shards of other dtypes are sent unchanged.
+
+        Here True for real floats only; a subclass may override the method.
+        """
         return bool(jnp.issubdtype(dtype, jnp.floating))
 
     def wire(self, shape: tuple[int, ...], dtype: DType, dim: int) -> Wire:
-        """Returns the wire for shards of this shape and dtype, gathered along ``dim``."""
+        """Returns the ``Wire`` that converts shards of this shape and dtype for a gather along ``dim``. Abstract."""
         raise NotImplementedError
 
     @property
@@ -99,18 +102,22 @@ class WireFormat:
         raise NotImplementedError
 
     def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
-        """Returns the bytes that a device sends for a shard of this shape, gathered along ``dim``."""
+        """Returns the number of bytes of one shard of this shape, as sent in a gather along ``dim``. Abstract."""
         raise NotImplementedError
 
     def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the sum of float32 terms over the devices of ``axes``: bitwise equal on these devices, also by type.
+        """Returns the sum of the devices' float32 ``term`` over the mesh ``axes``, sent in this format. Abstract.
 
-        Each device has divided its value by the number of devices, so the sum is a mean.
+        Each device has divided its value by the number of devices, so the sum is a mean. The result is bitwise equal on
+        these devices, and equal by type.
         """
         raise NotImplementedError
 
     def mean_error(self, terms: np.ndarray) -> np.ndarray:
-        """Returns for each term the largest error of a single rounding."""
+        """Returns, for each of the ``terms``, the largest error of a single rounding to this format. Abstract.
+
+        ``terms`` is a vector of absolute values, of a gradient's entries. A subclass may return errors of padding, too.
+        """
         raise NotImplementedError
 
 
@@ -153,18 +160,24 @@ class Communication:
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
         options: tuple[Option, ...] = (),
     ) -> "Communication":
-        """Returns a ``Communication`` from dtypes in any notation; see ``dtype_name``."""
+        """Returns a ``Communication`` with the names of dtypes that are given in any notation of JAX, or None.
+
+        Raises as ``dtype_name``, also for an 8-bit format as ``grad_scatter_dtype``.
+        """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
-        """Returns the options; options of ``other`` replace defaults."""
+        """Returns the options of ``self``, with each option at its default (None, say) taken from ``other`` instead."""
         own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **own_options})
 
     def not_copied_along(self, axes: Collection[str]) -> "Communication":
-        """Returns the options without copies along ``axes``, over which a leaf is split."""
+        """Returns the options with ``replicas`` restricted to axes not in ``axes``: the leaf is split over ``axes``.
+
+        ``replicas`` (the axes along which shards have copies) becomes None if no axis remains.
+        """
         return replace(self, replicas=self.replicas.without(axes)) if self.replicas else self
 
     @property
@@ -173,7 +186,10 @@ class Communication:
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
-        """Returns (dtype of the gathered value, dtype of the gradient's sums) for a leaf ``value``.
+        """Returns (dtype of the gathered value, dtype in which gradients are summed) for a leaf ``value``.
+
+        The first is by default the dtype of the value, also if ``gather_dtype`` is an 8-bit format. The second is by
+        default float32, or the dtype of the value if wider.
 
         Raises:
           ValueError: a dtype, including the copies' dtype, does not fit the value; names the leaf at ``path``.
@@ -188,7 +204,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the 8-bit format in which a gather sends ``value``; None: in a plain dtype."""
+        """Returns the name of the 8-bit format in which a gather sends ``value``; None for a plain dtype."""
         return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:
@@ -196,8 +212,9 @@ class Communication:
         return self.format_of(value) or jnp.dtype(self.dtypes(value)[0]).name
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format in which a shard is sent for a gather along ``dim``; ``Unchanged`` on a single device.
+        """Returns the format in which ``shard`` is sent in a gather along ``dim`` over ``axes``.
 
+        ``Unchanged`` if ``gather_dtype`` is no 8-bit format for the shard's dtype, or if every axis has size 1.
         ``shard`` is an array, or the ``PrimalType`` of an array.
         """
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
@@ -229,7 +246,10 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
 
 
 def _refusal(name: str, formats: Collection[str]) -> str:
-    """Returns the end of an error text: why ``name``, no float, is refused, and which ``formats`` are accepted."""
+    """Returns the end of an error text: why the dtype ``name``, no float, is refused, and which dtypes are accepted.
+
+    ``formats`` are the 8-bit formats that the argument accepts: () for sums of gradients.
+    """
     if name in WIRE_FORMATS and name not in formats:
         return (
             f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
@@ -242,7 +262,7 @@ def _refusal(name: str, formats: Collection[str]) -> str:
 
 
 def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """Returns ``requested`` if it names a format in ``WIRE_FORMATS`` for the dtype of ``x``; else ``None``."""
+    """Returns ``requested`` if ``WIRE_FORMATS`` has an 8-bit format of this name for the dtype of ``x``; else None."""
     wire_format = WIRE_FORMATS.get(str(requested))
     return str(requested) if wire_format and wire_format.supports_dtype(value_dtype(x)) else None
 
@@ -251,7 +271,7 @@ def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | N
     """Returns the dtype of ``x`` after a gather or reduce-scatter for which the user has ``requested`` a dtype.
 
     The dtype of x is kept if nothing was requested, if x is not a float, or if ``requested`` is a format of
-    ``WIRE_FORMATS`` for x.
+    ``WIRE_FORMATS`` for x. Errors name ``argument``, the user's argument, and ``path``, the path of the leaf.
 
     Raises:
       ValueError: ``requested`` is not a floating dtype, or would make a complex value real or a real value complex.

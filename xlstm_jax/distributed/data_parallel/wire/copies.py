@@ -44,15 +44,22 @@ class Copies:
         return replace(self, axis_name=left) if left else None
 
     def check(self, value: Any, path: str | None) -> None:
-        """Raises a ``ValueError`` if ``mean`` cannot average gradients of the leaf ``value`` at ``path``."""
+        """Raises a ``ValueError`` if ``mean`` cannot average gradients of the leaf ``value``, whose path is ``path``.
+
+        Here every leaf is accepted; subclasses that cast gradients override the method.
+        """
 
     def mean(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the mean of ``grad`` over the bound ``axes``, each of size 2 or more; of any floating dtype."""
+        """Returns the mean of ``grad`` over the bound mesh ``axes``, in the shape and floating dtype of ``grad``.
+
+        ``axes`` are one or more of ``self.axes``, each of size 2 or more. Here the sum is computed in the dtype of
+        ``grad``.
+        """
         return collectives.all_reduce_sum(term_of_mean(grad, collectives.axis_size(axes), grad.dtype), axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns the norm of the error by which ``mean`` rounds more than sums in ``dtype`` do.
+        """Returns the L2 norm of the rounding error that ``mean`` adds to a gradient, beyond that of sums in ``dtype``.
 
-        ``sizes`` has the absolute values of a gradient's entries. Here 0, as ``mean`` sums in the gradient's dtype.
+        ``sizes`` has the absolute values of the gradient's entries. Here 0, as ``mean`` sums in the gradient's dtype.
         """
         return 0.0

@@ -18,14 +18,22 @@ WIRE_FORMATS |= {
 
 
 def sent_bytes(shape: Sequence[int], dim: int, gather_dtype: str) -> int:
-    """Returns the bytes that a device sends in a gather along ``dim``, for a shard of this shape."""
+    """Returns the number of bytes of one shard of this ``shape`` as sent: a device's bytes in a gather along ``dim``.
+
+    The number of devices and of stages does not enter: the shard counts once. ``gather_dtype`` is a name in
+    ``WIRE_FORMATS`` (bytes of codes, padding and scales) or a dtype name, as for ``sent_itemsize``.
+    """
     if wire_format := WIRE_FORMATS.get(gather_dtype):
         return wire_format.nbytes(tuple(shape), dim)
     return math.prod(shape) * int(sent_itemsize(gather_dtype))
 
 
 def sent_itemsize(gather_dtype: str) -> float:
-    """Returns the bytes sent per value. Text after a space in ``gather_dtype``, which plans may add, is ignored."""
+    """Returns the bytes per value in a gather: the itemsize of a dtype, or the average of a format in ``WIRE_FORMATS``.
+
+    The average includes a value's part of the scales: 66 / 64 for "int8". Text after a space in ``gather_dtype``, which
+    plans may add to a dtype name, is ignored.
+    """
     if wire_format := WIRE_FORMATS.get(gather_dtype):
         return wire_format.itemsize
     return jnp.dtype(gather_dtype.partition(" ")[0]).itemsize

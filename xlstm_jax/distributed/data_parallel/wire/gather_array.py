@@ -133,9 +133,9 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
-    """Returns the unsharded array: the forward pass of a gather of the shard ``x`` along ``dim``.
+    """Returns the unsharded array: the shards ``x`` of the devices of ``axes``, gathered along ``dim`` (forward pass).
 
-    ``wire`` is the sent format; None: the format that ``communication`` chooses.
+    ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects.
     """
     wire = wire or communication.wire(x, dim, axes)
     sent = wire.send(shard_as_sent(x, communication))
@@ -146,13 +146,17 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 def _scattered(
     cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
-    """Returns the gradient of the shard: the backward pass of a gather, a reduce-scatter along ``dim``."""
+    """Returns the gradient of this device's shard from ``cotangent``, the local gradient of the gathered array.
+
+    The backward pass of a gather: a reduce-scatter along ``dim`` with the mean over ``axes``, then the mean over copies
+    of the shard. ``primal`` has the type of the shard, and the result has this type.
+    """
     terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, communication, primal)
     return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
 
 
 def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the cotangent unchanged. On CPU a matrix narrower than float32 passes a barrier, for speed.
+    """Returns the cotangent unchanged. On CPU a matrix narrower than 32 bits passes an optimization barrier, for speed.
 
     JAX computes a kernel's gradient as a matrix product and a transpose. If nothing else reads the product, XLA drops
     the transpose and swaps the operands of the product, which the fast CPU kernels do not accept: in bfloat16 the step
@@ -166,10 +170,11 @@ def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Ar
 
 
 def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
-    """Returns the shard in its gather dtype, ready for ``Wire.send``, typed as varying along the axes of copies.
+    """Returns this device's shard ``x``, cast to the gather dtype and typed as varying along the axes of copies.
 
-    The type of the argument is "equal along the axes of copies". Without a cast here JAX would insert a cast behind the
-    gather, whose transpose sums the unsharded gradients.
+    The result is the argument of ``Wire.send``. PRNG keys are not cast. The type of the argument is "equal along the
+    axes of copies". Without a cast of the type here JAX would insert a cast behind the gather, whose transpose sums the
+    unsharded gradients.
     """
     x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
     return x if is_prng_key(x) else x.astype(communication.dtypes(x)[0])
@@ -178,14 +183,23 @@ def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
 def terms_to_scatter(
     cotangent: jax.Array, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
-    """Returns this device's terms of the mean over ``axes``, the input of the reduce-scatter."""
+    """Returns this device's terms of the mean of gradients over ``axes``: the input of the reduce-scatter.
+
+    ``cotangent`` is the local gradient of the unsharded array. The terms are ``cotangent`` divided by the number of
+    devices, in the dtype of the sums that ``communication`` selects for the shard's dtype (in ``primal``). If every
+    axis has size 1, nothing is divided, and only floats narrower than float32 are cast, to float32.
+    """
     if not collectives.spread_axes(axes):
         return widened(cotangent)
     return term_of_mean(cotangent, collectives.axis_size(axes), communication.dtypes(primal)[1])
 
 
 def gradient_of_shard(scattered: jax.Array, communication: Communication, primal: PrimalType) -> jax.Array:
-    """Returns the gradient from the output of the reduce-scatter: averaged over copies, with the primal's type."""
+    """Returns the gradient of this device's shard from ``scattered``, the output of the reduce-scatter.
+
+    The gradient is averaged over the copies of the shard, if there are copies. The result has the dtype and the varying
+    axes of the shard, given by ``primal``.
+    """
     grad = mean_over_copies(scattered, communication.replicas, primal.varying) if communication.replicas else scattered
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
@@ -193,10 +207,13 @@ def gradient_of_shard(scattered: jax.Array, communication: Communication, primal
 def check_one_gradient_of_one_batch(
     path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...], of_layers: bool | None = None
 ) -> None:
-    """Raises a ``ValueError`` if a cotangent is not the gradient of this device's full batch: a mean would be wrong.
+    """Raises a ``ValueError`` in the backward pass of a gather if a mean of gradients over ``axes`` would be wrong.
 
-    Under ``vmap`` each cotangent may belong to a different shard (an ensemble), but not all to the same shard. Under a
-    ``remat`` inside the ``vmap`` no tracer shows that the shard is one of several; callers pass ``of_layers=True``.
+    First case: ``cotangent`` is batched by ``vmap``, one gradient per example, and the shard is not. (If the shard is
+    batched too, as in an ensemble, each shard has its own gradient.) Second case: the gather is differentiated within a
+    loss function that is differentiated itself. Under a ``remat`` inside the ``vmap`` no tracer shows that the shard is
+    one of several; callers then pass ``of_layers=True``, which permits the first case. ``path`` names the leaf in the
+    error. If all ``axes`` have size 1, nothing is raised.
     """
     if not collectives.spread_axes(axes):
         return
@@ -211,10 +228,12 @@ def check_one_gradient_of_one_batch(
 
 
 def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
-    """Returns the shard for a gather over ``model_axes``, axes over which the model itself splits the leaf.
+    """Returns the shard with a gradient that is multiplied by the number of devices along batch axes in ``model_axes``.
 
-    Only a user's code gathers over model axes. ``sync_gradients`` expects the gradient to be a sum over the batch
-    axes among ``model_axes``, and divides the sum. The transpose of the gather is a mean; this function makes it a sum.
+    ``model_axes`` are the axes of a gather over which the model itself splits the leaf at ``path``; only a user's code
+    gathers over such axes. The gradient of the gather is a mean over the axes. ``sync_gradients`` expects a sum over
+    the axes of the batch, and divides the sum; the factor makes the mean a sum. If no loss of
+    ``training.value_and_grad`` is running, the backward pass raises a ``ValueError``.
     """
     model_axes = collectives.spread_axes(model_axes)
     return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
@@ -243,11 +262,11 @@ _with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard,
 
 
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
-    """Returns the mean of a shard's gradient over its copies, in a wide dtype.
+    """Returns the mean of ``grad``, the gradient of this device's shard, over the copies of the shard.
 
-    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis not in ``varying`` the result
-    is the sum, not the mean: JAX sums further gradients of the shard (of a penalty on the values, say) over the axis,
-    and the terms of a gradient must be of the same kind.
+    The mean is float32 for narrower gradients. ``varying`` are the axes over which the type of the shard varies. Over a
+    tracked axis not in ``varying`` the result is the sum, not the mean: JAX sums further gradients of the shard (of a
+    penalty on the values, say) over the axis, and the terms of a gradient must be of the same kind.
     """
     axes, wide = collectives.spread_axes(copies.axes), widened(grad)
     if not axes:
@@ -265,10 +284,11 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers each dim of a shard over its axes that are in ``axes``. Returns the array, and the remaining names.
+    """Gathers each dim of a shard over the axes in ``axes`` that split the dim. Returns (array, names).
 
-    ``names`` has the axes of each dim; ``wire`` is the format in which shards are sent (``None``: the format that
-    ``communication`` selects).
+    ``names`` has an entry per dim, with the axes that split the dim; the returned names keep only axes not in ``axes``.
+    ``wire`` is the format in which shards are sent (``None``: the format that ``communication`` selects). ``path``
+    names the leaf in errors.
     """
     left = list(names)
     for dim, entry in enumerate(names):
@@ -292,9 +312,11 @@ def _gather_some(
     communication: Communication,
     path: str,
 ) -> tuple[jax.Array, AxisEntry]:
-    """Gathers a dim that is split over ``split_axes``, over the axes of ``split_axes`` that are in ``axes``.
+    """Gathers ``dim``, which is split over ``split_axes``, over only those axes of ``split_axes`` that are in ``axes``.
 
-    Returns the value, and the entry of the axes that still split the dim.
+    Returns the array, and the entry (None, a name or a tuple) of the axes that still split the dim. Raises a
+    ``ValueError`` if an axis that stays split lies inside a gathered axis and the format of the shards rounds values
+    each time.
     """
     first = next(i for i, axis in enumerate(split_axes) if axis in axes)
     outer, inner = split_axes[:first], split_axes[first:]
@@ -322,7 +344,7 @@ def _gather_some(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns a value that is equal along ``axes``, with a type that says so; the gradient is unchanged.
+    """Returns ``value``, equal on all devices along ``axes``, with a type that says so; the gradient is unchanged.
 
     The type of a gather says that the result varies over the axes of the gather. The gradient is equal along ``axes``,
     too, and the gather averages equal terms.
@@ -373,7 +395,10 @@ class RunningLoss:
         return self.axes or self.evaluated_axes
 
     def gathered_once(self, shard: Any, communication: Any, gather: Callable[[], Any], path: str) -> Any:
-        """Returns ``gather()`` for the leaf at ``path``, or the earlier result for the same shard.
+        """Returns ``gather()`` for the leaf at ``path``, or the result of an earlier gather of the same shard.
+
+        An earlier result is returned if ``shard`` is the same object, ``communication`` (any key of the gather's
+        options) is equal, and the trace is the same. Outside of a loss ``gather`` is always called.
 
         A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds the gradients of both
         reads before a single reduce-scatter. An array made within a transformation (``nn.remat``, ``lax.scan``) does
@@ -395,7 +420,10 @@ class RunningLoss:
         return full
 
     def has_gathered(self, shard: Any, how: Any) -> bool:
-        """Returns whether ``gathered_once`` would return an earlier result."""
+        """Returns whether ``gathered_once`` has stored a result for this ``shard`` object in the current trace.
+
+        ``how`` is the ``communication`` of ``gathered_once``: only a gather with an equal key counts.
+        """
         key = (current_trace(), how)
         return any(gathered_shard is shard and gather_key == key for gathered_shard, gather_key, _ in self.gathers)
 
@@ -415,7 +443,7 @@ def running_loss() -> RunningLoss:
 
 @contextlib.contextmanager
 def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable, and resets it at the end."""
+    """Sets a context variable to ``value`` for the duration of a ``with`` block, and then restores the value before."""
     token = variable.set(value)
     try:
         yield

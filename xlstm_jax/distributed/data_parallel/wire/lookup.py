@@ -63,23 +63,27 @@ class RowLookup:
 
     @property
     def parts(self) -> int:
-        """Number of shards."""
+        """Number of devices over which the table is split: each holds one shard."""
         return self.outer_count * self.group_count
 
     @property
     def width(self) -> int:
-        """Number w of columns per device; a device holds these columns of every row."""
+        """Number w of columns of the table that a device holds during the lookup, for every row; with padding."""
         return -(-self.stored[1] // self.group_count)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """Layout of a device's columns in a row: the number of blocks, and the columns of each block."""
+        """Pair (n, c): in a row of the table, the w columns of a device are n blocks of c contiguous columns.
+
+        If the columns are split, n is the number of devices along ``outer``, and the blocks of the devices of a group
+        alternate in a row. If the rows are split, a device has one block of w columns.
+        """
         # A dim of columns is split over (outer, group), outermost first. So device g of a group has, after the gather
         # over `outer`, the blocks g, G + g, 2 G + g, ... of the row.
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """Returns the bytes that a device sends to look up ``tokens`` rows.
+        """Returns the bytes that a device sends to look up ``tokens`` rows on each device: columns, indices and rows.
 
         ``index_bytes`` are per index, ``table_bytes`` per value of the table, ``row_bytes`` per value of a row.
         """
@@ -153,7 +157,11 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 def _look_up_fwd(
     shard: jax.Array, indices: jax.Array, lookup: RowLookup
 ) -> tuple[jax.Array, tuple[PrimalType, jax.Array]]:
-    """Looks up the rows of all devices in the local shard, and sends each device its rows."""
+    """Looks up the rows that all devices of the group ask for in this device's columns, and sends each device its rows.
+
+    Returns (rows, residuals): the rows [..., d] at the ``indices`` [...] of this device, and (type of the shard,
+    indices of all devices of the group) for the backward pass.
+    """
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
     # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.
@@ -169,7 +177,12 @@ def _look_up_fwd(
 def _look_up_bwd(
     lookup: RowLookup, residuals: tuple[PrimalType, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
-    """Sends the gradients of looked-up rows to the devices that store the rows, and adds them there."""
+    """Returns (gradient of this device's shard of the table, None for the indices): the backward pass of ``_look_up``.
+
+    ``cotangent`` is the gradient of the rows [..., d] that this device has looked up. Devices send the gradients of
+    rows back to the devices that hold the columns, where the gradients of one row are added. The result is the mean
+    over all devices, and over copies.
+    """
     (primal, asked), communication = residuals, lookup.communication
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
     summed = communication.dtypes(primal)[1]
@@ -195,7 +208,10 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 
 
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Returns, from the shard, this device's columns of all rows of the table, [V, w], with padding."""
+    """Returns this device's w columns of all V rows of the table, [V, w] with padding, from the shards of all devices.
+
+    A table split by rows is exchanged within the group (all-to-all). Then shards are gathered over the outer axes.
+    """
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
         shard = collectives.all_to_all(pieces, lookup.group).reshape(-1, lookup.width)
@@ -205,7 +221,8 @@ def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
 def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
     """Returns the gradient of this device's shard of the table, in the shape of the shard, summed over ``outer``.
 
-    ``columns`` is the gradient of this device's columns of all rows, without padding rows.
+    ``columns`` is the gradient of this device's columns of all rows, [V, w], without padding rows. The transpose of
+    ``_columns``.
     """
     columns = jnp.pad(columns, [(0, lookup.stored[0] - lookup.shape[0]), (0, 0)])
     shard = collectives.reduce_scatter(columns, lookup.dim, lookup.outer)
@@ -216,7 +233,10 @@ def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Splits [t, d] -> [G, t, w]: the columns of each device of the group; padding columns are zeros."""
+    """Splits rows [t, d] into the columns of each of the G devices of the group, [G, t, w]; padding columns are zeros.
+
+    Entry g has the columns that device g holds during the lookup: ``lookup.blocks``, in order.
+    """
     (count, size), group = lookup.blocks, lookup.group_count
     padded = jnp.pad(rows, [(0, 0), (0, group * lookup.width - rows.shape[1])])
     parts = padded.reshape(-1, count, group, size)
@@ -224,7 +244,10 @@ def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_one(parts: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Joins the columns of the G devices of the group: [G, t, w] -> [t, G w]; padding columns are kept."""
+    """Joins the columns of the G devices of the group into rows, the inverse of ``_in_parts``: [G, t, w] -> [t, G w].
+
+    Columns are in the order of the table; padding columns, at the end of a row, are kept.
+    """
     (count, size), group = lookup.blocks, lookup.group_count
     rows = parts.reshape(group, -1, count, size).transpose(1, 2, 0, 3)
     return rows.reshape(-1, group * lookup.width)

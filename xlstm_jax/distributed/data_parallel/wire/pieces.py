@@ -48,25 +48,26 @@ class Pieces:
 
     @property
     def size(self) -> int:
-        """Entries of dim ``piece_dim`` on all devices, without padding."""
+        """Number of entries of dim ``piece_dim`` of the unsharded matrix, without padding."""
         return self.shape[self.piece_dim]
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """Axes along which a shard has two or more copies."""
+        """Mesh axes of size 2 or more along which devices hold copies of a shard of the matrix."""
         return collectives.spread_axes(self.communication.copied_axes)
 
     @property
     def parts(self) -> int:
-        """Number of devices over which the dim ``piece_dim`` is split."""
+        """Number of devices over which the dim ``piece_dim`` is split; 1 if another dim is the split dim."""
         return collectives.axis_size(self.axes) if self.dim == self.piece_dim else 1
 
     def entries(self, start: jax.Array | int, size: int, places: jax.Array | None = None) -> jax.Array:
-        """Returns where entries of a piece are in the padded matrix: int32 indices along dim ``piece_dim``.
+        """Returns the positions of a gathered piece's entries along dim ``piece_dim`` of the padded matrix, as int32.
 
-        An index of ``self.size`` or more is padding. A piece has the entries ``start`` to ``start + size``: of each
-        device's part if ``piece_dim`` is split, otherwise of the matrix. ``places`` are positions within the piece;
-        None: all positions.
+        The matrix is unsharded here. If ``piece_dim`` is split, the gathered piece has the entries ``start`` to ``start
+        + size`` of each device's part, device by device. Otherwise the piece has the entries ``start`` to ``start +
+        size`` of the matrix. ``places`` are indices within the gathered piece, and the result has their shape; None:
+        all entries, in order. A position of ``self.size`` or more is padding.
         """
         places = jnp.arange(size * self.parts, dtype=jnp.int32) if places is None else places.astype(jnp.int32)
         return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size
@@ -82,13 +83,20 @@ class Pieces:
             return collectives.all_gather(local, self.dim, self.axes)
 
     def scatter_gradient(self, gradient: jax.Array, primal: PrimalType) -> jax.Array:
-        """Returns this device's part of the gradient of a piece, averaged over ``axes``, for ``gradient_of_shard``."""
+        """Returns this device's shard of the gradient of one piece: a reduce-scatter, with the mean over ``axes``.
+
+        ``gradient`` is this device's local gradient of the gathered piece, and ``primal`` has the type of the shard.
+        The result is still in the dtype of the sums: ``gradient_of_shard`` averages over copies and casts.
+        """
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.communication, primal)
             return collectives.reduce_scatter(terms, self.dim, self.axes)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of this device's shard with zeros in the padding, where it may be NaN."""
+        """Returns ``gradient``, of this device's shard, with zeros for the padding entries of dim ``piece_dim``.
+
+        The gradient of padding may be NaN. If the dim has no padding, ``gradient`` is returned unchanged.
+        """
         if self.entries_per_device * self.parts == self.size:
             return gradient
         first = collectives.axis_index(self.axes) * self.entries_per_device

@@ -35,9 +35,11 @@ class Format(NamedTuple):
     least_spacing: float
 
     def error_bound(self, value: ArrayLike, block_largest: ArrayLike) -> np.ndarray:
-        """Returns the largest distance of ``unpack(pack(x))`` in float32 from x: half the distance of two codes.
+        """Returns for each x the largest distance of ``unpack(pack(x))`` in float32 from x, in the broadcast shape.
 
-        A few float32 roundings are added. In an integer format the error is at most a fraction of the block's largest
+        The bound is half the distance of two neighbouring codes, times the scale. ``value`` has the x, of either sign;
+        ``block_largest`` has the largest absolute value of the block of each x, and broadcasts with ``value``. A few
+        float32 roundings are left out. In an integer format the error is at most a fraction of the block's largest
         value; in a floating format at most a fraction of the value, down to the format's smallest numbers.
         """
         scale = np.asarray(block_largest, np.float64) / self.largest * (1 + _HALF_ULP)
@@ -56,13 +58,20 @@ FORMATS = {
 
 
 def packed_size(size: int) -> int:
-    """Returns the bytes of a packed row of ``size`` values: codes (padded to full blocks) and scales."""
+    """Returns the number of bytes of a packed row of ``size`` values: one byte per code, and two per scale.
+
+    A block has 64 codes and one scale; the last block is padded. A row of fewer than 64 values is one shorter block.
+    """
     blocks, block = _blocks_of(size)
     return blocks * (block + _SCALE_BYTES)
 
 
 def pack(values: jax.Array, format_name: str) -> jax.Array:
-    """Packs real floats [..., r] into uint8 [..., packed_size(r)]."""
+    """Packs real floats [..., r] into uint8 [..., packed_size(r)], in the format "int8" or "float8_e4m3fn".
+
+    A packed row has the codes of all values (padded to full blocks of 64), then the high bytes of the scales of all
+    blocks, then the low bytes.
+    """
     with jax.named_scope(f"pack_{format_name}"):
         return _packed(values, format_name)
 
@@ -80,7 +89,11 @@ def _packed(values: jax.Array, format_name: str) -> jax.Array:
 
 
 def unpack(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Unpacks uint8 [..., packed_size(size)] to [..., size] of ``dtype``; multiplies by scales in float32."""
+    """Unpacks the result of ``pack``, uint8 [..., packed_size(size)], to values [..., size] of ``dtype``.
+
+    A value is its code times the scale of its block, multiplied in float32. ``size`` is the number of values per row
+    before packing. A block with a NaN scale becomes NaN.
+    """
     with jax.named_scope(f"unpack_{format_name}"):
         return _unpacked(packed, format_name, size, dtype)
 
@@ -95,18 +108,25 @@ def _unpacked(packed: jax.Array, format_name: str, size: int, dtype: jax.typing.
 
 
 def fills_blocks(size: int) -> bool:
-    """Returns whether rows of this size have little padding if each row is packed by itself."""
+    """Returns whether a row of ``size`` values, packed in blocks of 64, needs at most 1/128 of padding; False for 0."""
     return 0 < -size % BLOCK_SIZE + size <= size * (1 + _MOST_PADDING)
 
 
 def _blocks_of(size: int) -> tuple[int, int]:
-    """Returns the number of blocks of a row, and the number of values in each."""
+    """Returns (number of blocks, values per block) for a packed row of ``size`` values, the last block padded.
+
+    Blocks have 64 values; a row of fewer values is one shorter block. Size 100 -> (2, 64), 10 -> (1, 10), 0 -> (0, 64).
+    """
     block = min(BLOCK_SIZE, size)
     return (-(-size // block), block) if block else (0, BLOCK_SIZE)
 
 
 def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
-    """Returns scales [..., b] of blocks [..., b, 64]: bfloat16 values in float32; NaN if a block has inf or NaN."""
+    """Returns a scale per block, [..., b], for blocks of values [..., b, values per block].
+
+    A scale is the largest absolute value of the block divided by ``largest_code``, rounded to bfloat16, and held in
+    float32. A scale too small for float32 (denormal) becomes 0. The scale is NaN if the block has an inf or a NaN.
+    """
     largest = lax.reduce_max(jnp.abs(blocks), [blocks.ndim - 1])
     # Not by a cast to bfloat16 and back, which XLA may remove: the codes would then not match the scale that is sent.
     scales = lax.reduce_precision(largest / largest_code, exponent_bits=8, mantissa_bits=7)
@@ -114,13 +134,17 @@ def _scales_of(blocks: jax.Array, largest_code: float) -> jax.Array:
 
 
 def _scale_bytes(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns high and low bytes of scales separately, since TPUs cannot cheaply interleave single bytes."""
+    """Returns (high bytes, low bytes) of ``scales``, bfloat16 values in float32, as two uint8 arrays of equal shape.
+
+    The bytes are the upper two bytes of each float32. They are separate arrays, since TPUs cannot cheaply interleave
+    single bytes.
+    """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     return (bits >> 24).astype(jnp.uint8), (bits >> 16 & 0xFF).astype(jnp.uint8)
 
 
 def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
-    """Returns uint8 codes [..., r] of values [..., r] in the range of the codes."""
+    """Rounds values [..., r], already divided by their scales, to codes uint8 [..., r]: the bits of int8 or float8."""
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), jnp.uint8)
     # Rounded first: the cast to an integer truncates.
@@ -128,7 +152,10 @@ def _encoded(scaled: jax.Array, format_name: str) -> jax.Array:
 
 
 def _decoded(codes: jax.Array, format_name: str) -> jax.Array:
-    """Returns the values of uint8 codes, as float32 of the same shape [..., r], not yet times the scales."""
+    """Returns the numbers that uint8 codes [..., r] stand for, as float32 [..., r]; the inverse of ``_encoded``.
+
+    The numbers are not yet multiplied by the scales.
+    """
     if format_name == "float8_e4m3fn":
         return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)

@@ -26,9 +26,10 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import promoting
 
 
 def linear(forward: Callable[..., Array], transpose: Callable[..., Array]) -> Callable[..., Array]:
-    """Makes a function ``forward(x, *args)``, linear in the array ``x``, whose gradient is ``transpose(d_y, *args)``.
+    """Returns a function f(x, *args) that computes ``forward(x, *args)``, with the gradient ``transpose(d_y, *args)``.
 
-    Arrays in ``args`` have no gradient; other entries are static.
+    ``forward`` is linear in the array ``x``, and the gradient is with respect to ``x`` only. The gradient of the
+    gradient is ``forward`` again. Arrays in ``args`` have no gradient; other entries of ``args`` are static (hashable).
     """
 
     def apply(x: Array, *args: Any) -> Array:
@@ -82,12 +83,13 @@ class Exchange(NamedTuple):
 
 
 def has_ragged_all_to_all() -> bool:
-    """Returns whether the mesh's devices have a reliable ragged all-to-all: TPUs, except v5e, which fails on 16 x 16.
+    """Returns whether the current mesh has devices with a reliable ragged all-to-all: TPUs other than v5e.
 
-    CPUs have no ragged all-to-all. XLA compiles the collective for GPUs, but latency hiding has spoiled the first
-    backward pass, and XLA crashes beyond 32 devices (JAX 0.11; marin-community/marin#8081, openxla/xla#47283). The
-    option that prevents the first error applies to the entire program, so the library does not set the option. Where
-    this function returns False, devices send all places, with zeros in places without a row.
+    On v5e the collective fails for 16 x 16 devices. CPUs have no ragged all-to-all. XLA compiles the collective for
+    GPUs, but latency hiding has spoiled the first backward pass, and XLA crashes beyond 32 devices (JAX 0.11;
+    marin-community/marin#8081, openxla/xla#47283). The option that prevents the first error applies to the entire
+    program, so the library does not set the option. Where this function returns False, devices send all places, with
+    zeros in places without a row.
     """
     tpu = tpu_of(kind_of_mesh(jax.sharding.get_abstract_mesh()) or "")
     return tpu is not None and "TPU v5 lite" not in tpu.device_kinds
@@ -95,7 +97,12 @@ def has_ragged_all_to_all() -> bool:
 
 @promoting
 def _sent(rows: Array, counts: Array, received_counts: Array, exchange: Exchange) -> Array:
-    """Sends rows [r, d] to their devices. Returns the p devices' rows, [p max_rows, d]; zeros in other places."""
+    """Sends this device's ``rows`` [r, d] to the p devices along ``exchange.axes``, and returns the rows that arrive.
+
+    The rows are ordered by destination: the first ``counts[0]`` rows go to device 0, the next ``counts[1]`` to device
+    1, and so on. Further rows are not sent. The result is [p m, d] with m = ``exchange.max_rows_per_pair``: the
+    ``received_counts[i]`` rows from device i are at i m and after, in their order. Other places are zeros.
+    """
     devices, max_rows = len(counts), exchange.max_rows_per_pair
     if has_ragged_all_to_all():
         places = jnp.full_like(counts, max_rows) * collectives.axis_index(exchange.axes)
@@ -111,7 +118,12 @@ def _sent(rows: Array, counts: Array, received_counts: Array, exchange: Exchange
 
 @promoting
 def _sent_back(results: Array, counts: Array, received_counts: Array, exchange: Exchange) -> Array:
-    """Sends results [p max_rows, d] back to the devices of their rows, [r, d]; zeros for rows that were not sent."""
+    """Sends ``results`` [p m, d], one result for each row that ``_sent`` has received, back to the devices of the rows.
+
+    The arguments are as for ``_sent``: ``received_counts[i]`` results, at i m and after, go to device i. Returns [r, d]
+    with r = ``exchange.length``, in the order of this device's rows before ``_sent``; zeros for rows that were not
+    sent.
+    """
     devices, max_rows = len(counts), exchange.max_rows_per_pair
     if has_ragged_all_to_all():
         starts, places = max_rows * jnp.arange(devices), collectives.all_to_all(starts_of(counts), exchange.axes)
@@ -129,5 +141,8 @@ send_rows, send_back = linear(_sent, _sent_back), linear(_sent_back, _sent)
 
 
 def starts_of(sizes: Array) -> Array:
-    """Returns the first row of each group, for consecutive groups of ``sizes`` rows."""
+    """Returns the index of the first row of each group, for consecutive groups of ``sizes`` rows.
+
+    For example, sizes [2, 0, 3] give [0, 2, 2].
+    """
     return jnp.cumsum(sizes) - sizes
