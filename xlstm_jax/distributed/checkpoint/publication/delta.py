@@ -23,7 +23,10 @@ _GAP_BYTES = (1, 2, 4)
 
 
 def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tensors of a delta from ``before`` to ``after``; {} if both are equal in every bit.
+    """Returns the tensors of a delta from ``before`` to ``after``, by name in the file; {} if all bits are equal.
+
+    The names are ``gaps:<name>`` and ``values:<name>`` (see the module docstring); or ``tensor:<name>`` with all of
+    ``after`` if this is smaller, or if ``before`` is None.
 
     Args:
       name: name of the tensor.
@@ -82,7 +85,11 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _split(gaps: np.ndarray, width: int) -> np.ndarray:
-    """Splits gaps into gaps of ``width`` bytes: 600 becomes 255, 255, 88; the first two end at unchanged entries."""
+    """Splits gaps (numbers of unchanged entries) that do not fit into unsigned integers of ``width`` bytes.
+
+    With 1 byte a gap of 600 becomes 255, 255, 88: each 255 ends at an unchanged entry that is stored like a changed
+    entry.
+    """
     reach = 1 << (8 * width)  # number of entries from one of these unchanged entries to the next
     extra = gaps // reach
     stored = np.full(gaps.size + int(extra.sum()), reach - 1, f"uint{8 * width}")

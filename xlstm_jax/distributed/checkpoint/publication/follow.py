@@ -142,7 +142,7 @@ class Chain:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the tensors of the newest version of the chain."""
+        """Digests (SHA-256) of the tensors of the newest version of the chain, by name."""
         return self._steps[-1].digests
 
     def array(self, name: str) -> np.ndarray:
@@ -171,7 +171,8 @@ class Chain:
     def _steps_in(self, digests: Mapping[str, str]) -> int:
         """Returns the position in the chain of the first version to apply to arrays with these digests.
 
-        Returns 0 to read the full version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
+        ``digests`` are by tensor name. The position is 0 to read the full version, and the length of the chain if the
+        arrays are of its newest version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
         and the newest version is a delta.
         """
         for position in reversed(range(len(self._steps))):
