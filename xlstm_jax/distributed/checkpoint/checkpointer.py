@@ -351,8 +351,8 @@ class Checkpointer:
         the listed step folders by number.
 
         Raises:
-          CheckpointError: no folder is left, or the folder of ``step`` does not exist or has a problem; lists the
-            problems.
+          CheckpointError: no step is without a problem; or the folder of ``step`` does not exist or has a problem.
+            Names the problems.
         """
         sound, lost = sorted((n for n in folders if not folders[n].problem), reverse=True), _lost_text(folders)
         if step is None and sound:

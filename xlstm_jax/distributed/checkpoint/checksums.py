@@ -103,7 +103,7 @@ def _words(x: Any) -> jax.Array:
     """Returns the bits of an array as uint32 words, in the shape of the array.
 
     Entries of 8 or 16 bits, and bools, become one word each. If an entry has several words (64 bits, a complex number,
-    a PRNG key), a trailing dim contains the words of the entry.
+    a PRNG key), additional trailing dims contain the words of the entry.
     """
     x = jnp.asarray(x)
     # XLA computes only in device memory, and the arrays of an offloaded optimizer are in host memory.
@@ -124,9 +124,10 @@ def _words(x: Any) -> jax.Array:
 def checksum_each(arrays: Arrays) -> Sums:
     """Returns the checksum of each array, two integers below 2^32, by path; computed on the devices.
 
-    Each device sums its local replica of the data, and the results of the devices of this process are compared: the
-    checksum of a path is [] if the results differ. For global arrays every process must call this function with the
-    same paths. NumPy arrays are summed by this process alone.
+    A program on all devices of an array computes the checksum of the global array, and each device gets a result.
+    Results differ if devices hold different replicas: if the results of the devices of this process differ, the
+    checksum is []. Every process must call this function with the same paths, unless all arrays are local to the
+    process, such as NumPy arrays.
     """
     # One program per dtype, shape and sharding, run one after the other. A single program for every leaf would compile
     # each leaf of a deep model separately; several programs in flight can deadlock on simulated devices.

@@ -242,7 +242,7 @@ def _description(leaf: Any) -> Entry:
 
 
 def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
-    """Returns the record entries whose paths are in ``sums``, with checksums added."""
+    """Returns only the record entries whose paths are in ``sums``, each with its checksum from ``sums`` added."""
     return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
@@ -253,7 +253,9 @@ def to_json(record: Record, step: int) -> Json:
 
 
 def from_json(content: Json, step: int) -> Record:
-    """Reads a record from JSON; the inverse of ``to_json``.
+    """Returns the record (shape, dtype and checksum of each leaf, by path) from its JSON; the inverse of ``to_json``.
+
+    ``step`` is the number in the name of the folder.
 
     Raises:
       ValueError: a digest is wrong, the record belongs to a different step, or an entry is invalid.
@@ -270,7 +272,7 @@ def from_json(content: Json, step: int) -> Record:
 
 
 def saved_as(content: Json) -> int | None:
-    """Returns the step number in a record; None if the number or its digest is missing or wrong."""
+    """Returns the step number in a record, given as JSON; None if the number or its digest is missing or wrong."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
         return None
     return number if content.get("step_digest") == _digest([number, content.get("digest")]) else None
@@ -396,7 +398,15 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 
 
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
-    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both."""
+    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both.
+
+    Dtypes may differ as in ``fits``.
+
+    Args:
+      record: the record of the saved step, or of a part of the state.
+      likes: leaves of the target, by path in the record.
+      where: name of the step in the error.
+    """
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
             f"{where} does not fit the abstract state: {problem}. Restore into a state of the saved structure (same "

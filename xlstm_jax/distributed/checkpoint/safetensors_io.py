@@ -650,7 +650,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of a safetensors file; reads no values.
+    """Returns the header of a safetensors file: tensors by name, metadata, and SHA-256 of the header; reads no values.
 
     Raises:
       ValueError: the file is not regular; the header is invalid; or the tensors overlap, or do not cover every byte

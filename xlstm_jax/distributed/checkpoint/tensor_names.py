@@ -97,7 +97,12 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression ``pattern`` of the user's argument ``option``; errors name the argument."""
+    """Returns the compiled regular expression ``pattern``, which a user has passed as the argument ``option``.
+
+    Raises:
+      ValueError: the pattern is not a regular expression; names the argument.
+      TypeError: the pattern is not a text; names the argument.
+    """
     try:
         return re.compile(pattern)
     except re.error as error:

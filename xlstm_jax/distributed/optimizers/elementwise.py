@@ -200,7 +200,10 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
 
 
 def _first_difference(full: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """Returns the first entries (of ``full``, of ``sharded``) that differ by more than rounding; None if all agree."""
+    """Returns the first entries, of ``full`` and of ``sharded``, that differ by more than rounding; None if all agree.
+
+    Of complex entries the real parts are returned. NaN agrees with NaN.
+    """
     eps = float(jnp.finfo(full.dtype).eps)
     full, sharded = full.astype(np.complex128), sharded.astype(np.complex128)
     # Relative to the largest entry: an entry near 0 is a difference of larger numbers, with their rounding errors.

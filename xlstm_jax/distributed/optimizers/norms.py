@@ -152,6 +152,8 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
     Under ``check_vma=True`` a type shows the axes along which a value differs between devices. A parameter whose
     gradient differs along more axes than the parameter would drift apart, and JAX's error names neither leaf nor cause.
+    Leaves without a parameter of the same path in ``params``, which may be None, are not checked. ``caller`` begins the
+    error.
     """
     of_params = dict(trees.sharded_leaves(params))  # empty for an optimizer without parameters
     for path, leaf in trees.sharded_leaves(grads):
@@ -162,7 +164,10 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
 
 def not_averaged(path: str, leaf: Sharded, stray: list[str], caller: str) -> str:
-    """Returns the error text for a leaf that differs between devices along axes that its box does not name."""
+    """Returns the error text for a leaf that differs between devices along axes that its box does not name.
+
+    ``stray`` are these axes; ``caller``, a public function, begins the text.
+    """
     declared = f"its box names {leaf.names}" if any(leaf.names) else "it is in no box"
     return (
         f"{caller}: '{path}' of shape {np.shape(leaf.value)} differs between devices along "

@@ -192,7 +192,10 @@ LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
 
 
 def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
-    """Returns by path each leaf of boxed parameters, and the ``PartitionSpec`` of its values on the mesh."""
+    """Returns (leaf, spec) for each leaf of boxed parameters, by path: the spec of its values on the mesh.
+
+    The spec has no axes of size 1.
+    """
     return {path: (leaf, trees.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
 
 
@@ -310,7 +313,10 @@ class Placement:
     """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``."""
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``."""
+        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``.
+
+        For device memory, the choice of this class, the result is ``optimizer`` itself.
+        """
         del params, mesh
         return optimizer
 

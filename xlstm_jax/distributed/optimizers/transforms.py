@@ -34,7 +34,10 @@ from xlstm_jax.introspection import closure
 
 
 def check_transform(tx: Any, caller: str) -> None:
-    """Raises a ``TypeError`` if ``tx`` is not an optax transform: a pair of functions ``init`` and ``update``."""
+    """Raises a ``TypeError`` if ``tx`` is not an optax transform: an object with functions ``init`` and ``update``.
+
+    ``caller``, a public function, begins the error.
+    """
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")

@@ -102,8 +102,8 @@ def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> Repli
     """Returns the error for leaves whose replicas differ.
 
     Args:
-      wrong: each such leaf, with groups of devices that hold equal values, the largest group first. The error names the
-        devices of the other groups.
+      wrong: each such leaf, with groups of devices that hold equal values, the largest group first. ``devices`` of the
+        error are the devices of the further groups.
       count: number of leaves that were compared.
     """
     return ReplicaError(

@@ -156,7 +156,12 @@ class Chain:
     def arrays_from(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the tensors of the newest version of the chain, by name.
 
-        ``arrays`` are the tensors of an older version, or {} to start at the full version.
+        ``arrays`` are the tensors of a version of the chain, or {} to start at the full version. Unchanged tensors are
+        returned as passed.
+
+        Raises:
+          VersionNeededError: ``arrays`` are of no version of the chain, and the newest version is a delta.
+          ValueError: a tensor in the files is damaged.
         """
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         digests = {name: digest_of(array) for name, array in arrays.items()}

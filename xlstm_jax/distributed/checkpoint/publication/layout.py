@@ -279,7 +279,7 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 
 
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """Converts tensors of the model to the tensors of the reader, by name.
+    """Converts tensors of the model to the tensors of the reader (the program that reads published files), by name.
 
     Raises:
       ValueError: a rule does not fit the tensors; names the tensors.

@@ -172,11 +172,11 @@ def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.nd
 
 
 def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.ndarray]:
-    """Sends bytes to every process w: the arrays ``parts[w]``, uint8, in total at most ``longest`` bytes; in order.
+    """Sends ``parts[w]``, uint8 arrays of at most ``longest`` bytes in total, to process w, for every process w.
 
     Every process must call this function, with the same ``longest``. Returns an array of received bytes, uint8 [sender,
-    bytes], for each device of this process. Concatenating these arrays along dim 1 results in the row of each sender,
-    padded with zeros.
+    bytes], for each device of this process. Concatenating these arrays along dim 1 results in a row for each sender:
+    the bytes that the sender has sent, in order, padded with zeros.
     """
     mesh = _mesh_of_processes()
     processes, devices = mesh.devices.shape
