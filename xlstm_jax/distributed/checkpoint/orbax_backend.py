@@ -48,7 +48,10 @@ class OrbaxBackend:
         self._manager: Any = None
 
     def open(self) -> None:
-        """Opens orbax's ``CheckpointManager``; an open manager lists the steps of the directory again."""
+        """Opens orbax's ``CheckpointManager``, before a save.
+
+        If the manager is already open, it lists the steps of the directory again.
+        """
         if self._manager is not None:
             self._manager.reload()
             return

@@ -602,7 +602,10 @@ def read_like(array: Any, like: Any) -> Callable[[], Any]:
 
 
 def _aligned_copy(values: Any) -> np.ndarray:
-    """Copies values to memory aligned to 64 bytes, which JAX takes over on a CPU without a second copy."""
+    """Returns a NumPy copy of ``values`` at an address that is a multiple of 64 bytes.
+
+    On a CPU JAX takes over memory of this alignment without a second copy.
+    """
     values = np.asarray(values)
     room = np.empty(values.nbytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT

@@ -181,7 +181,10 @@ class TensorToWrite(NamedTuple):
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
     def values(self) -> np.ndarray:
-        """Gathers and returns the unsharded tensor, in the layout of the file; every process must call ``values``."""
+        """Returns the unsharded tensor in the layout of the file, gathered from all devices that have shards.
+
+        Every process must call ``values``, because the gather is a collective.
+        """
         leaf, layer = self.to_gather()
         values = self.read(_whole(leaf, layer))
         return np.ascontiguousarray(self.place.to_tensor(values))
@@ -216,7 +219,10 @@ class LeafInStore:
 
     @property
     def has_layers_first(self) -> bool:
-        """Whether the first dim of the value is also the first dim when stored, so that one layer can be gathered."""
+        """Whether the first dim of the value (the layers) is also the first dim of the stored array.
+
+        If so, a single layer can be gathered.
+        """
         return self._store.order(len(self.shape))[0] == 0
 
     def placed(self, value: Any) -> Callable[[], Any]:

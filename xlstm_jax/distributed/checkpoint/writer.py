@@ -139,12 +139,15 @@ class Writer:
         return self._begun[1] + self._timeout_s + _COMMIT_GRACE_S
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the path no longer leads to the locked directory (a link was moved)."""
+        """Raises a ``CheckpointError`` if the path of the directory no longer leads to the directory that is locked.
+
+        A link may have been moved. Does nothing without a lock.
+        """
         if self._lock is not None:
             self._lock.check_place()
 
     def check(self) -> None:
-        """Raises a ``CheckpointError`` if the last save has already failed; does not wait for a running save."""
+        """Raises a ``CheckpointError`` if the last save has failed; does nothing while the save is running."""
         if self._saving is not None and not self._backend.is_saving():
             self.wait()
 
@@ -285,7 +288,10 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _finish_at_exit() -> None:
-    """Registers the closing of open writers at the end of the program, before orbax's thread pools shut down."""
+    """Registers ``_close_all``, which closes open writers, to run at the end of the program.
+
+    The function runs before orbax's thread pools shut down. Only the first call has an effect.
+    """
     # The function registered last is called first, and orbax registered its pools at import. Python has no public name
     # for `register_atexit`; functions of `atexit` run too late, after the pools have shut down.
     register_atexit(_close_all)

@@ -58,7 +58,7 @@ class StateBox(Sharded, repr=False):
 
 
 def is_state_box(leaf: PyTree) -> bool:
-    """Returns whether a leaf of an optimizer's state is in a ``StateBox``."""
+    """Returns whether a leaf of an optimizer's state is in a ``StateBox``, a box from an optax transform."""
     return isinstance(leaf, StateBox)
 
 
@@ -87,7 +87,10 @@ def owners(opt_state: PyTree, params: PyTree) -> list[str]:
 
 
 def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
-    """Returns all instances of ``state_type``, as ``SkipNonfiniteState``, at any depth of an optimizer's state."""
+    """Returns all instances of ``state_type``, as ``SkipNonfiniteState``, at any depth of an optimizer's state.
+
+    Instances inside other instances are included, after the outer instances. The result is [] without instances.
+    """
 
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
@@ -159,7 +162,10 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """Converts a stored state to the form for ``tx.update``: without boxes and padding, except each ``StateBox``."""
+    """Converts an optimizer's state as stored to the form for ``tx.update``: moments lose their boxes and padding.
+
+    A leaf in a ``StateBox``, a box that the transform itself put around the leaf, stays in the box.
+    """
     leaves = [leaf for _, leaf in trees.leaves_with_path(opt_state)]
     given = [true_value(leaf) if is_box(leaf) and not is_state_box(leaf) else leaf for leaf in leaves]
     return trees.with_leaves(opt_state, given)
@@ -368,7 +374,10 @@ _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the paramete
 
 
 def parameter_layout() -> ParameterLayout | None:
-    """Returns the layout of the parameters while ``init`` or ``update`` of a ``ShardedOptimizer`` runs; else None."""
+    """Returns the layout (mesh, boxes and specs) of the parameters that are being optimized.
+
+    The result is None unless ``init`` or ``update`` of a ``ShardedOptimizer`` is running.
+    """
     return _LAYOUT.get()
 
 

@@ -90,7 +90,10 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
-    """Returns a ``Part`` for a transform and for each transform within, outermost first."""
+    """Returns a ``Part`` for an optax transform and for each transform within, at any depth, outermost first.
+
+    A ``Part`` has the name of the function that made the transform, and the values in its closure.
+    """
     global _last_read
     # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
     if _last_read is None or _last_read[0] is not tx:

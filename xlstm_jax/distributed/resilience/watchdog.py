@@ -144,7 +144,7 @@ def _stderr_that_does_not_block() -> int:
 
 
 def _stacks() -> bytes:
-    """Returns the stacks of all threads of this process as text in the format of faulthandler, at most 64 KiB."""
+    """Returns the stacks of all threads of this process as text, at most 64 KiB, in the format of faulthandler."""
     # Through a pipe, because faulthandler only writes to descriptors. The pipe is read afterwards: text beyond its
     # 64 KiB is dropped, because the write end does not block.
     reader, writer = os.pipe()

@@ -128,7 +128,11 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Writes an index, atomically; this publishes the version."""
+    """Writes the index of a version to ``directory``, atomically; readers find the version from then on.
+
+    All files of the version must be in the folder before. The index of a full version replaces the index of the
+    previous full version.
+    """
     metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
     content: Json = {"metadata": metadata}
     if index.since is None:

@@ -142,7 +142,7 @@ class Chain:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests (SHA-256) of the tensors of the newest version of the chain, by name."""
+        """Digests of the tensors of the chain's newest version, by name: SHA-256 of dtype, shape and bytes."""
         return self._steps[-1].digests
 
     def array(self, name: str) -> np.ndarray:

@@ -97,7 +97,10 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors after the rule is applied, by name, from the tensors before; reads no values."""
+        """Returns the tensors after the rule is applied, by name, from the tensors before, without values.
+
+        Raises a ``ValueError`` if the rule does not fit the tensors.
+        """
         ...
 
 

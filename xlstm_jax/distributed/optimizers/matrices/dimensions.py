@@ -110,7 +110,10 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
 
 def full_shapes(tree: PyTree) -> dict[str, Shape]:
-    """Returns the global shape, without padding, of each leaf by path; also for shards inside ``shard_map``."""
+    """Returns the global shape of each leaf of a tree, without padding, by path.
+
+    Inside ``shard_map``, where the values are shards, boxes lead from the shapes of shards to global shapes.
+    """
 
     def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)

@@ -51,7 +51,7 @@ class MatrixForm:
 
     @property
     def true(self) -> Shape:
-        """Sizes of the dims of both sides, without padding."""
+        """Sizes of the dims of the shorter side, then of the longer side, without padding."""
         return (*self.short, *self.long)
 
     @property

@@ -48,7 +48,7 @@ _REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimiz
 
 @contextmanager
 def recording_matrices() -> Iterator[list[MatrixReport]]:
-    """Yields a list that receives a ``MatrixReport`` from each optimizer for matrices initialised in the context."""
+    """Context that yields a list, to which each optimizer for matrices adds a ``MatrixReport`` in ``init``."""
     reports: list[MatrixReport] = []
     with set_context(_REPORTS, reports):
         yield reports
