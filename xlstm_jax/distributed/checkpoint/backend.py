@@ -37,7 +37,7 @@ class Backend(Protocol):
         """
 
     def check_dtypes(self, arrays: Arrays) -> None:
-        """Raises a ``TypeError``, with the path of the array, if a dtype cannot be stored."""
+        """Raises a ``TypeError`` if the backend cannot store the dtype of an array; names the path of the array."""
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
         """Starts to write a step; returns when the buffers of ``arrays`` may be donated.
@@ -57,17 +57,20 @@ class Backend(Protocol):
         """Releases the resources of ``open``; does nothing if ``open`` was not called."""
 
     def latest_step(self) -> int | None:
-        """Returns the newest step found by ``open`` or saved since; None without steps."""
+        """Returns the number of the newest step, found by ``open`` or saved since; None if no step exists."""
 
     def steps(self) -> list[int]:
-        """Returns the committed steps of a directory that is a URL; local folders are listed without the backend."""
+        """Returns the numbers of the committed (completely written) steps, in any order.
+
+        Called only if the directory is a URL: the library lists local folders without the backend.
+        """
         ...
 
     def read_record(self, step: int) -> Json:
         """Returns the record of a step: the JSON value that ``record`` returned during ``save``."""
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Reads the wanted arrays of a step, without waiting for other processes.
+        """Returns the arrays of a step at the paths of ``wanted``, by path; does not wait for other processes.
 
         A struct with a ``sharding`` is read shard by shard onto the devices; a struct without ``sharding`` is read in
         full into a NumPy array.

@@ -206,9 +206,12 @@ class Checkpointer:
         )
 
     def _check_same_experiment(self, entries: record.Record) -> None:
-        """Raises a ``ValueError``, before the first save, if the newest step has a different tree.
+        """Raises a ``ValueError`` if the newest step in the directory has a different tree than the state to save.
 
-        A process that has restored from the directory continues its run, and may change the tree.
+        ``entries`` is the record of the state to save. Does nothing if the directory has no steps, if this object has
+        saved or restored the newest step, if the record of the newest step cannot be read, or if this process has
+        restored from the directory: a restored run continues, and may change the tree. Every process must call this
+        method.
         """
         newest = self._backend.latest_step()
         if newest is None or newest in self._own_steps or steps.real_path(self.directory) in _read_from:
@@ -224,7 +227,12 @@ class Checkpointer:
         self._together(check, _MISTAKES, "compare a state with the newest step")
 
     def _check_same_everywhere(self, local: record.Record) -> None:
-        """Raises a ``ValueError`` if local leaves differ between processes, because only process 0 writes them."""
+        """Raises a ``ValueError`` if a local leaf (no global array) has different values in two processes.
+
+        ``local`` has shape, dtype and checksum of each local leaf of this process, by path. Every process must call
+        this method, because processes exchange these entries. Different values are an error because only process 0
+        writes.
+        """
         if jax.process_count() == 1 or not local:
             return
         first, *others = [
@@ -298,9 +306,21 @@ class Checkpointer:
     def _newest_intact(
         self, target: PyTree, step: int | None, part_of: Callable[[record.Record, str], str], part: str = ""
     ) -> tuple[record.Leaves, record.Record, int]:
-        """Reads the leaves of ``step``, or of the newest undamaged step; returns the leaves, the record and the step.
+        """Reads the leaves of ``step``, or, if ``step`` is None, of the newest undamaged step.
 
-        ``part_of`` returns the path prefix of the part of the state to read; ``part`` names the part in errors.
+        Warns about each damaged newer step. Every process must call this method, and every process reads the same step.
+
+        Args:
+          target: the tree to restore, whose leaves give shapes, dtypes and shardings.
+          step: number of the step, or None.
+          part_of: takes the record of a step and the name of the step in errors; returns the path prefix of the part of
+            the saved state to read, as ``"params/"``; "" for the full state.
+          part: the part in errors, as ``"the parameters of "``; "" for the full state.
+        Returns:
+          The restored leaves by path of ``target``, the record entries of the part, and the number of the step.
+        Raises:
+          CheckpointError: there is no step to read, or every step to read is damaged.
+          ValueError: an undamaged step does not fit ``target``.
         """
         action = f"restore {part}{'the newest step' if step is None else f'step {step}'}"
         self._together(self.wait, CheckpointError, action)
@@ -325,7 +345,15 @@ class Checkpointer:
         raise CheckpointError(f"no sound checkpoint in {self.directory}: {_damage(problems)}. Nothing was restored.")
 
     def _candidates(self, step: int | None, folders: Mapping[int, steps.StepFolder]) -> list[int]:
-        """Returns the steps to try, newest first; raises a ``CheckpointError`` if no step is left."""
+        """Returns the numbers of the steps to try, newest first.
+
+        The result is ``[step]``; if ``step`` is None, the numbers of all steps without a known problem. ``folders`` has
+        the listed step folders by number.
+
+        Raises:
+          CheckpointError: no step is without a problem; or the folder of ``step`` does not exist or has a problem.
+            Names the problems.
+        """
         sound, lost = sorted((n for n in folders if not folders[n].problem), reverse=True), _lost_text(folders)
         if step is None and sound:
             return sound
@@ -341,9 +369,15 @@ class Checkpointer:
     def _read(
         self, step: int, likes: record.Leaves, part_of: Callable[[record.Record, str], str]
     ) -> tuple[record.Leaves, record.Record]:
-        """Reads and checks the leaves of a part of a step; returns leaves and record entries.
+        """Reads and checks a part of a step; returns its leaves by path in ``likes``, and record entries by saved path.
 
-        An error in one process is raised in every process.
+        An error in one process is raised in every process: a ``CheckpointError`` if the step is damaged, a
+        ``ValueError`` if the step does not fit, an ``OSError`` for a system error.
+
+        Args:
+          step: number of the step.
+          likes: leaves of the target by path, which give shapes, dtypes and shardings.
+          part_of: takes the record of the step and the name of the step in errors; returns the path prefix of the part.
         """
         where, reads = f"step {step} in {self.directory}", f"read step {step}"
         everything = self._read_on_all_processes(lambda: self._read_record(step), where, reads)
@@ -364,7 +398,11 @@ class Checkpointer:
         return dict(zip(likes, leaves, strict=True)), entries
 
     def _read_record(self, step: int) -> record.Record:
-        """Reads the record of a step, after a check of its files."""
+        """Returns the record of a step: shape, dtype and checksum of each leaf, by path.
+
+        Before, each process checks that the record of a local folder is a regular file, and process 0 checks every file
+        of the folder. Raises a ``ValueError`` for a file that is not regular or a damaged record.
+        """
         if not steps.is_url(self.directory):
             folder = self.directory / str(step)
             steps.check_file(folder / self._backend.record_file)
@@ -378,14 +416,21 @@ class Checkpointer:
             raise ValueError(f"{file} cannot be read: {error}") from None
 
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
-        """Reads the stored array of each leaf; creates empty arrays, which are not stored."""
+        """Returns the stored arrays of a step by path: an array for each entry of the record ``entries``.
+
+        The backend reads each array in the sharding of the leaf in ``likes``, or in full into a NumPy array. An array
+        without entries, such as shape [0, 3], is not stored, and is created here.
+        """
         structs = record.read_structs(entries, likes)
         empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
         wanted = {path: struct for path, struct in structs.items() if struct.size}
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
-        """Returns process 0's list of steps: on network file systems, which cache, the processes' lists may differ."""
+        """Returns the step folders by number, as process 0 lists the directory; every process must call this method.
+
+        On network file systems, which cache, the listings of the processes may differ.
+        """
 
         def listing() -> str:
             if jax.process_index() != 0:
@@ -407,7 +452,12 @@ class Checkpointer:
         return read_on_all_processes(work, where, action, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Returns the directory's writer, locked and opened; opens it again if a restore has found damaged steps."""
+        """Returns the directory's writer, locked and opened, for ``save``; every process must call this method.
+
+        In the first call, and after a restore has found damaged steps, process 0 creates and locks the directory,
+        removes empty step folders and renames damaged steps; then every process opens the backend. Other calls return
+        the same writer. Raises a ``CheckpointError`` if a second job or object writes the directory.
+        """
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer
 

@@ -86,7 +86,11 @@ def _strides(shape: Sequence[int]) -> np.ndarray:
 
 
 def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
-    """Scrambles each uint32 by the shifts and factors ``steps``; one-to-one."""
+    """Scrambles each uint32 word by xor, shifts and products; returns an array of the same shape.
+
+    The map from word to result is one-to-one. ``steps`` is (shift, factor, shift, factor, shift), an entry of
+    ``_SCRAMBLES``.
+    """
     first, factor, second, other, last = steps
     # Without this line a word 0 at position 0 would contribute 0, and its loss would be undetected.
     words = words ^ jnp.uint32(factor)
@@ -96,7 +100,11 @@ def _scrambled(words: jax.Array, steps: tuple[int, ...]) -> jax.Array:
 
 
 def _words(x: Any) -> jax.Array:
-    """Converts an array to uint32 words, with an extra trailing dim if an entry has several words."""
+    """Returns the bits of an array as uint32 words, in the shape of the array.
+
+    Entries of 8 or 16 bits, and bools, become one word each. If an entry has several words (64 bits, a complex number,
+    a PRNG key), additional trailing dims contain the words of the entry.
+    """
     x = jnp.asarray(x)
     # XLA computes only in device memory, and the arrays of an offloaded optimizer are in host memory.
     x = jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
@@ -114,7 +122,13 @@ def _words(x: Any) -> jax.Array:
 
 
 def checksum_each(arrays: Arrays) -> Sums:
-    """Returns checksums by path, computed on the devices; [] if copies differ between devices of this process."""
+    """Returns the checksum of each array, two integers below 2^32, by path; computed on the devices.
+
+    A program on all devices of an array computes the checksum of the global array, and each device gets a result.
+    Results differ if devices hold different replicas: if the results of the devices of this process differ, the
+    checksum is []. Every process must call this function with the same paths, unless all arrays are local to the
+    process, such as NumPy arrays.
+    """
     # One program per dtype, shape and sharding, run one after the other. A single program for every leaf would compile
     # each leaf of a deep model separately; several programs in flight can deadlock on simulated devices.
     sums: Sums = {}
@@ -127,7 +141,11 @@ def checksum_each(arrays: Arrays) -> Sums:
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
-    """Returns a jitted function that computes the checksum of arrays with this sharding; its result is replicated."""
+    """Returns a jitted function that computes ``checksum`` of arrays with the sharding of ``array``.
+
+    The result of the function, uint32 [2], is replicated on the devices of the array. For a NumPy array the function
+    runs on the default device.
+    """
     # Replicated, because each process reads the result from its local devices.
     sharding = array.sharding if isinstance(array, jax.Array) else None
     return _checksum_to(
@@ -141,7 +159,11 @@ def _checksum_to(sharding: Sharding | None) -> Callable[[Any], jax.Array]:
 
 
 def _as_words(array: Any) -> Any:
-    """Converts a NumPy array of 64-bit values to pairs of 32-bit words, because JAX without x64 truncates values."""
+    """Converts a NumPy array with entries above 4 bytes to uint32 words; returns any other array unchanged.
+
+    The words of an entry are in an additional trailing dim: float64 [3] becomes uint32 [3, 2]. The conversion is needed
+    because JAX without x64 truncates values of 64 bits.
+    """
     if isinstance(array, jax.Array) or array.dtype.itemsize <= 4:
         return array
     return np.ascontiguousarray(array[..., None]).view(np.uint32)
@@ -186,9 +208,10 @@ class SavedSums:
         self._begun.set()
 
     def result(self) -> Sums:
-        """Returns the checksums: of the global arrays in process 0, of the local shards in every other process.
+        """Returns checksums by path, two integers below 2^32 each; waits for ``begin`` before.
 
-        Every process must call ``result``, once.
+        In process 0 the checksums are of the global arrays. In any other process they are sums over the shards that
+        this process saves, which the process has sent to process 0. Every process must call ``result``, once.
 
         Raises:
           TimeoutError: in process 0, the sums of a process did not arrive in time.
@@ -203,7 +226,11 @@ class SavedSums:
         return sums if self._store is None else self._of_all(sums, self._store)
 
     def _of_all(self, sums: Sums, store: KeyValueStore) -> Sums:
-        """Returns the sums of all processes, added by path."""
+        """Returns the checksums of the global arrays in process 0: the ``sums`` of every process, added modulo 2^32.
+
+        Any other process posts ``sums`` to the key-value store of the job, and returns ``sums``. Process 0 changes
+        ``sums`` in place, and raises a ``TimeoutError`` if the sums of a process do not arrive in time.
+        """
         # Through the key-value store of the job, because training steps with collectives are in flight.
         deadline = time.monotonic() + self._timeout_s
 
@@ -232,7 +259,12 @@ def is_in_host_memory(device: Device) -> bool:
 
 
 def _parts(path: str, array: jax.Array) -> list[_Part]:
-    """Returns the parts of an array that this process sums: its shards with ``replica_id`` 0."""
+    """Returns a ``_Part`` for each shard that this process sums: local shards with ``replica_id`` 0, if not empty.
+
+    A part of a device on a CPU holds a view of the shard's memory. A part of an accelerator holds the summand of the
+    shard in the checksum, uint32 [2], whose computation on the device has been started. ``path`` is the path of the
+    array.
+    """
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:
         # Only the copy of a shard with replica_id 0 counts, so that each word is summed once in the job.

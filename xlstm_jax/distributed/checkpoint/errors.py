@@ -41,7 +41,13 @@ class _SystemError(Exception):
 
 
 def is_of_the_system(error: BaseException) -> bool:
-    """Whether an error of reading files, or a cause of the error, is a system error instead of damage."""
+    """Returns whether an error of reading files is a system error; False for damage.
+
+    System errors say nothing about the files: a ``MemoryError`` or ``TimeoutError``, a thread that cannot be started,
+    an ``OSError`` with a number such as EMFILE (too many open files), a status such as UNAVAILABLE at the start of the
+    text. Damage is any other error, such as a missing file or a ``ValueError`` for wrong content. The result is also
+    True if the ``__cause__`` of the error, at any depth, is a system error.
+    """
     if error.__cause__ is not None and is_of_the_system(error.__cause__):
         return True
     text = str(error)

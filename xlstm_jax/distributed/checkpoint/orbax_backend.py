@@ -48,7 +48,10 @@ class OrbaxBackend:
         self._manager: Any = None
 
     def open(self) -> None:
-        """Opens orbax's manager, or rereads the folder if the manager is open."""
+        """Opens orbax's ``CheckpointManager``, before a save.
+
+        If the manager is already open, it lists the steps of the directory again.
+        """
         if self._manager is not None:
             self._manager.reload()
             return
@@ -64,7 +67,10 @@ class OrbaxBackend:
         self._manager = orbax().CheckpointManager(self._directory, options=options, item_handlers=handlers)
 
     def check_dtypes(self, arrays: Arrays) -> None:
-        """Raises a ``TypeError`` for a dtype that TensorStore cannot store; orbax would raise in the background."""
+        """Raises a ``TypeError`` for an array whose dtype TensorStore cannot store; names the path of the array.
+
+        Without this check orbax would raise in the background.
+        """
         import tensorstore  # a dependency of orbax
 
         for path, array in arrays.items():
@@ -106,7 +112,10 @@ class OrbaxBackend:
         return orbax().JsonCheckpointHandler().restore(self._directory / str(step) / "leaves")
 
     def read_arrays(self, step: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Reads the wanted arrays of a step, each in the sharding of its ``ShapeDtypeStruct``."""
+        """Returns the arrays of a step at the paths of ``wanted``, by path.
+
+        Each array has the sharding of its ``ShapeDtypeStruct``; without a sharding the result is a NumPy array.
+        """
         if not wanted:
             return {}
 
@@ -129,9 +138,11 @@ class _DeferredJson(NamedTuple):
 
 @cache
 def _deferred_json() -> _DeferredJson:
-    """Returns an orbax handler, and its arguments, for JSON that a function creates in the background.
+    """Returns two classes for orbax: a handler of JSON that a function creates in the background, and its arguments.
 
-    The JSON is the record, which contains checksums: ``save`` does not have to wait for their computation.
+    The arguments of a save contain a function without arguments, and the handler writes the JSON value that this
+    function returns. The JSON is the record, which contains checksums: ``save`` does not have to wait for their
+    computation.
     """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler
@@ -164,11 +175,12 @@ class _ConcurrentReads:
 
 @cache
 def _retrying_readers() -> Any:
-    """Returns orbax's array readers, changed so that a failed reader waits for concurrent reads.
+    """Returns orbax's readers of arrays, changed so that a failed reader waits for concurrent reads and then raises.
 
-    Without the change, orbax closes the event loop while concurrent reads are running, and each running read then
-    writes to stderr: a damaged file shared by many leaves produced a hundred lines. To wait only for the tasks that
-    exist at the failure is not enough, because the second reader may start further tasks.
+    The result is a registry of orbax's type handlers, for ``jax.Array`` and NumPy arrays. Without the change, orbax
+    closes the event loop while concurrent reads are running, and each running read then writes to stderr: a damaged
+    file shared by many leaves produced a hundred lines. To wait only for the tasks that exist at the failure is not
+    enough, because the second reader may start further tasks.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _ConcurrentReads]()
 
@@ -212,7 +224,10 @@ class _InFlight:
 
 @cache
 def _throttled_writers() -> Any:
-    """Returns orbax's array writers, changed to encode at most ``ENCODED_BYTES`` of leaves at a time."""
+    """Returns orbax's writers of arrays, changed to encode at most ``ENCODED_BYTES`` of ``jax.Array`` leaves at a time.
+
+    The result is a registry of orbax's type handlers, for ``jax.Array`` and NumPy arrays.
+    """
     handlers = orbax().type_handlers
     writer: type[Any] = handlers.ArrayHandler
 

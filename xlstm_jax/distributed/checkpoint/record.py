@@ -58,7 +58,9 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 
 def bare_leaves(state: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
-    """Returns the values of the leaves by path, without boxes and padding; or ``value_of(leaf)`` for each boxed leaf.
+    """Returns the values of the leaves by path, without boxes and padding; or ``value_of(leaf)`` for each leaf.
+
+    If given, ``value_of`` gets every leaf, boxed or not, as a ``Sharded``.
 
     Raises:
       TypeError: a leaf is not numeric.
@@ -87,9 +89,10 @@ def _above(path: str) -> list[str]:
 
 
 def unpadded(leaf: Sharded) -> Any:
-    """Returns the value of a leaf in the shape of the plain model.
+    """Returns the value of a leaf without box, in the shape of the plain model; an abstract leaf remains abstract.
 
-    A value that is stored padded or packed is computed by a program, with the sharding ``evenly_split``.
+    A leaf that stores its value unchanged is returned as stored. From a leaf that is stored padded or packed a jitted
+    program computes the value, with the sharding ``evenly_split``.
     """
     if leaf.stores_value:
         return leaf.value
@@ -130,7 +133,12 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
     """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``.
 
-    ``leaves`` are by path. A leaf whose path is in ``in_store`` is already in the storage form, and is not converted.
+    The storage form is the array that devices store, as with padding.
+
+    Args:
+      target: the tree to imitate, with arrays or abstract arrays as leaves.
+      leaves: values by path, in the shapes of the plain model.
+      in_store: paths of leaves that are already in the storage form, and are not converted.
     """
 
     def stored(path: str, like: Sharded) -> Any:
@@ -142,7 +150,10 @@ def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset())
 
 
 def _written(like: Sharded, value: Any) -> Any:
-    """Returns the value in the storage form of ``like`` (as with padding); each device computes a part, if possible."""
+    """Returns a value in the storage form of the leaf ``like``, for example padded with zeros; runs inside ``jit``.
+
+    If possible, the intermediate result is constrained to ``evenly_split``, so that each device computes only a part.
+    """
     stored, split = stored_value(like, value), evenly_split(like.true_shape, like.value.sharding)
     if split is None or stored.ndim != value.ndim:
         return stored
@@ -151,7 +162,13 @@ def _written(like: Sharded, value: Any) -> Any:
 
 
 def _checked(path: str, leaf: Any) -> Any:
-    """Returns the leaf; raises if a checkpoint cannot store its type or value."""
+    """Returns ``leaf`` unchanged after a check that a checkpoint can store the leaf; ``path`` names the leaf in errors.
+
+    Raises:
+      TypeError: the leaf is neither a Python number, an array of numbers or bools, nor a PRNG key; or is a masked
+        array.
+      ValueError: the leaf is a Python integer of more than 64 bits.
+    """
     if type(leaf).__name__ in PYTHON_DTYPES:
         if type(leaf) is int and not -(2**63) <= leaf < 2**63:
             raise ValueError(f"'{path}' is the integer {leaf}, which has more than the 64 bits that are stored.")
@@ -171,7 +188,12 @@ def _checked(path: str, leaf: Any) -> Any:
 
 
 def is_local(leaf: object) -> bool:
-    """Whether a leaf is local: every process has a full copy. See the module docstring."""
+    """Returns whether every process has a full copy of a leaf, so that process 0 alone stores the leaf.
+
+    True for Python numbers, NumPy arrays, uncommitted ``jax.Array``, abstract arrays without a sharding and, in a run
+    of several processes, arrays on the devices of a single process. False for other arrays, which are stored shard by
+    shard.
+    """
     if isinstance(leaf, jax.Array):
         return not leaf.committed or (jax.process_count() > 1 and leaf.is_fully_addressable)
     sharding = getattr(leaf, "sharding", None)
@@ -179,7 +201,11 @@ def is_local(leaf: object) -> bool:
 
 
 def stored_arrays(leaves: Leaves) -> Arrays:
-    """Converts each leaf to the array to write: a ``jax.Array`` for a placed leaf, a NumPy array for a local leaf."""
+    """Converts each leaf to the array to write, by path: a NumPy array for a local leaf, else a ``jax.Array``.
+
+    Local leaves are those of which every process has a full copy (``is_local``). A Python number becomes an array
+    without dims of 64 bits (bool stays bool), a PRNG key becomes its key data, uint32.
+    """
 
     def stored(leaf: Any) -> Any:
         if (kind := type(leaf).__name__) in PYTHON_DTYPES:
@@ -194,7 +220,11 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 
 
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
-    """Builds the record of a state, without checksums; includes names of optimizers. The record references no array."""
+    """Returns the record of a state, without checksums: shape and dtype of each leaf in ``leaves``, by path.
+
+    The entry of a PRNG key also has the key implementation. The first leaf of each ``opt_state`` in ``state`` also has
+    the name of the optimizer. The record references no array.
+    """
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
         if is_prng_key(leaf):  # `key_impl` takes only concrete keys; the dtype of abstract keys has the implementation
@@ -212,7 +242,7 @@ def _description(leaf: Any) -> Entry:
 
 
 def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
-    """Returns the record entries whose paths are in ``sums``, with checksums added."""
+    """Returns only the record entries whose paths are in ``sums``, each with its checksum from ``sums`` added."""
     return {path: entry | {"checksum": sums[path]} for path, entry in record.items() if path in sums}
 
 
@@ -223,7 +253,9 @@ def to_json(record: Record, step: int) -> Json:
 
 
 def from_json(content: Json, step: int) -> Record:
-    """Reads a record from JSON; the inverse of ``to_json``.
+    """Returns the record (shape, dtype and checksum of each leaf, by path) from its JSON; the inverse of ``to_json``.
+
+    ``step`` is the number in the name of the folder.
 
     Raises:
       ValueError: a digest is wrong, the record belongs to a different step, or an entry is invalid.
@@ -240,7 +272,7 @@ def from_json(content: Json, step: int) -> Record:
 
 
 def saved_as(content: Json) -> int | None:
-    """Returns the step number in a record; None if the number or its digest is missing or wrong."""
+    """Returns the step number in a record, given as JSON; None if the number or its digest is missing or wrong."""
     if not isinstance(content, dict) or type(number := content.get("step")) is not int:
         return None
     return number if content.get("step_digest") == _digest([number, content.get("digest")]) else None
@@ -258,7 +290,11 @@ def check_number(number: int | None, name: int) -> None:
 
 
 def _is_entry(entry: Json) -> bool:
-    """Whether an entry has a valid shape, dtype and checksum and, for a PRNG key, an implementation."""
+    """Returns whether a record entry, read from JSON, describes an array.
+
+    A valid entry is a dict with a shape, a known dtype and a checksum of two non-negative integers. The entry of a PRNG
+    key must also have the key implementation, and any entry may have the name of an optimizer.
+    """
     # Checked even with a correct digest: a different program or version may have written the record.
     try:
         with interruptions_go_on():
@@ -276,7 +312,11 @@ def _digest(content: Json) -> str:
 
 
 def check_sound(record: Record, arrays: Arrays) -> None:
-    """Compares restored arrays with the record; raises a ``ValueError`` with the paths of arrays that differ."""
+    """Raises a ``ValueError`` if shape, dtype or checksum of a restored array differ from the record; lists the paths.
+
+    Every process must call this function, because checksums of global arrays have collectives. ``arrays`` has an array
+    for each path in ``record``.
+    """
     sums = checksum_each(arrays)
 
     def is_sound(path: str, entry: Entry) -> bool:
@@ -299,7 +339,11 @@ class HasOptimizer(Protocol):
 
 
 def _optimizers_of(state: PyTree) -> dict[str, str]:
-    """Returns the description of each optimizer in a state, by path of the ``opt_state``: ``"train/opt_state/"``."""
+    """Returns the name and version of each optimizer in a state, by the path prefix of its ``opt_state``.
+
+    The result is {} without optimizers. An example of the result: ``{"train/opt_state/": "chain(scale_by_adam, scale)
+    of optax 0.2.6"}``.
+    """
     with_paths, _ = flatten_with_path(state, HasOptimizer)
     nodes = {path: node for path, node in with_paths if isinstance(node, HasOptimizer) and hasattr(node.tx, "update")}
     begin = {path: "opt_state/" if path == "." else f"{path}/opt_state/" for path in nodes}
@@ -311,7 +355,13 @@ def _first(entries: Record, begin: str) -> str | None:
 
 
 def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
-    """Warns if an ``opt_state`` was saved with an optimizer different from the optimizer of the target ``state``."""
+    """Warns if an ``opt_state`` was saved with an optimizer different from the optimizer of the target ``state``.
+
+    Args:
+      where: name of the saved step, for the warning.
+      entries: the record of the saved step; an ``opt_state`` for which the record has no optimizer causes no warning.
+      state: the target, which has the optimizers.
+    """
     for begin, wanted in _optimizers_of(state).items():
         saved = entries.get(_first(entries, begin) or "", {}).get(OPTIMIZER, wanted)
         saved_name, other = (name.rpartition(" of optax ")[0] for name in (saved, wanted))
@@ -325,7 +375,13 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
 
 
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
-    """Raises a ``ValueError`` if the tree of a step to save differs from the newest step in the directory."""
+    """Raises a ``ValueError`` if paths, shapes or dtypes of a state to save differ from the newest saved step.
+
+    Args:
+      entries: record of the state to save.
+      newest: record of the newest step.
+      where: name of the newest step in the error.
+    """
     paths = sorted(entries.keys() | newest.keys())
     unlike = [path for path in paths if not (path in entries and path in newest and fits(newest[path], entries[path]))]
     if unlike:
@@ -342,7 +398,15 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 
 
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
-    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both."""
+    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both.
+
+    Dtypes may differ as in ``fits``.
+
+    Args:
+      record: the record of the saved step, or of a part of the state.
+      likes: leaves of the target, by path in the record.
+      where: name of the step in the error.
+    """
     if problem := names_problem(record.keys(), likes.keys(), "the abstract state has"):
         raise ValueError(
             f"{where} does not fit the abstract state: {problem}. Restore into a state of the saved structure (same "
@@ -392,14 +456,20 @@ def part_of(record: Record, where: str, *, names: Set[str], path: str | None) ->
 
 
 def _parts(record: Record) -> list[str]:
-    """Returns the paths of the inner nodes of a record, outermost first."""
+    """Returns the paths of a record's inner nodes, outermost first: ``["a", "a/b"]`` for the leaves a/x and a/b/c."""
     return sorted({above for path in record for above in _above(path)}, key=lambda path: (path.count("/"), path))
 
 
 def names_problem(saved: Set[str], expected: Set[str], target_has: str) -> str:
-    """Lists the names missing from ``saved`` and from ``expected``, as text for an error; "" for equal sets.
+    """Returns text for an error about names that only one of two sets has; "" for equal sets.
 
-    ``target_has`` begins the clause about the target, as "the parameters have".
+    For example ``names_problem({"a", "b"}, {"a", "c"}, "the parameters have")`` is "it has no 'c'; and it has 'b',
+    which the parameters have not".
+
+    Args:
+      saved: names in the file or record.
+      expected: names in the target.
+      target_has: begin of the clause about the target.
     """
     missing, extra = sorted(expected - saved), sorted(saved - expected)
     problems = [f"it has no {listed(missing)}"] if missing else []
@@ -425,7 +495,7 @@ def _kind(dtype: str) -> str:
 
 
 def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
-    """Returns ``bare_leaves`` of a target and checks its shardings.
+    """Returns the leaves of a target by path, as ``bare_leaves(target, value_of)``, after a check of their shardings.
 
     Raises:
       ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
@@ -456,7 +526,11 @@ def reads_full_array(entry: Entry, like: Any) -> bool:
 
 
 def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of the stored array of a leaf, as made by ``stored_arrays``."""
+    """Returns shape and dtype of the stored array for a record entry.
+
+    A Python number is stored with 64 bits (bool stays bool). A PRNG key is stored as its key data, uint32 with a
+    further dim.
+    """
     shape = tuple(entry["shape"])
     if "impl" in entry:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=entry["impl"])))
@@ -528,7 +602,10 @@ def read_like(array: Any, like: Any) -> Callable[[], Any]:
 
 
 def _aligned_copy(values: Any) -> np.ndarray:
-    """Copies values to memory aligned to 64 bytes, which JAX takes over on a CPU without a second copy."""
+    """Returns a NumPy copy of ``values`` at an address that is a multiple of 64 bytes.
+
+    On a CPU JAX takes over memory of this alignment without a second copy.
+    """
     values = np.asarray(values)
     room = np.empty(values.nbytes + ALIGNMENT, np.uint8)
     begin = -room.ctypes.data % ALIGNMENT

@@ -140,7 +140,14 @@ def export_safetensors(
 
 
 def tensors_to_write(params: PyTree, names: NameMap | None) -> dict[str, "TensorToWrite"]:
-    """Returns the tensors to write, by name; raises the errors of ``export_safetensors`` for names and dtypes."""
+    """Returns a description of each tensor to write, by the name of the tensor in the file.
+
+    ``names`` maps leaves to tensor names; with None the name is the path of the leaf.
+
+    Raises:
+      TypeError: the format does not support the dtype of a leaf.
+      ValueError: a name is invalid, no pattern of ``names`` matches a leaf, or two tensors have the same name.
+    """
     tensors = _as_stored(bare_leaves(params, _to_be_read), names)
     for name, tensor in tensors.items():
         if name == METADATA:
@@ -174,19 +181,28 @@ class TensorToWrite(NamedTuple):
         return math.prod(self.shape) * self.leaf.dtype.itemsize
 
     def values(self) -> np.ndarray:
-        """Gathers and returns the unsharded tensor, in the layout of the file; every process must call ``values``."""
+        """Returns the unsharded tensor in the layout of the file, gathered from all devices that have shards.
+
+        Every process must call ``values``, because the gather is a collective.
+        """
         leaf, layer = self.to_gather()
         values = self.read(_whole(leaf, layer))
         return np.ascontiguousarray(self.place.to_tensor(values))
 
     def to_gather(self) -> tuple[Any, int | None]:
-        """Returns the array to gather, as stored on the devices, and which layer to gather (None: every layer)."""
+        """Returns the array to gather, as stored on the devices (with padding), and the layer to gather.
+
+        The layer is an index along the first dim of the array; None means every layer.
+        """
         if not isinstance(self.leaf, LeafInStore):
             return self.leaf, self.layer
         return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
 
     def read(self, gathered: np.ndarray) -> np.ndarray:
-        """Returns the values of the leaf, or of the layer, from the gathered array of ``to_gather``."""
+        """Returns the values of the leaf, or of the layer ``layer``, without padding.
+
+        ``gathered`` is the array of ``to_gather``, unsharded.
+        """
         return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
 
 
@@ -203,15 +219,26 @@ class LeafInStore:
 
     @property
     def has_layers_first(self) -> bool:
-        """Whether the first dim of the value is also the first dim when stored, so that one layer can be gathered."""
+        """Whether the first dim of the value (the layers) is also the first dim of the stored array.
+
+        If so, a single layer can be gathered.
+        """
         return self._store.order(len(self.shape))[0] == 0
 
     def placed(self, value: Any) -> Callable[[], Any]:
-        """Reads the parts of ``value`` that devices of this process store; returns a function that places them."""
+        """Reads the parts of the leaf that devices of this process store; returns a function that places the parts.
+
+        ``value`` has the shape of the leaf without padding and the indexing of an array, such as a tensor in a file.
+        The returned function takes no arguments and returns the stored (padded, for example) global array.
+        """
         return read_like(ValueInStore(value, self._store, self.stored.shape), self.stored)
 
     def read(self, gathered: np.ndarray, layer: int | None) -> np.ndarray:
-        """Returns the value, or one layer of the value, from the stored array or one layer of the stored array."""
+        """Returns the value of the leaf, or of a single layer, without padding, as a NumPy array on the host.
+
+        ``gathered`` is the unsharded stored array; or the unsharded stored array of the layer, if ``layer`` is a number
+        and ``has_layers_first`` is True.
+        """
         of_layer = layer is not None and self.has_layers_first
         store = self._store.without_dim(0) if of_layer else self._store
         value = _read_on_host(store, gathered)
@@ -233,9 +260,10 @@ class ValueInStore:
 
 
 def import_targets(abstract_params: PyTree) -> Leaves:
-    """Returns the leaves to import into, by path: without padding, and without boxes.
+    """Returns the leaves to import into, by path: without padding and boxes, as arrays or abstract arrays.
 
-    A leaf with a sharding whose store can be written in parts is returned as a ``LeafInStore``.
+    A leaf that is stored padded (or in another form that the host can write in parts), and that has a sharding, is
+    returned as a ``LeafInStore``, which converts each device's part on the host.
     """
 
     def to_be_written(leaf: Sharded) -> Any:
@@ -260,7 +288,11 @@ def _read_on_host(store: Store, gathered: np.ndarray) -> np.ndarray:
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, TensorToWrite]:
-    """Returns the tensors to write, by name; raises a ``ValueError`` if two tensors have the same name."""
+    """Returns a description of each tensor to write, by tensor name, from leaves by path; in the order of the leaves.
+
+    A leaf whose name in the map ``names`` contains ``{layer}`` becomes a tensor for each layer (index along its first
+    dim). Raises a ``ValueError`` if two tensors have the same name.
+    """
     to_write: dict[str, TensorToWrite] = {}
     paths: dict[str, str] = {}
     for path, leaf in leaves.items():
@@ -289,12 +321,15 @@ def index_file_of(target: Path) -> Path:
 
 
 def hidden_file(file: Path) -> Path:
-    """Returns the path under which a file is written, before the file is renamed to its name."""
+    """Returns the path under which a file is written before its rename, as ``folder/.model.safetensors.tmp``."""
     return file.with_name(f".{file.name}.tmp")
 
 
 def grouped_by_bytes(nbytes: Mapping[str, int], max_file_bytes: int) -> list[list[str]]:
-    """Groups the names of tensors in their order; a new group begins before a group would exceed the limit."""
+    """Divides tensor names, in order, into groups of at most ``max_file_bytes``; a larger tensor gets a separate group.
+
+    ``nbytes`` has the bytes of each tensor, by name.
+    """
     groups: list[list[str]] = []
     bytes_left = 0
     for name, size in nbytes.items():
@@ -307,7 +342,12 @@ def grouped_by_bytes(nbytes: Mapping[str, int], max_file_bytes: int) -> list[lis
 
 
 def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
-    """Assigns tensors to files, in the order of the tree."""
+    """Returns the names of the tensors of each file, in the order of the values in the file, by path of the file.
+
+    The only file is ``target`` if all tensors are within ``max_file_bytes``; otherwise the files are numbered, as
+    ``model-00001-of-00002.safetensors``. A file has consecutive tensors of ``leaves``, sorted by item size, largest
+    first.
+    """
     groups = grouped_by_bytes({name: leaf.nbytes for name, leaf in leaves.items()}, max_file_bytes)
     # Wide dtypes first: each tensor then starts at a multiple of its item size, as memory-mapping readers require.
     for names in groups:
@@ -320,7 +360,10 @@ def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: in
 
 @outside_set_mesh  # indexing and gathering an array run programs on the array's mesh, not on the set mesh
 def _whole(leaf: Any, layer: int | None) -> np.ndarray:
-    """Returns a leaf, or a layer of it, as an unsharded NumPy array; gathers it if other processes hold shards."""
+    """Returns a leaf as an unsharded NumPy array; with a ``layer`` only this index along the first dim of the leaf.
+
+    If other processes hold shards, the array is gathered: then every process must call this function.
+    """
     leaf = leaf if layer is None else leaf[layer]
     if not isinstance(leaf, jax.Array):
         return np.ascontiguousarray(leaf)
@@ -344,7 +387,16 @@ def to_host(shard: jax.Array) -> np.ndarray:
 def _write_files(
     files: Mapping[Path, list[str]], leaves: Mapping[str, TensorToWrite], arrays: Iterator[np.ndarray], index_file: Path
 ) -> None:
-    """Writes the files under hidden names and, after the last write, renames the files; the index is renamed last."""
+    """Writes safetensors files under hidden names and, after the last write, renames them; the index is renamed last.
+
+    After an error no hidden file is left.
+
+    Args:
+      files: the names of the tensors of each file, by path of the file.
+      leaves: descriptions of the tensors, by name.
+      arrays: the values of the tensors, in the order of ``files``.
+      index_file: path of the index, a JSON file that maps tensors to files; written if there are several files.
+    """
     weight_map = {name: file.name for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": sum(leaf.nbytes for leaf in leaves.values())}, "weight_map": weight_map}
     written = [*files, index_file] if len(files) > 1 else [*files]
@@ -374,7 +426,11 @@ def _write_files(
 
 
 def _header_of(leaves: Mapping[str, TensorToWrite]) -> bytes:
-    """Returns the length and the header of a file with the tensors ``leaves``, in order."""
+    """Returns the first bytes of a safetensors file: the length of the header, and the header in JSON.
+
+    The header has dtype, shape and offsets of each tensor. ``leaves`` has the tensors by name, in the order of the
+    file.
+    """
     entries, end = {}, 0
     for name, leaf in leaves.items():
         begin, end = end, end + leaf.nbytes
@@ -425,7 +481,11 @@ def import_safetensors(
 
 
 def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
-    """Returns the tensors of a model in safetensors files, by name, except tensors whose name ``ignore`` matches."""
+    """Returns file, offset, shape and dtype of each tensor in the model at ``path``, by tensor name; reads no values.
+
+    Leaves out each tensor whose full name the regular expression ``ignore`` matches; "" leaves out no tensor. Raises as
+    ``import_safetensors``.
+    """
     # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
     return {name: tensor for name, tensor in _tensors(_target(path)).items() if not ignored(name)}
@@ -439,7 +499,13 @@ def placed_parameters(
 ) -> PyTree:
     """Returns the parameters that are stored in ``tensors``, in the shardings and boxes of ``abstract_params``.
 
-    ``names`` maps leaves to tensors. ``path`` names the model in errors.
+    Args:
+      tensors: the tensors of the files, by name.
+      abstract_params: arrays or ``ShapeDtypeStruct`` with shardings, boxed where leaves are split.
+      names: maps leaves to tensor names and layouts; None: the name is the path of the leaf.
+      path: names the model in errors.
+    Raises:
+      ValueError: names, shapes or dtypes of tensors and leaves do not fit.
     """
     likes = import_targets(abstract_params)
     places = {leaf: stored_at(leaf, np.shape(like), names) for leaf, like in likes.items()}
@@ -495,14 +561,17 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """Maps the values into memory, so that only indexed entries are read. Booleans are returned as bytes."""
+        """Returns the values as a memory map of the file, so that only indexed entries are read. Booleans are uint8."""
         dtype = np.dtype(np.uint8) if self.dtype == np.bool_ else self.dtype
         if not math.prod(self.shape):  # NumPy cannot map an empty range
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
-        """Casts entries of ``values()`` to ``dtype``; raises a ``ValueError`` with ``name`` for an invalid boolean."""
+        """Returns entries from ``values()``, cast to ``dtype``.
+
+        Raises a ``ValueError`` for a boolean that is neither 0 nor 1; ``name`` names the tensor in the error.
+        """
         if self.dtype == np.bool_ and (wrong := values[values > 1]).size:
             raise ValueError(
                 f"{self.file} is damaged: '{name}' is BOOL and has the byte {wrong.flat[0]}, and a boolean is 0 or 1. "
@@ -513,7 +582,12 @@ class StoredTensor(NamedTuple):
 
 
 def _tensors(target: Path) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file, or of the files of an index, by name; raises if index and files differ."""
+    """Returns the tensors of the model at ``target`` by name: from this file, or from the files of the index beside it.
+
+    Raises:
+      FileNotFoundError: neither the file nor its index exists.
+      ValueError: index and files differ, or a tensor is in two files.
+    """
     index = index_file_of(target)
     if target.exists():
         return read_header(target).tensors
@@ -539,7 +613,10 @@ def _tensors(target: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Reads which file holds each tensor, by name; raises a ``ValueError`` for an invalid index."""
+    """Returns the file name of each tensor, by tensor name, from the index of a model in several files.
+
+    Raises a ``ValueError`` for an invalid index. An index is also invalid if it names a file outside of its folder.
+    """
     wrong = f"{index} is not the index of a model in several safetensors files."
     with open_regular(index) as file:
         try:
@@ -579,7 +656,12 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Reads the header of a file; raises a ``ValueError`` unless its tensors cover every byte of the file."""
+    """Returns the header of a safetensors file: tensors by name, metadata, and SHA-256 of the header; reads no values.
+
+    Raises:
+      ValueError: the file is not regular; the header is invalid; or the tensors overlap, or do not cover every byte
+        after the header.
+    """
     with open_regular(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         try:
@@ -608,7 +690,15 @@ def read_header(path: Path) -> Header:
 
 
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
-    """Returns a tensor's entry of a header; raises a ``ValueError`` if sizes, dtype or offsets are invalid."""
+    """Converts the header entry of a tensor to a ``StoredTensor``.
+
+    Raises a ``ValueError`` for an invalid size, dtype or offset, and a ``KeyError`` for a missing key.
+
+    Args:
+      path: the file.
+      start: position of the first value in the file, in bytes; offsets in the entry count from there.
+      entry: the entry: ``{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}``.
+    """
     begin, end = entry["data_offsets"]
     for size in (begin, end, *entry["shape"]):
         # `type`, because True is an instance of int; the bound, because NumPy sizes have 64 bits.
@@ -644,7 +734,16 @@ def _holds_floats(wanted: np.dtype, stored: np.dtype) -> bool:
 def _check_fits(
     tensors: Mapping[str, ReadableTensor], likes: Leaves, places: Mapping[str, StoredAt], path: object
 ) -> None:
-    """Raises a ``ValueError`` if a stored tensor does not fit the leaf that it is read into."""
+    """Raises a ``ValueError`` if names, shapes or dtypes of stored tensors do not fit the leaves to import into.
+
+    A tensor fits if its dtype is the leaf's dtype, or a float that the leaf's dtype represents exactly.
+
+    Args:
+      tensors: the tensors of the files, by name.
+      likes: the leaves of the target, by path.
+      places: tensor names and tensor shape of each leaf, by path.
+      path: names the model in the error.
+    """
     needed = {name for place in places.values() for name in place.tensors}
     if problem := names_problem(tensors.keys(), needed, "the parameters have"):
         raise ValueError(f"{path} does not fit the parameters: {problem}.")

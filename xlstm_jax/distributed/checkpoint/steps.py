@@ -33,7 +33,14 @@ def real_path(directory: str | os.PathLike[str]) -> str:
 
 
 def directory_path(directory: str | os.PathLike[str]) -> Directory:
-    """Converts a directory to orbax's path class; raises a ValueError if no folder can be created at the path."""
+    """Converts a directory to an ``etils.epath.Path``, the path class of orbax; a local path becomes absolute.
+
+    Creates no folder.
+
+    Raises:
+      ValueError: the directory is ""; the scheme of a URL is unknown; a link in a local path leads nowhere; or a local
+        path is, or is below, a file.
+    """
     from etils import epath  # a dependency of orbax; untyped
 
     if not os.fspath(directory):
@@ -75,11 +82,12 @@ class StepFolder(NamedTuple):
 
 
 def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> dict[int, StepFolder]:
-    """Returns the folders whose names are step numbers, by the number in the name.
+    """Returns the step folders in a checkpoint directory, by the number in the folder name; {} without a directory.
 
-    An empty folder, or a link that leads nowhere, has a ``problem``. With ``read_records`` the record in each folder is
-    read, too: if the step number in the record differs from the name, ``problem`` says so, and ``saved_as`` is the
-    number in the record. For a URL only names are read.
+    Other names, such as "30.damaged", are skipped. An empty folder, or a link that leads nowhere, has a ``problem``.
+    With ``read_records`` the record in each folder is read, too: if the step number in the record differs from the
+    name, ``problem`` says so, and ``saved_as`` is the number in the record. For a URL ``backend`` lists the numbers,
+    and no record is read.
     """
     if is_url(directory):
         return {number: StepFolder(number) for number in backend.steps()}
@@ -93,7 +101,16 @@ def steps_in(directory: Directory, backend: Backend, *, read_records: bool) -> d
 
 
 def _folder(path: Path, record_file: str) -> StepFolder | None:
-    """Returns the step in a folder and its problem; None for a file, or if a concurrent job removed the folder."""
+    """Returns the ``StepFolder`` of a local folder whose name is a step number: number in the record, and a problem.
+
+    The problem is a text if the folder is empty, is a broken link, or has a record with a different step number.
+    Returns None if ``path`` is a file or does not exist (a concurrent job may remove the folder).
+
+    Args:
+      path: the folder, as ``checkpoints/30``.
+      record_file: path of the JSON record within the folder. With "" no record is read, and ``saved_as`` is the number
+        in the name; likewise if the record cannot be read.
+    """
     number, record = int(path.name), path / record_file  # the folder itself if record_file is ""
     if not os.path.isdir(path):
         return StepFolder(number, NO_FOLDER) if path.is_symlink() else None
@@ -122,7 +139,7 @@ def check_file(path: Directory) -> None:
 
 
 def check_files(folder: Directory) -> None:
-    """Calls ``check_file`` for every file below a local step folder."""
+    """Raises a ``ValueError`` if a local step folder contains, at any depth, a pipe, a device or a socket."""
     for parent, _, names in os.walk(folder):
         for name in names:
             check_file(os.path.join(parent, name))
@@ -133,13 +150,21 @@ def newest(steps: Mapping[int, StepFolder]) -> int | None:
 
 
 def lost_after(steps: Mapping[int, StepFolder], number: int) -> dict[int, str]:
-    """Returns the problems of folders whose name or recorded step is above ``number``, by folder name."""
+    """Returns the problem, as text, of each step folder above ``number`` that has a problem, by the number in its name.
+
+    A folder is above ``number`` if its name or the step number in its record is greater. ``steps`` is from
+    ``steps_in``.
+    """
     problems = {name: folder.problem for name, folder in steps.items() if max(name, folder.saved_as) > number}
     return {name: problem for name, problem in problems.items() if problem}
 
 
 def clear(directory: Directory, backend: Backend, damaged: set[int]) -> None:
-    """Removes empty folders; renames the folders of ``damaged`` steps, and broken links, to ``<number>.damaged``."""
+    """Prepares a directory for writing: removes empty step folders, and renames damaged steps and broken links.
+
+    Step 30 is renamed to ``30.damaged``, or to ``30.damaged-2`` and so on if this name exists. ``damaged`` has the
+    numbers of the steps that a restore has found damaged.
+    """
     # Renamed, not removed: damage may be repaired by hand, and mounting a disk repairs a link.
     for number, step_folder in steps_in(directory, backend, read_records=False).items():
         folder = directory / str(number)

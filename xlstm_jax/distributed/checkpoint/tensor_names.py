@@ -65,7 +65,9 @@ class StoredAt(NamedTuple):
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """Returns tensor names and layout of the leaf at ``path``; without a name map, the tensor name is the path.
+    """Returns tensor names and layout in a file for the leaf at ``path`` with the global shape ``shape``.
+
+    Without a name map (None) the leaf is a single tensor with the path as its name and the same dims.
 
     Raises:
       ValueError: no pattern matches the full path, a name has an unknown group or ``{layer}`` for a scalar, or the dims
@@ -95,7 +97,12 @@ def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> Store
 
 
 def compiled(option: str, pattern: str) -> re.Pattern[str]:
-    """Compiles the regular expression ``pattern`` of the user's argument ``option``; errors name the argument."""
+    """Returns the compiled regular expression ``pattern``, which a user has passed as the argument ``option``.
+
+    Raises:
+      ValueError: the pattern is not a regular expression; names the argument.
+      TypeError: the pattern is not a text; names the argument.
+    """
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -112,7 +119,18 @@ def _same(array: Any) -> Any:
 
 
 def _layout(path: str, shape: tuple[int, ...], dims: str | tuple[str, ...]) -> tuple[Any, Any, Any]:
-    """Returns the shape of the tensor, a function from leaf to tensor, and the inverse function."""
+    """Returns the shape of the tensor for a leaf, a function from leaf to tensor, and the inverse function.
+
+    For a leaf [2, 3, 4] and ``dims`` "d h w -> (h w) d" the shape is (12, 2), and the functions transpose and reshape
+    arrays. If ``dims`` is a tuple without a string for the rank of the leaf, or is (), the dims stay.
+
+    Args:
+      path: names the leaf in errors.
+      shape: shape of the leaf, without the dim of layers if each layer is a tensor.
+      dims: the dims of leaf and tensor in the notation of einops, or a tuple of such strings for different ranks.
+    Raises:
+      ValueError: the string does not name each dim of the leaf once.
+    """
     texts = [dims] if isinstance(dims, str) else list(dims)
     by_rank = {len(text.partition("->")[0].split()): text for text in texts}
     # Several texts are alternatives by rank; a bias keeps its dims. A single text must fit the leaf: a different rank

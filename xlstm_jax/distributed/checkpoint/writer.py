@@ -70,7 +70,11 @@ class Writer:
         _writers[self._key] = (weakref.ref(owner), self)
 
     def _take_over(self, owner: object) -> None:
-        """Closes an earlier writer of the directory; raises a ``CheckpointError`` if a different owner is alive."""
+        """Closes an earlier writer of the same directory in this process, if there is one.
+
+        Raises a ``CheckpointError`` if an object other than ``owner`` owns the earlier writer and is alive. An error of
+        the earlier writer's last save is raised, too.
+        """
         if self._key not in _writers:
             return
         other, writer = _writers[self._key]
@@ -87,7 +91,13 @@ class Writer:
         self.is_open = True
 
     def save(self, step: int, arrays: Arrays, record: Callable[[], Json]) -> None:
-        """Starts to save a step; returns when the buffers of ``arrays`` may be donated."""
+        """Starts to save a step; returns when the buffers of ``arrays`` may be donated.
+
+        ``arrays`` are by path. ``record`` is called in the background and returns the JSON record of the step.
+
+        Raises:
+          CheckpointError: the save cannot be started.
+        """
         self._begun = time.time(), time.monotonic()
         with self._reporting_step(step):
             self._backend.save(step, arrays, record)
@@ -110,7 +120,7 @@ class Writer:
 
     @property
     def hangs(self) -> bool:
-        """Whether the last save is running longer than its time limit, for example in a rename that never returns."""
+        """Whether the last save is still running after its time limit, for example in a rename that never returns."""
         return self._saving is not None and time.monotonic() >= self._deadline and self._backend.is_saving()
 
     def _wait_for_commit(self) -> None:
@@ -129,12 +139,15 @@ class Writer:
         return self._begun[1] + self._timeout_s + _COMMIT_GRACE_S
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the path no longer leads to the locked directory (a link was moved)."""
+        """Raises a ``CheckpointError`` if the path of the directory no longer leads to the directory that is locked.
+
+        A link may have been moved. Does nothing without a lock.
+        """
         if self._lock is not None:
             self._lock.check_place()
 
     def check(self) -> None:
-        """Raises a ``CheckpointError`` if the last save has already failed; does not wait for a running save."""
+        """Raises a ``CheckpointError`` if the last save has failed; does nothing while the save is running."""
         if self._saving is not None and not self._backend.is_saving():
             self.wait()
 
@@ -169,7 +182,10 @@ class Writer:
             raise CheckpointError(message + "Steps saved before it are untouched.") from error
 
     def _hints(self, error: Exception) -> str:
-        """Returns likely causes that the error of a failed save does not contain: a clock jump, little disk space."""
+        """Returns hints for the error of a failed save, as sentences: a jump of the clock, the free space of the disk.
+
+        The text is "" if there is nothing to say.
+        """
         hints = ""
         # Orbax measures its timeout by the system clock.
         jump = time.time() - self._begun[0] - (time.monotonic() - self._begun[1])
@@ -213,7 +229,7 @@ class DirectoryLock:
         os.pwrite(self._file, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def check_place(self) -> None:
-        """Raises a ``CheckpointError`` if the path no longer leads to the locked file."""
+        """Raises a ``CheckpointError`` if the path of the lock file has no file, or not the locked file."""
         try:
             held = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file or 0))
         except (FileNotFoundError, NotADirectoryError):
@@ -236,7 +252,10 @@ _open_locks: set[DirectoryLock] = set()
 
 
 def _open_lock_file(path: str) -> int:
-    """Opens the lock file; raises a ``CheckpointError`` for a link, because the target would be overwritten."""
+    """Opens the lock file for reading and writing, creates a missing file, and returns its file descriptor.
+
+    Raises a ``CheckpointError`` if the path is a link, whose target would be overwritten, or is not a regular file.
+    """
     # O_NONBLOCK: opening a pipe or a device of the same name must not block.
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -256,7 +275,7 @@ _lost: list[str] = []  # errors of saves that failed at exit
 
 
 def _close_in_child() -> None:
-    """Closes the lock files and drops the writers in a child process after ``fork``."""
+    """Closes the lock files in a child process after ``fork``, and forgets the writers without closing them."""
     # A `flock` lock is held while any copy of the file is open: a child that outlives its parent would keep the lock.
     for lock in list(_open_locks):
         lock.close()
@@ -269,14 +288,21 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _finish_at_exit() -> None:
-    """Registers the closing of open writers at the end of the program, before orbax's thread pools shut down."""
+    """Registers ``_close_all``, which closes open writers, to run at the end of the program.
+
+    The function runs before orbax's thread pools shut down. Only the first call has an effect.
+    """
     # The function registered last is called first, and orbax registered its pools at import. Python has no public name
     # for `register_atexit`; functions of `atexit` run too late, after the pools have shut down.
     register_atexit(_close_all)
 
 
 def _close_all() -> None:
-    """Closes all writers at the exit of the process, and collects the errors of lost saves."""
+    """Closes all writers at the exit of the process; writes errors of lost saves to stderr.
+
+    Closing waits for running saves. The errors are kept in ``_lost`` for the exit code. If a save hangs, the process
+    ends here, with exit code 1.
+    """
     cure: list[str] = []
     for _, writer in list(_writers.values()):
         is_late = writer.hangs  # and its error has said so already
@@ -297,7 +323,7 @@ def _close_all() -> None:
 
 @atexit.register
 def _exit_with_an_error() -> None:
-    """Exits with code 1 if a save was lost."""
+    """Ends the process with exit code 1 if a save was lost; else does nothing."""
     # Only `os._exit` can change the exit code at this point. It skips the remaining exit functions; this function was
     # registered at import, so most exit functions have already run.
     if not _lost:

@@ -94,7 +94,11 @@ def elementwise_only(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Returns the error message if the transform is wrong on shards of this tree of global shapes; else None."""
+    """Returns the error message of ``elementwise_only`` if the transform is wrong on shards of the tree; else None.
+
+    ``tree`` has boxed abstract arrays of global shapes. The message names the first link of a chain that is wrong. The
+    result is None if no leaf is split.
+    """
     reason = _why_wrong(tx, tree) if any(leaf.axes for _, leaf in trees.sharded_leaves(tree)) else None
     if reason is None:
         return None
@@ -107,7 +111,11 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Returns why a transform is wrong on shards of the tree, by a trial on a small tree; None if it is right."""
+    """Returns the reason why a transform is wrong on shards, as text, by a trial on a small tree; None if it is right.
+
+    ``tree`` has boxed abstract arrays of global shapes. The small tree has the same paths, boxes and ranks. A transform
+    that raises an exception in the trial is wrong, too.
+    """
     # A leaf split along several dims is cut along each in turn: a transform may combine elements along a single dim.
     cuts = max(sum(map(bool, leaf.names)) for _, leaf in trees.sharded_leaves(tree))
     try:
@@ -118,9 +126,11 @@ def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
 
 
 def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
-    """Returns a tree like ``tree`` in paths, ranks and dtypes, with dims of size 3, and 4 for a dim to be cut in two.
+    """Returns a boxed tree with few random values, and a list with the dim of each leaf to cut in two, in tree order.
 
-    The tree is boxed. Also returns the dim to be cut of each leaf: its ``cut``-th split dim, or the last, or None.
+    The tree is like ``tree`` in paths, ranks and dtypes. Dims have size 3, the dim to cut has size 4. The dim to cut is
+    the ``cut``-th split dim of the leaf, or the last if the leaf has fewer; None if the leaf is not split. Leaves
+    without gradient (frozen, or not floats) become None, and have no entry in the list.
     """
     rng = np.random.default_rng(0)
     trainable, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)
@@ -138,7 +148,15 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
 
 
 def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[int | None]) -> Iterator[str]:
-    """Runs ``tx`` unsharded and in shards, cut along ``dims``; yields a message for each update that differs."""
+    """Compares updates of ``tx`` on unsharded leaves with updates on shards, over eight steps.
+
+    Yields a message for each leaf and step with a difference beyond rounding.
+
+    Args:
+      tx: the transform.
+      params: the small tree of parameters from ``_small_tree``.
+      dims: for each leaf the dim along which it is cut in two shards; None: each shard is the full leaf.
+    """
     # The unsharded run is a vmap, too, over equal copies: the `b2**t` of a scalar and of a vector may round
     # differently, and some transforms magnify that.
     inner = as_inner(tx)
@@ -171,7 +189,10 @@ def _differences(tx: optax.GradientTransformation, params: PyTree, dims: list[in
 
 
 def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
-    """Returns leaves [shards, ...]: each leaf cut along its entry of ``dims``, or repeated if the entry is None."""
+    """Returns the tree with leaves [shards, ...]: each leaf is cut along its dim in ``dims``; for None it is repeated.
+
+    ``dims`` are in tree order; the number of shards is ``_PROBE_SHARDS``, two.
+    """
     values, treedef = jax.tree.flatten(tree)
     n = _PROBE_SHARDS
     shards = [[x] * n if dim is None else jnp.split(x, n, dim) for x, dim in zip(values, dims, strict=True)]
@@ -179,7 +200,10 @@ def _stacked(tree: PyTree, dims: list[int | None]) -> PyTree:
 
 
 def _first_difference(full: np.ndarray, sharded: np.ndarray) -> tuple[float, float] | None:
-    """Returns the first entries (of ``full``, of ``sharded``) that differ by more than rounding; None if all agree."""
+    """Returns the first entries, of ``full`` and of ``sharded``, that differ by more than rounding; None if all agree.
+
+    Of complex entries the real parts are returned. NaN agrees with NaN.
+    """
     eps = float(jnp.finfo(full.dtype).eps)
     full, sharded = full.astype(np.complex128), sharded.astype(np.complex128)
     # Relative to the largest entry: an entry near 0 is a difference of larger numbers, with their rounding errors.
@@ -189,10 +213,10 @@ def _first_difference(full: np.ndarray, sharded: np.ndarray) -> tuple[float, flo
 
 
 def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]:
-    """Yields a tree of gradients, shaped like ``params``, for each trial step.
+    """Yields a tree of gradients, shaped like ``params``, for each of eight trial steps.
 
     Entries are random, mostly positive. Each step has two scales (``_PROBE_SCALES``): one for the first shard of a leaf
-    along its dim in ``dims``, one for the rest of the leaf.
+    along its dim in ``dims``, one for the rest of the leaf, and for a leaf with None in ``dims``.
     """
     rng = np.random.default_rng(1)
     values, treedef = jax.tree.flatten(params)
@@ -208,7 +232,11 @@ def _probe_gradients(params: PyTree, dims: list[int | None]) -> Iterator[PyTree]
 
 
 def _factored_state(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
-    """Returns a message that names the first moment whose shape differs from its parameter's; None without one."""
+    """Returns a message for the first leaf of the optimizer's state with a shape unlike its parameter's; else None.
+
+    Ignores scalars and leaves whose shape does not depend on the parameters. ``tree`` has boxed abstract arrays of
+    global shapes, because optax factors moments only of large dims.
+    """
     # At the real shapes: optax factors moments only for dims of 128 or more, larger than in the small tree.
     params = trees.unbox(tree)
     small = dict(trees.leaves_with_path(jax.eval_shape(tx.init, trees.unbox(_small_tree(tree, 0)[0]))))

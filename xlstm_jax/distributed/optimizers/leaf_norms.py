@@ -114,7 +114,11 @@ def leaf_norms(opt_state: PyTree, params: PyTree) -> dict[str, dict[str, jax.Arr
 
 
 def _norms(of_kinds: Sequence[PyTree]) -> jax.Array:
-    """Returns norms, float32[kinds, leaves], of trees of the same leaves, with a collective for each set of axes."""
+    """Returns L2 norms, float32 [trees, leaves], equal on every device.
+
+    ``of_kinds`` has trees of the same leaves: gradients, parameters, updates. Columns are the float leaves that are not
+    frozen, in tree order. Inside ``shard_map`` norms are of full leaves, by a collective for each set of axes.
+    """
     by_axes: dict[frozenset[str], dict[int, list[jax.Array]]] = {}
     for tree in of_kinds:
         leaves = [(path, leaf) for path, leaf in trees.sharded_leaves(tree) if leaf.is_differentiable]

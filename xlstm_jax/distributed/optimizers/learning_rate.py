@@ -23,7 +23,10 @@ LearningRate = Schedule | Mapping[str, Schedule]
 
 
 def check_learning_rate(source: LearningRate | None) -> None:
-    """Raises a ``TypeError`` if ``source`` is neither None nor a ``LearningRate``."""
+    """Raises a ``TypeError`` unless ``source`` is None, a function, or a non-empty dict whose values are functions.
+
+    The functions are schedules: they return a learning rate for a count of updates.
+    """
     schedules = list(source.values()) if isinstance(source, Mapping) else [source]
     if source is not None and not (schedules and all(map(callable, schedules))):
         raise TypeError(

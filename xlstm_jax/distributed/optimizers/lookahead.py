@@ -73,12 +73,19 @@ def with_slow_params(tx: optax.GradientTransformation) -> optax.GradientTransfor
 
 
 def with_plain_params(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns ``tx``; or ``with_slow_params(tx)``, if ``tx`` needs pairs of fast and slow weights as parameters."""
+    """Returns ``tx`` as an optimizer of plain parameters: ``with_slow_params(tx)`` if needed, else ``tx`` itself.
+
+    Needed for ``optax.lookahead``, and for a chain with ``optax.lookahead``, which take pairs of fast and slow weights.
+    """
     return with_slow_params(tx) if sees_pairs(tx) else tx
 
 
 def as_inner(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Prepares an inner ``tx`` of the library's transforms: accepts any extra argument, takes plain parameters."""
+    """Returns ``tx`` in the form in which the library's transforms call an inner transform.
+
+    The result takes plain parameters, not pairs of fast and slow weights, and accepts any extra argument of ``update``:
+    arguments that ``tx`` does not accept are dropped.
+    """
     return taking_extra_args(with_plain_params(tx))
 
 

@@ -114,7 +114,12 @@ def skip_counts(opt_state: PyTree) -> Metrics:
 def with_skipped_collections(
     optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh
 ) -> ShardedOptimizer:
-    """Wraps an optimizer's ``update``: a skipped step keeps the collections, and metrics count skipped steps."""
+    """Returns the optimizer with an ``update`` for states with ``skip_nonfinite``; a ``Wrapper``.
+
+    If a step is skipped, the collections of the model (such as batch statistics) stay as before the step. A step that
+    would make a finite statistic non-finite is skipped, too. The metrics get the counts of skipped steps
+    (``skip_counts``).
+    """
     del params, mesh
 
     def update(
@@ -138,10 +143,11 @@ SKIPPING_STATES = WrapperOfStates(SkipNonfiniteState, with_skipped_collections)
 
 
 def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Mapping[str, PyTree]) -> jax.Array:
-    """Returns the loss for ``skip_nonfinite``: NaN if the step would make a finite statistic non-finite.
+    """Returns ``loss``; or NaN, so that the step is skipped, if the step would make a finite statistic non-finite.
 
-    Sums of squares overflow before the loss: the variance is then infinite, activations divided by the variance are 0,
-    and the loss is finite.
+    ``before`` and ``after`` are the collections (such as batch statistics) before and after the step. Sums of squares
+    overflow before the loss: the variance is then infinite, activations divided by the variance are 0, and the loss is
+    finite.
     """
     # Integers and keys are always finite.
     pairs = zip(trees.differentiable(before), trees.differentiable(after), strict=True)
@@ -150,7 +156,10 @@ def _nan_where_spoiled(loss: jax.Array, before: Mapping[str, PyTree], after: Map
 
 
 def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
-    """Returns whether loss and gradients are finite on all devices, bool [], equal on every device."""
+    """Returns whether loss and gradients are finite on all devices, bool [], equal on every device.
+
+    ``loss`` may be None. Frozen leaves, and leaves that are not floats, are ignored.
+    """
     looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
     # An "or" over devices. With decisions from local shards devices would drift apart.

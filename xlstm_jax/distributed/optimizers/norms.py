@@ -54,7 +54,10 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def sum_of_squares(value: jax.Array) -> jax.Array:
-    """Returns the sum of the squares of a device's values, float32 or wider."""
+    """Returns the sum of the squares of an array's entries, a scalar of float32 or a wider float.
+
+    Of complex entries the absolute values are squared. Inside ``shard_map`` the sum is over the local shard.
+    """
     wide = value.astype(wide_dtype(value.dtype))
     squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
     return jax.lax.reduce_sum(squares, range(squares.ndim))
@@ -67,7 +70,11 @@ _differentiable_sum = jax.custom_vjp(collectives.psum, nondiff_argnums=(1,))
 
 
 def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-    """Returns the gradients of the sums: the mean of the cotangents over the axes of each sum."""
+    """Returns the gradients of the sums of ``_differentiable_sum``, for a loss that is averaged over devices.
+
+    The result is a tuple with a single list, like ``values``. The gradient of sum i is the mean of cotangent i over the
+    devices of ``axes[i]``.
+    """
     # Over tracked axes (check_vma) JAX has already summed the cotangents, and pmean has no effect: divide below.
     means = collectives.pmean(cotangents, axes)
 
@@ -84,7 +91,15 @@ _differentiable_sum.defvjp(lambda values, axes: (collectives.psum(values, axes),
 
 
 def axes_of_values(path: str, leaf: Sharded, caller: str) -> frozenset[str]:
-    """Returns the axes over which a leaf's values are split; none outside of ``shard_map``, where arrays are global."""
+    """Returns the mesh axes over which a leaf's values are split: the axes of its box inside ``shard_map``.
+
+    Outside of ``shard_map``, where arrays are global, the set is empty. ``path`` and ``caller``, a public function,
+    name leaf and function in errors.
+
+    Raises:
+      ValueError: some of the box's axes are not bound; or the values differ between devices along an axis that the box
+        does not name.
+    """
     axes = leaf.axes
     unbound = [axis for axis in axes if not collectives.is_bound(axis)]
     if len(unbound) == len(axes) and not collectives.manual_axes():
@@ -137,6 +152,8 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
     Under ``check_vma=True`` a type shows the axes along which a value differs between devices. A parameter whose
     gradient differs along more axes than the parameter would drift apart, and JAX's error names neither leaf nor cause.
+    Leaves without a parameter of the same path in ``params``, which may be None, are not checked. ``caller`` begins the
+    error.
     """
     of_params = dict(trees.sharded_leaves(params))  # empty for an optimizer without parameters
     for path, leaf in trees.sharded_leaves(grads):
@@ -147,7 +164,10 @@ def check_averaged(grads: PyTree, params: PyTree, caller: str) -> None:
 
 
 def not_averaged(path: str, leaf: Sharded, stray: list[str], caller: str) -> str:
-    """Returns the error text for a leaf that differs between devices along axes that its box does not name."""
+    """Returns the error text for a leaf that differs between devices along axes that its box does not name.
+
+    ``stray`` are these axes; ``caller``, a public function, begins the text.
+    """
     declared = f"its box names {leaf.names}" if any(leaf.names) else "it is in no box"
     return (
         f"{caller}: '{path}' of shape {np.shape(leaf.value)} differs between devices along "

@@ -58,7 +58,7 @@ class StateBox(Sharded, repr=False):
 
 
 def is_state_box(leaf: PyTree) -> bool:
-    """Returns whether a leaf of an optimizer's state is in a ``StateBox``."""
+    """Returns whether a leaf of an optimizer's state is in a ``StateBox``, a box from an optax transform."""
     return isinstance(leaf, StateBox)
 
 
@@ -78,13 +78,19 @@ def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
 
 
 def owners(opt_state: PyTree, params: PyTree) -> list[str]:
-    """Returns for each leaf of an optimizer's state the path of the leaf's parameter; without one, the leaf's path."""
+    """Returns for each leaf of an optimizer's state, in tree order, the path of the parameter that the leaf belongs to.
+
+    For a leaf without a parameter, such as a count, the entry is the path of the leaf itself.
+    """
     paths = {path: path for path, _ in trees.leaves_with_path(params)}
     return [owner_of_state(path, paths) or path for path, _ in trees.leaves_with_path(opt_state)]
 
 
 def states_of(opt_state: PyTree, state_type: type[State]) -> list[State]:
-    """Returns all instances of ``state_type``, as ``SkipNonfiniteState``, at any depth of an optimizer's state."""
+    """Returns all instances of ``state_type``, as ``SkipNonfiniteState``, at any depth of an optimizer's state.
+
+    Instances inside other instances are included, after the outer instances. The result is [] without instances.
+    """
 
     def is_it(node: Any) -> bool:
         return isinstance(node, state_type)
@@ -117,20 +123,31 @@ def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """Converts parameters or gradients to arrays for optax, without boxes and padding; None for an untrained leaf."""
+    """Converts parameters or gradients to arrays for optax, without boxes and padding, in the same tree.
+
+    A leaf that is not trained (frozen, or not a float) becomes None.
+    """
     leaves = [leaf for _, leaf in trees.sharded_leaves(tree)]
     return trees.with_leaves(tree, [true_value(leaf) if leaf.is_differentiable else None for leaf in leaves])
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """Returns ``tree`` with ``values`` in its boxes; inverts ``trainable``. Leaves without gradient are unchanged."""
+    """Returns ``tree`` with new values of the trained leaves, in the boxes and with the padding of ``tree``.
+
+    ``values`` is a tree as ``trainable`` returns it; the inverse of ``trainable``. Leaves that take no gradient are
+    unchanged.
+    """
     trainable, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
     return put_back([rebox(p, stored_value(p, value)) for p, value in zip(trainable, values, strict=True)])
 
 
 def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
-    """Converts the state that optax returned to the stored form: moments get the padding and boxes of parameters."""
+    """Converts the state that optax returned to the stored form: a moment gets the padding and box of its parameter.
+
+    ``params`` are the parameters in their boxes. Leaves whose parameter is not padded, whose shape differs from the
+    parameter's, or without a parameter stay as they are.
+    """
     by_path = dict(trees.sharded_leaves(params))
     if all(leaf.stores_value for leaf in by_path.values()):
         return opt_state
@@ -145,7 +162,10 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
 
 
 def given_state(opt_state: PyTree) -> PyTree:
-    """Converts a stored state to the form for ``tx.update``: without boxes and padding, except each ``StateBox``."""
+    """Converts an optimizer's state as stored to the form for ``tx.update``: moments lose their boxes and padding.
+
+    A leaf in a ``StateBox``, a box that the transform itself put around the leaf, stays in the box.
+    """
     leaves = [leaf for _, leaf in trees.leaves_with_path(opt_state)]
     given = [true_value(leaf) if is_box(leaf) and not is_state_box(leaf) else leaf for leaf in leaves]
     return trees.with_leaves(opt_state, given)
@@ -178,15 +198,25 @@ LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
 
 
 def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
-    """Returns by path each leaf of boxed parameters, and the ``PartitionSpec`` of its values on the mesh."""
+    """Returns (leaf, spec) for each leaf of boxed parameters, by path: the spec of its values on the mesh.
+
+    The spec has no axes of size 1.
+    """
     return {path: (leaf, trees.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
 
 
 def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
     """Returns the tree of an optimizer's state with a ``NamedSharding`` for each leaf.
 
-    A leaf is split like its parameter, a leaf without a parameter is replicated. ``by_path`` has the parameters, as
-    ``leaves_and_specs`` returns them.
+    A leaf is split like its parameter, and a leaf without a parameter is replicated. A leaf in a ``StateBox`` is split
+    over the axes that the box names. A leaf with a shape unlike its parameter's is split over the parameter's axes
+    along a dim that these axes divide. With ZeRO-1 a leaf is also split over the axes along which its parameter has
+    copies.
+
+    Args:
+      opt_state: the state as stored, arrays or abstract.
+      by_path: the parameters, as ``leaves_and_specs`` returns them.
+      mesh: the mesh of the shardings.
     """
 
     def sharding(path: str, leaf: PyTree) -> NamedSharding:
@@ -207,7 +237,11 @@ def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | Abs
 
 
 def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the spec of a leaf of the optimizer's state whose shape differs from that of its parameter ``owner``."""
+    """Returns the spec of a leaf of the optimizer's state whose ``shape`` differs from its parameter's, ``owner``.
+
+    The leaf is split over all axes of the parameter along the largest dim that these axes divide. If the axes divide no
+    dim, the leaf is replicated.
+    """
     sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
     # No minimum size: the threshold avoids gathers of small parameters, and state is never gathered.
     dim = choose_shard_dim(shape, (None,) * len(shape), sizes, min_weight_size=0).dim
@@ -217,7 +251,11 @@ def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | Ab
 def _split_further(
     spec: PartitionSpec, shape: tuple[int, ...], copies: Copies, mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Returns ``spec`` with a dim also split over the axes along which the parameter has copies (ZeRO-1)."""
+    """Returns ``spec`` with a dim also split over the axes along which the parameter has copies (ZeRO-1).
+
+    The dim is the dim with the largest shard among dims whose shards the number of copies divides. Without such a dim
+    ``spec`` is returned unchanged. ``shape`` is the global shape of the leaf of the optimizer's state.
+    """
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     # Local sizes: the copies divide the dims after the parameter's axes.
@@ -281,7 +319,10 @@ class Placement:
     """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``."""
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``."""
+        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``.
+
+        For device memory, the choice of this class, the result is ``optimizer`` itself.
+        """
         del params, mesh
         return optimizer
 
@@ -333,7 +374,10 @@ _LAYOUT: ContextVar[ParameterLayout | None] = ContextVar("layout of the paramete
 
 
 def parameter_layout() -> ParameterLayout | None:
-    """Returns the layout of the parameters while ``init`` or ``update`` of a ``ShardedOptimizer`` runs; else None."""
+    """Returns the layout (mesh, boxes and specs) of the parameters that are being optimized.
+
+    The result is None unless ``init`` or ``update`` of a ``ShardedOptimizer`` is running.
+    """
     return _LAYOUT.get()
 
 
@@ -369,7 +413,11 @@ def sharded_optimizer(
 
 
 def _kinds(opt_state: PyTree) -> set[object]:
-    """Returns the classes of all nodes of an optimizer's state, and the memories of its arrays."""
+    """Returns the classes of all nodes of an optimizer's state, and the memory spaces of its arrays, in a set.
+
+    Classes are node types of the pytree, such as ``tuple`` or ``SkipNonfiniteState``; memory spaces are of type
+    ``jax.memory.Space``.
+    """
     kinds: set[object] = set()
     waiting = [opt_state]
     while waiting:
@@ -383,7 +431,10 @@ def _kinds(opt_state: PyTree) -> set[object]:
 
 
 def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers for skipped steps, offload and so on."""
+    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers for skipped steps, offload and so on.
+
+    ``params`` are boxed parameters on ``mesh``, arrays or abstract: only boxes, shapes and dtypes are read.
+    """
     called = taking_extra_args(tx)
     by_path = leaves_and_specs(params, mesh)
     padded = [path for path, (leaf, _) in by_path.items() if not leaf.stores_value]
@@ -419,6 +470,9 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
 
 
 def _placed_as(tree: PyTree, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns a tree of global arrays, leaf i constrained to the sharding ``specs[i]``; a box is a leaf."""
+    """Returns a tree of global arrays with leaf i, in tree order, constrained to the sharding ``specs[i]`` on the mesh.
+
+    A box is a leaf.
+    """
     shardings = trees.with_leaves(tree, [NamedSharding(mesh, spec) for spec in specs])
     return jax.lax.with_sharding_constraint(tree, shardings)

@@ -36,7 +36,10 @@ _Values = dict[core.Var, Any]
 
 
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Wraps an optimizer's ``update``, so that it accepts a state with leaves in host memory."""
+    """Returns the optimizer with an ``update`` that accepts a state with leaves in host memory; a ``Wrapper``.
+
+    The update copies these leaves to the device and back, group by group, as ``streamed``.
+    """
     del mesh
 
     def update(
@@ -138,12 +141,16 @@ class _Moment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of a device's shard."""
+        """Bytes of the shard that a device stores of the moment."""
         return math.prod(self.sharding.shard_shape(self.value.shape)) * self.value.dtype.itemsize
 
 
 def _grouped(moments: Sequence[_Moment]) -> list[list[_Moment]]:
-    """Groups moments to be copied together: one large moment, or small ones up to ``GROUP_BYTES``; smallest first."""
+    """Groups moments (leaves of the state on the host) that are copied together: a large moment, or several small ones.
+
+    A group of several moments has at most ``GROUP_BYTES`` per device. Parameters with the fewest bytes of moments come
+    first; moments of a parameter are adjacent, in the order of ``moments``.
+    """
     by_owner: dict[str, list[_Moment]] = defaultdict(list)
     for moment in moments:
         by_owner[moment.owner].append(moment)
@@ -170,7 +177,10 @@ def _read(values: _Values, x: core.Var | core.Literal) -> Any:
 
 
 def _inlined(closed: Any, *arguments: jax.Array) -> list[Any]:
-    """Evaluates a jaxpr, with the equations of jitted functions in place of calls of these functions."""
+    """Returns the results of a closed jaxpr for ``arguments``, computed without calls of jitted functions.
+
+    In place of each call, at any depth, the equations of the jitted function are evaluated.
+    """
     names = (*closed.jaxpr.constvars, *closed.jaxpr.invars)
     values: _Values = dict(zip(names, (*closed.consts, *arguments), strict=True))
     for eqn in closed.jaxpr.eqns:
@@ -183,7 +193,13 @@ def _inlined(closed: Any, *arguments: jax.Array) -> list[Any]:
 
 
 def _evaluated(closed: Any, eqns: Sequence[core.JaxprEqn], values: _Values) -> _Values:
-    """Evaluates the equations ``eqns`` of a jaxpr; returns their results by variable. ``values`` has the inputs."""
+    """Returns the results of some equations of the closed jaxpr ``closed``, by output variable.
+
+    Args:
+      closed: the jaxpr that has the equations.
+      eqns: the equations, in order; a later equation may use results of an earlier equation.
+      values: values by variable, with every other input of the equations.
+    """
     made = [x for eqn in eqns for x in eqn.outvars if not isinstance(x, core.DropVar)]
     needed = {x: values[x] for eqn in eqns for x in eqn.invars if not isinstance(x, core.Literal) and x in values}
     part = closed.jaxpr.replace(constvars=[], invars=list(needed), outvars=made, eqns=list(eqns))

@@ -34,7 +34,10 @@ from xlstm_jax.introspection import closure
 
 
 def check_transform(tx: Any, caller: str) -> None:
-    """Raises a ``TypeError`` if ``tx`` is not an optax transform: a pair of functions ``init`` and ``update``."""
+    """Raises a ``TypeError`` if ``tx`` is not an optax transform: an object with functions ``init`` and ``update``.
+
+    ``caller``, a public function, begins the error.
+    """
     if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         called = f"Call it: {tx.__name__}(...) returns one" if hasattr(tx, "__name__") else "As optax.adamw(1e-3)"
         raise TypeError(f"{caller}: tx is {kind_of(tx)}, and no optimizer with init and update. {called}.")
@@ -87,7 +90,10 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
-    """Returns a ``Part`` for a transform and for each transform within, outermost first."""
+    """Returns a ``Part`` for an optax transform and for each transform within, at any depth, outermost first.
+
+    A ``Part`` has the name of the function that made the transform, and the values in its closure.
+    """
     global _last_read
     # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
     if _last_read is None or _last_read[0] is not tx:
@@ -111,7 +117,11 @@ def _parts(tx: optax.GradientTransformation) -> list[Part]:
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
-    """Returns whether a transform needs pairs (fast, slow weights): ``optax.lookahead``, or a chain with it."""
+    """Returns whether ``tx`` takes pairs (``optax.LookaheadParams``: fast and slow weights) in place of parameters.
+
+    True for ``optax.lookahead``, and for a chain or ``inject_hyperparams`` with ``optax.lookahead`` inside, at any
+    depth.
+    """
     if LOOKAHEAD not in [part.name for part in parts(tx)]:
         return False
     closure_values = _held(tx)
@@ -124,7 +134,11 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
 
 
 def around_lookahead(tx: optax.GradientTransformation) -> str | None:
-    """Returns the name of a transform around ``optax.lookahead`` that does not pass pairs of weights on, or None."""
+    """Returns the name, as "masked", of a transform around ``optax.lookahead`` that passes no pairs of weights on.
+
+    Returns None without such a transform: ``tx`` has no ``optax.lookahead``, or only chains or ``with_slow_params``
+    around ``optax.lookahead``.
+    """
     closure_values = _held(tx)
     if isinstance(closure_values.get("tx"), TRANSFORMS):
         return around_lookahead(closure_values["tx"])
@@ -137,7 +151,10 @@ def around_lookahead(tx: optax.GradientTransformation) -> str | None:
 
 
 def after_average(tx: optax.GradientTransformation) -> str | None:
-    """Returns the name of the transform after a ``with_ema`` in a chain, at any depth, or None."""
+    """Returns the name of the transform that directly follows ``with_ema`` (an average of weights) in a chain.
+
+    Chains are searched at any depth of ``tx``. Returns None if no transform other than ``optax.identity`` follows.
+    """
     for link, following in itertools.pairwise(links(tx)):
         if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
             return name_of(following)
@@ -145,7 +162,10 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
-    """Returns factors of updates as functions of the update count: schedules, then constants; [] if all constant."""
+    """Returns factors of the updates, each as a function of the update count: schedules first, then constant factors.
+
+    ``of_parts`` are the parts of an optimizer. Returns [] for parts without a schedule, even with constant factors.
+    """
     result: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
     for part in of_parts:
@@ -160,9 +180,14 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
-    """Returns, by path, whether the mask of weight decay of a part of an optimizer includes a parameter.
+    """Returns whether an optimizer's part applies weight decay to a parameter, by path, according to the part's mask.
 
-    ``params`` has shapes without boxes. None: the part has no mask of weight decay, or the mask raises for shapes.
+    None if the part has no mask of weight decay, or if the mask is a function that raises for shapes in place of
+    arrays.
+
+    Args:
+      part: a part of the optimizer, from ``parts``.
+      params: the tree of parameters without boxes, with a shape in place of each array.
     """
     mask = part.closure_values.get("mask")
     if part.name == "inject_hyperparams":  # keeps the mask among the arguments that are not numbers
@@ -186,7 +211,11 @@ def _own_name(tx: optax.GradientTransformation) -> str:
 
 
 def _factory(closure_values: Mapping[str, Any]) -> Part | None:
-    """Returns the part for a factory that ``inject_hyperparams`` calls; for a ``functools.partial`` of its function."""
+    """Returns a ``Part`` for the factory, such as ``optax.adamw``, that ``inject_hyperparams`` calls in each update.
+
+    ``closure_values`` are the closure variables of a transform, by name. For a ``functools.partial`` the name is of its
+    function. Returns None if the transform is not from ``inject_hyperparams``.
+    """
     made = closure_values.get("inner_factory")
     made = getattr(made, "func", made)
     name = getattr(made, "__name__", None)
@@ -194,7 +223,11 @@ def _factory(closure_values: Mapping[str, Any]) -> Part | None:
 
 
 def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns all transforms that a transform contains, under any name: ``inner``, ``adv_optimizer``."""
+    """Returns all transforms directly inside a transform: links of a chain, and transforms in ``closure_values``.
+
+    ``closure_values`` are the closure variables of ``tx`` by name; the name does not matter: ``inner``,
+    ``adv_optimizer``.
+    """
     transforms = [link for link in links(tx) if link is not tx]
     for value in closure_values.values():
         transforms += _transforms_of(value)
@@ -202,7 +235,10 @@ def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any])
 
 
 def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
-    """Returns the transforms in a value: the value itself, or entries of lists, tuples and dicts."""
+    """Returns the transforms in a value of any type: the value itself, or entries of lists, tuples and dicts, nested.
+
+    Returns [] if the value has no transforms.
+    """
     # A transform is a tuple, too.
     if isinstance(value, TRANSFORMS):
         return [value]
@@ -212,7 +248,11 @@ def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
 
 
 def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns the transforms to which a transform passes updates: ``inner``, ``transforms``, links of a chain."""
+    """Returns the transforms to which ``tx`` passes updates, only a level deep; [] for a simple transform.
+
+    The transforms are the links of a chain, the transform inside ``masked`` or another wrapper, or the transforms of
+    ``partition``. ``closure_values`` are the closure variables of ``tx`` by name.
+    """
     # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
     several = closure_values.get("transforms")
     inside = [
@@ -224,7 +264,7 @@ def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any])
 
 
 def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
-    """Returns by name the closure variables of ``tx.update``; if it is a method, the attributes of its object."""
+    """Returns the closure variables of ``tx.update`` by name; for a method ``update``, the attributes of its object."""
     owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
     return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)
 
@@ -304,7 +344,16 @@ def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
 
 
 def _with_names(error: TypeError, extra_args: dict[str, Any], passed: dict[str, Any]) -> TypeError:
-    """Returns the error to raise in place of a ``TypeError`` of an update: names a missing extra argument, if any."""
+    """Returns the error to raise in place of a ``TypeError`` that the update of an optimizer has raised.
+
+    If Python's text says that arguments are missing, the result names these arguments and a cure. Any other error, or
+    an error in a call without extra arguments, is returned unchanged.
+
+    Args:
+      error: the error.
+      extra_args: the extra arguments of the call, by name.
+      passed: the extra arguments that were left in the last attempt, without arguments that a transform has rejected.
+    """
     missing = MISSING.search(str(error))
     if missing is None or not extra_args:
         return error
@@ -336,7 +385,10 @@ def _needs_more(who: str, needed: str) -> str:
 
 
 def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
-    """Checks, before tracing, that a step can call the optimizer; returns the transforms within (``Part``).
+    """Checks, before tracing, that a step can call the optimizer; returns the parts of the optimizer.
+
+    The result has a ``Part`` for ``tx`` and for each transform within, outermost first. ``caller`` begins the text of
+    errors.
 
     Raises:
       ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or

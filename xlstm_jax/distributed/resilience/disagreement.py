@@ -44,5 +44,5 @@ def named_devices(devices: Sequence[Device]) -> str:
 
 
 def _first_few(texts: Sequence[str]) -> str:
-    """Returns the first ``NAMED_AT_MOST`` texts, and dots in place of further texts."""
+    """Returns the first ``NAMED_AT_MOST`` texts, joined by "; ", with "; ..." at the end if further texts follow."""
     return "; ".join(texts[:NAMED_AT_MOST]) + ("; ..." if len(texts) > NAMED_AT_MOST else "")

@@ -161,10 +161,11 @@ class LoopGuard:
         self._watch(f"step {step + 1}", self._step_timeout_s)
 
     def should_stop(self, step: int) -> bool:
-        """Whether to save a checkpoint and leave the loop, because a process received SIGTERM or Ctrl-C.
+        """Returns whether to save a checkpoint and leave the loop, because a process received SIGTERM or Ctrl-C.
 
         Call ``should_stop`` in every process after every step, with the step number. The result becomes True in every
         process after the same step: processes agree on the step through JAX's preemption service, without a collective.
+        Raises a ``ValueError`` outside of the guard's ``with`` block.
         """
         self._entered("should_stop")
         self._unheard = False
@@ -193,13 +194,26 @@ class LoopGuard:
         self._entered("watch").watch(activity, timeout_s)
 
     def _entered(self, method: str) -> Watchdog:
-        """Returns the watchdog; raises a ``ValueError`` that names ``method`` if the ``with`` block was not entered."""
+        """Returns the guard's watchdog, which is created on entry of the ``with`` block.
+
+        Raises a ``ValueError`` that names ``method``, the calling method, if the block was not entered.
+        """
         if self._watchdog is None:
             raise ValueError(f"{method} of a LoopGuard outside of its block; write 'with LoopGuard(...) as guard:'.")
         return self._watchdog
 
     def _check_pending(self) -> None:
-        """Waits for the values of the pending step, and raises if training must not continue with its update."""
+        """Checks the loss and skip counters of the pending step, after a wait until they are computed.
+
+        The pending step is the last step that was passed to ``step_done`` and is not checked yet. Afterwards no step is
+        pending. Does nothing if no step is pending.
+
+        Raises:
+          ValueError: the loss was donated (with counters: the counter).
+          ReplicaError: devices of this process hold different losses.
+          NonFiniteError: the loss is not finite; or, with counters of ``skip_nonfinite``, too many consecutive steps
+            were skipped.
+        """
         if self._pending is None:
             return
         (step, held), self._pending = self._pending, None
@@ -221,16 +235,23 @@ class LoopGuard:
             )
 
     def _failed_shard(self) -> str | None:
-        """Returns the error of a local device that failed to compute a loss; always None in a single process."""
+        """Returns the error, as text, of a local device that failed to compute one of the last two losses; else None.
+
+        Does not wait. In a run of a single process the result is always None.
+        """
         if jax.process_count() == 1:
             return None
         losses = [loss for loss in self._in_flight if isinstance(loss, jax.Array)]
         return next(filter(None, map(_failure_of, losses)), None)
 
     def _listen(self) -> None:
-        """Installs handlers for SIGTERM and Ctrl-C.
+        """Installs handlers for SIGTERM and Ctrl-C, after which ``should_stop`` is True.
 
-        In a run of several processes JAX's preemption service handles SIGTERM and notifies every process.
+        In a run of several processes JAX's preemption service handles SIGTERM and notifies every process. Ctrl-C is
+        handled only if the guard is entered in the main thread and Python's default handler is installed.
+
+        Raises:
+          ValueError: the guard of a single process is entered outside of the main thread.
         """
         several = jax.distributed.is_initialized()
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -261,9 +282,11 @@ class LoopGuard:
             self._previous_handlers[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
 
     def _close(self, error: BaseException | None) -> None:
-        """Stops the watchdog and restores the handlers; after an error in a run of several processes, ends the process.
+        """Stops the watchdog and restores the signal handlers, at the end of the ``with`` block.
 
-        The process ends because other processes would wait for it.
+        After an error in a run of several processes, prints the error and ends this process instead, because other
+        processes would wait for it; except after ``sys.exit`` with code 0. ``error`` is the exception that leaves the
+        block, or None.
         """
         # `leave` never returns, so the error is printed here.
         if error is not None and jax.process_count() > 1 and (code := _exit_code(error)):
@@ -275,7 +298,10 @@ class LoopGuard:
 
 
 def _failure_of(loss: jax.Array) -> str | None:
-    """Returns the error of a device that failed to compute a loss; None without an error or for a donated loss."""
+    """Returns a text with the error of a local device that failed to compute the loss; None if no device has failed.
+
+    Does not wait for shards of the loss that are still computed. A donated loss is no failure.
+    """
     shard = None
     try:
         for shard in loss.addressable_shards:
@@ -302,7 +328,11 @@ def _checked_timeout(name: str, timeout_s: float | None) -> float | None:
 
 
 def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the loss and the skip counters, and starts the host transfers of the values that will be read."""
+    """Returns the loss and, if present, the two skip counters from a step's metrics, by name.
+
+    Starts the host transfers of the values that will be read: the loss, and the counter of consecutive skipped steps.
+    Raises a ``ValueError`` if the metrics have no loss.
+    """
     if LOSS not in metrics:
         raise ValueError(
             f"step_done: the metrics have no {LOSS!r}, their names are {sorted(metrics)}. Pass {{{LOSS!r}: value}}, "
@@ -318,7 +348,7 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decisive(values: Mapping[str, Any]) -> Any:
-    """Returns the value by which a step is judged: the counter of skipped steps or, without counter, the loss."""
+    """Returns the value by which a step is judged: the counter of consecutive skipped steps, else the loss."""
     # With the counter a non-finite loss is not an error: the update was skipped.
     return values.get(SKIPPED_IN_A_ROW, values[LOSS])
 
@@ -335,7 +365,11 @@ def _check_skipped(step: int, values: dict[str, Any], limit: int) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Returns the exit code after an exception; 0 for a successful ``sys.exit()``."""
+    """Returns the exit code for an exception that leaves the guard's block.
+
+    130 for a ``KeyboardInterrupt``; the code of a ``SystemExit`` (0 for ``sys.exit()``, 1 for a text); 13 for any other
+    exception.
+    """
     # With code 0 the process ends as usual, through JAX's barrier, which every process reaches after success.
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED

@@ -81,8 +81,9 @@ def check_replicas(tree: PyTree) -> None:
 def check_local_replicas(path: str, value: Any) -> None:
     """Raises a ``ReplicaError`` if the devices of this process hold different bits of a replicated array.
 
-    Reads the local shards and runs no program, so a single process may call this function. Bits of a NaN may differ.
-    Does nothing for a value that is not a ``jax.Array``, is split over devices, or is donated.
+    Reads the local shards and runs no program, so a single process may call this function. Entries that are NaN on
+    every device agree, whatever their bits. Does nothing for a value that is not a ``jax.Array``, is split over
+    devices, or is donated. ``path`` names the array in the error.
 
     >>> check_local_replicas("loss", jax.device_put(1.0, NamedSharding(mesh, PartitionSpec())))
     """
@@ -98,7 +99,13 @@ def check_local_replicas(path: str, value: Any) -> None:
 
 
 def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> ReplicaError:
-    """Returns the error for the leaves ``wrong`` of ``count`` leaves, each with its groups of equal devices."""
+    """Returns the error for leaves whose replicas differ.
+
+    Args:
+      wrong: each such leaf, with groups of devices that hold equal values, the largest group first. ``devices`` of the
+        error are the devices of the further groups.
+      count: number of leaves that were compared.
+    """
     return ReplicaError(
         f"{len(wrong)} of {count} leaves are declared equal on several devices and are not",
         [device for _, (_, *others) in wrong for devices in others for device in devices],
@@ -109,7 +116,11 @@ def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> Repli
 
 
 def _copied(path: str, value: Any) -> list[_Copied]:
-    """Returns the leaf in a list if several devices hold the same shard of the leaf, else an empty list."""
+    """Returns ``[leaf]``, a ``_Copied``, if several devices hold the same shard of the array ``value``; else [].
+
+    Devices of other processes count, too. The result is also [] for an empty array and for a value that is no
+    ``jax.Array``.
+    """
     if not isinstance(value, jax.Array) or value.size == 0:
         return []
     # By the sharding instead of the addressable shards: replicas may be on devices of other processes.
@@ -121,7 +132,12 @@ def _copied(path: str, value: Any) -> list[_Copied]:
 
 
 def _local_table(values: list[jax.Array]) -> np.ndarray:
-    """Computes the checksums on the local devices: uint32 [local device, leaf, 2], 0 for a leaf on other devices."""
+    """Returns checksums of the arrays in ``values`` on each local device: uint32 [local device, array, 2].
+
+    Each checksum, two words, is of the bits of a device's shard; no values are exchanged. Rows are in the order of
+    ``jax.local_devices()``, with rows of 0 at the end up to the largest number of local devices in any process. The
+    checksum of an array that a device does not hold is 0.
+    """
     # One program per set of devices: the arrays of a program must be on the same devices.
     groups = defaultdict(list)
     for index, value in enumerate(values):
@@ -139,7 +155,11 @@ def _local_table(values: list[jax.Array]) -> np.ndarray:
 
 
 def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
-    """Combines the buffers of the devices into an array that is split over the devices, one buffer per device."""
+    """Combines the shards of ``value`` into a global array on ``mesh``, split over its devices along dim 0.
+
+    ``mesh`` has a single axis. The shard of each device stays in place, and is the device's shard of the result:
+    replicas [2, 3] on 8 devices become [16, 3]. Scalars become [devices], PRNG keys become key data.
+    """
     # Declared as split: the compiler may assume that the replicas of a replicated array are equal, which this module
     # must check.
     buffers = [shard.data for shard in value.addressable_shards]
@@ -152,7 +172,10 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
-    """Computes the checksums of the buffers per device, uint32 [device, leaf, 2], without collectives."""
+    """Returns checksums of each device's shards, uint32 [device, array, 2], split over the devices of ``mesh``.
+
+    ``values`` are arrays of ``_side_by_side``. The program has no collectives.
+    """
 
     def on_device(values: list[jax.Array]) -> jax.Array:
         return jnp.stack([checksum(value) for value in values])[None]
@@ -162,10 +185,10 @@ def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
 
 
 def _on_all_processes(table: np.ndarray) -> dict[Device, np.ndarray]:
-    """Gathers the tables of every process; returns a row for each device of the job.
+    """Gathers the tables of every process; returns the row of each device of the job, uint32 [leaf, 2], by device.
 
-    ``table`` has the checksums of the local devices, uint32 [local device, leaf, 2]: a checksum is two words. A row is
-    [leaf, 2]. Every process must call this function.
+    ``table`` has the checksums of the local devices from ``_local_table``, uint32 [local device, leaf, 2]: a checksum
+    is two words. Every process must call this function; raises a ``TimeoutError`` if a process does not.
     """
     # An exchange with a time limit, because the next line would wait forever for a missing process.
     allgather_text("", "check_replicas")
@@ -181,6 +204,11 @@ def _groups(leaf: _Copied, sums: dict[Device, np.ndarray], index: int) -> list[l
     """Returns groups of devices with equal replicas, largest group first, for the first shard whose replicas differ.
 
     Returns [] if the replicas of every shard are equal.
+
+    Args:
+      leaf: the leaf, with the devices that hold each shard.
+      sums: checksums [leaf, 2] of the devices, by device.
+      index: position of the leaf in ``sums``.
     """
     for devices in leaf.holders:
         groups = defaultdict(list)

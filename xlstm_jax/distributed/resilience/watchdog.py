@@ -61,23 +61,26 @@ class Watchdog:
         self._thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, without a time limit until the first ``watch``."""
+        """Starts the watchdog's thread; without a time limit until the first ``watch``."""
         self._timer_stderr = _stderr_that_does_not_block()
         self._thread.start()
 
     def watch(self, activity: str, timeout_s: float | None) -> None:
-        """Restarts the clock for ``activity``, limited to ``timeout_s`` seconds; None: without limit."""
+        """Restarts the clock for an operation: the process ends if ``timeout_s`` seconds pass before the next call.
+
+        ``activity`` names the operation in the message, as "step 3". If ``timeout_s`` is None, there is no limit.
+        """
         before, self._watched = self._watched, _Watched(activity, time.monotonic(), timeout_s)
         # With an unchanged limit the thread restarts the timer at its next poll, and a step needs no call into C.
         if timeout_s != before.timeout_s:
             self._restart_timer()
 
     def rename(self, activity: str) -> None:
-        """Renames the watched operation without restarting the clock."""
+        """Changes the name of the watched operation in the message; the clock and the limit stay."""
         self._watched = self._watched._replace(activity=activity)
 
     def stop(self) -> None:
-        """Ends the thread and the timer."""
+        """Stops watching: ends the watchdog's thread and cancels the timer of faulthandler."""
         # The thread ends first, because a running thread would restart the timer.
         self._stopped.set()
         self._thread.join()
@@ -86,7 +89,11 @@ class Watchdog:
             os.close(self._timer_stderr)
 
     def _look(self) -> None:
-        """Ends the process after the deadline, or after a failure of another process; runs in a background thread."""
+        """Polls until ``stop``, in a background thread; ends the process after the time limit, or after a failure.
+
+        A failure is a text from ``find_failure`` at two consecutive polls. The exit code is 14 after the time limit,
+        and 13 after a failure.
+        """
         failure = None
         while not self._stopped.is_set():
             watched = self._watched
@@ -123,7 +130,7 @@ class Watchdog:
 
 
 def _stderr_that_does_not_block() -> int:
-    """Opens a non-blocking descriptor for stderr if stderr is a pipe or terminal on Linux; else returns descriptor 2.
+    """Returns a new non-blocking file descriptor of stderr if stderr is a pipe or a terminal on Linux; else 2.
 
     A copy (``os.dup``) would share its flags with every copy, also in other processes, so the descriptor is opened
     again. Files never block. Sockets, and pipes of a different user, cannot be opened again: the timer may then block,
@@ -137,7 +144,7 @@ def _stderr_that_does_not_block() -> int:
 
 
 def _stacks() -> bytes:
-    """Returns the stacks of every thread in the format of faulthandler."""
+    """Returns the stacks of all threads of this process as text, at most 64 KiB, in the format of faulthandler."""
     # Through a pipe, because faulthandler only writes to descriptors. The pipe is read afterwards: text beyond its
     # 64 KiB is dropped, because the write end does not block.
     reader, writer = os.pipe()

@@ -23,7 +23,11 @@ _GAP_BYTES = (1, 2, 4)
 
 
 def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the tensors of a delta from ``before`` to ``after``; {} if both are equal in every bit.
+    """Returns the tensors of a delta from ``before`` to ``after``, by name in the file; {} if all bits are equal.
+
+    ``gaps:<name>`` has the number of unchanged entries before each changed entry, ``values:<name>`` the bits of the
+    changed entries as unsigned integers. If ``after`` has no more bytes than both together, or if ``before`` is None,
+    the result is ``{"tensor:<name>": after}``.
 
     Args:
       name: name of the tensor.
@@ -55,10 +59,15 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
 
 
 def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | None) -> np.ndarray | None:
-    """Returns the tensor ``name`` after a delta.
+    """Returns the tensor ``name`` after a delta; the inverse of ``encoded``.
 
-    Returns a new array; or ``before`` itself if the delta does not change the tensor; or None if the delta does not fit
-    ``before``. ``before`` is None if the previous version has no tensor ``name``.
+    The result is a new array; or ``before`` itself if the delta does not change the tensor; or None if the delta does
+    not fit ``before``.
+
+    Args:
+      name: name of the tensor.
+      delta: the tensors of the delta by name in the file, as ``gaps:<name>``.
+      before: the tensor of the previous version; None if the previous version has no tensor ``name``.
     """
     if WHOLE + name in delta:
         return np.array(delta[WHOLE + name])
@@ -77,12 +86,16 @@ def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | Non
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """Returns a flat view of the entries as unsigned integers."""
+    """Returns a flat view of the entries of an array as unsigned integers of the same width."""
     return array.reshape(-1).view(f"uint{8 * array.dtype.itemsize}")
 
 
 def _split(gaps: np.ndarray, width: int) -> np.ndarray:
-    """Splits gaps into gaps of ``width`` bytes: 600 becomes 255, 255, 88; the first two end at unchanged entries."""
+    """Splits gaps (numbers of unchanged entries) that do not fit into unsigned integers of ``width`` bytes.
+
+    With 1 byte a gap of 600 becomes 255, 255, 88: each 255 ends at an unchanged entry that is stored like a changed
+    entry.
+    """
     reach = 1 << (8 * width)  # number of entries from one of these unchanged entries to the next
     extra = gaps // reach
     stored = np.full(gaps.size + int(extra.sum()), reach - 1, f"uint{8 * width}")

@@ -69,14 +69,17 @@ def file_name(version: int, process: int, number: int, delta: bool) -> str:
 
 
 def index_file(directory: Path, index_version: int | None) -> Path:
-    """Returns the path of the index of the delta ``index_version``, or with None of the index of the full version."""
+    """Returns the path of the index of the delta with the number ``index_version``; None: of the newest full version.
+
+    An index is a JSON file that lists the files of a version.
+    """
     if index_version is None:
         return index_file_of(directory / DEFAULT_NAME)
     return directory / f"model-{index_version:08}.delta.json"
 
 
 def digest_of(array: np.ndarray) -> str:
-    """Returns the SHA-256 of dtype, shape and bytes of an array."""
+    """Returns the SHA-256 of dtype, shape and bytes of an array, in hexadecimal digits."""
     digest = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode())
     # Block by block, so that the digest needs only one block of memory beyond the array.
     bits = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -91,8 +94,13 @@ def digest_of(array: np.ndarray) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mapping[str, str]) -> str:
     """Writes a safetensors file, atomically; returns the SHA-256 of its header.
 
+    Args:
+      path: the file.
+      tensors: values by name.
+      digests: ``digest_of`` each tensor by name, written to the metadata of the header.
     Raises:
       OSError: the file cannot be written.
+      ImportError: the package safetensors is not installed.
     """
     try:
         from safetensors import SafetensorError
@@ -120,7 +128,11 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
 
 
 def write_index(directory: Path, index: Index) -> None:
-    """Writes an index, atomically; this publishes the version."""
+    """Writes the index of a version to ``directory``, atomically; readers find the version from then on.
+
+    All files of the version must be in the folder before. The index of a full version replaces the index of the
+    previous full version.
+    """
     metadata: Json = {"total_size": index.total_size, "version": index.version, "files": index.files}
     content: Json = {"metadata": metadata}
     if index.since is None:
@@ -214,7 +226,7 @@ def _read_index(path: Path) -> Index:
 
 
 def read_files(directory: Path, index: Index) -> tuple[dict[str, Header], dict[str, str]]:
-    """Returns the headers of the files of a version, by file name, and the digests of all tensors.
+    """Returns the headers of the files of a version, by file name, and digests of the tensors, by tensor name.
 
     Raises:
       FileNotFoundError: a file has been deleted.

@@ -142,7 +142,7 @@ class Chain:
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the tensors of the newest version of the chain."""
+        """Digests of the tensors of the chain's newest version, by name: SHA-256 of dtype, shape and bytes."""
         return self._steps[-1].digests
 
     def array(self, name: str) -> np.ndarray:
@@ -156,7 +156,12 @@ class Chain:
     def arrays_from(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the tensors of the newest version of the chain, by name.
 
-        ``arrays`` are the tensors of an older version, or {} to start at the full version.
+        ``arrays`` are the tensors of a version of the chain, or {} to start at the full version. Unchanged tensors are
+        returned as passed.
+
+        Raises:
+          VersionNeededError: ``arrays`` are of no version of the chain, and the newest version is a delta.
+          ValueError: a tensor in the files is damaged.
         """
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         digests = {name: digest_of(array) for name, array in arrays.items()}
@@ -171,7 +176,8 @@ class Chain:
     def _steps_in(self, digests: Mapping[str, str]) -> int:
         """Returns the position in the chain of the first version to apply to arrays with these digests.
 
-        Returns 0 to read the full version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
+        ``digests`` are by tensor name. The position is 0 to read the full version, and the length of the chain if the
+        arrays are of its newest version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
         and the newest version is a delta.
         """
         for position in reversed(range(len(self._steps))):

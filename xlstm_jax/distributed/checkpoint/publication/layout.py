@@ -47,32 +47,42 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def leaves(self) -> Iterator["Tensor"]:
-        """Yields the model's tensors, or parts of tensors, in the order of ``assembled`` and ``split_tensor``."""
+        """Yields the leaves of this tree of parts: each is a tensor of the model, or a part of a tensor of the model.
+
+        The order is the order of ``assembled`` and ``split_tensor``.
+        """
         if not self.parts:
             yield self
         for part in self.parts:
             yield from part.leaves()
 
     def sources(self) -> Iterator[str]:
-        """Yields the names of the model's tensors, in the order in which ``assembled`` takes them."""
+        """Yields the name of the model's tensor for each leaf, in the order in which ``assembled`` takes the tensors.
+
+        A tensor of which several parts are used is named several times.
+        """
         for leaf in self.leaves():
             yield leaf.name
 
     def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
-        """Builds the tensor from the model's tensors, given in the order of ``sources``."""
+        """Returns the values of this tensor, from ``arrays``: the model's tensors in the order of ``sources``."""
         if not self.parts:
             return self.part_of(next(arrays))
         parts = [part.assembled(arrays) for part in self.parts]
         return np.stack(parts, self.dim) if self.is_new_dim else np.concatenate(parts, self.dim)
 
     def part_of(self, array: np.ndarray) -> np.ndarray:
-        """Returns the part at ``place`` of the model's tensor, as a view."""
+        """Returns the part of ``array`` at ``place``, as a view; ``array`` is the model's tensor, undivided."""
         for index in self.place:
             array = array[index]
         return array
 
     def split_tensor(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
-        """Yields the model's tensors, or parts of tensors, each with its values as a view of ``array``."""
+        """Yields (leaf, values) for each leaf of this tree.
+
+        ``array`` has the values of this tensor, and the yielded values are views of it. A leaf describes a tensor of
+        the model, or a part of a tensor of the model. The inverse of ``assembled``.
+        """
         if not self.parts:
             yield self, array
         start = 0
@@ -87,7 +97,10 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors after the rule is applied, by name."""
+        """Returns the tensors after the rule is applied, by name, from the tensors before, without values.
+
+        Raises a ``ValueError`` if the rule does not fit the tensors.
+        """
         ...
 
 
@@ -269,7 +282,7 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 
 
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
-    """Converts tensors of the model to the tensors of the reader, by name.
+    """Converts tensors of the model to the tensors of the reader (the program that reads published files), by name.
 
     Raises:
       ValueError: a rule does not fit the tensors; names the tensors.

@@ -128,7 +128,14 @@ def publish(
 
 
 def _newest(directory: Path, since: int | None) -> dict[str, int]:
-    """Returns the numbers of the newest version and of the newest full version; 0 for both in an empty folder."""
+    """Returns ``{"newest": n, "full": m}`` for a folder: the numbers of the newest version and newest full version.
+
+    Both are 0 in an empty folder. Creates a missing folder.
+
+    Raises:
+      FileExistsError: the folder has a file ``model.safetensors``.
+      ValueError: version ``since`` is neither the newest full version nor a later delta; or an index is damaged.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if (single := directory / DEFAULT_NAME).exists():
         raise FileExistsError(f"{single} exists, and readers would take it for the publication; choose another folder.")
@@ -143,9 +150,10 @@ def _newest(directory: Path, since: int | None) -> dict[str, int]:
 
 
 def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
-    """Runs ``work`` in process 0 and returns its result in every process.
+    """Runs ``work`` in process 0 and returns its result in every process; an error is raised in every process.
 
-    Other processes may see an older state of the folder, and so do not run ``work``.
+    Every process must call this function. Other processes may see an older state of the folder, and so do not run
+    ``work``.
     """
     errors = ValueError, FileExistsError, OSError
     result = raise_on_all(lambda: work() if jax.process_index() == 0 else {}, errors, "publish")
@@ -155,7 +163,11 @@ def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
 def _files(
     version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> dict[str, list[str]]:
-    """Returns the names of the tensors in each file of a process, by file name."""
+    """Assigns the tensors ``names`` of a process to files of a full version.
+
+    Returns the names of the tensors in each file, by file name. Tensors keep their order. A file has at most
+    ``max_file_bytes`` of values, or a single larger tensor. ``tensors`` has the description of each tensor, by name.
+    """
     groups = grouped_by_bytes({name: tensors[name].nbytes for name in names}, max_file_bytes)
     return {file_name(version, process, number, delta=False): group for number, group in enumerate(groups)}
 
@@ -163,7 +175,15 @@ def _files(
 def _received(
     by_process: list[list[str]], tensors: Mapping[str, Tensor], sources: Mapping[str, TensorToWrite]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, values) of each tensor that this process writes, in the layout of the file."""
+    """Yields (name, values) of each tensor that this process writes, unsharded, in the layout of the file.
+
+    Every process must exhaust the iterator, which runs collectives.
+
+    Args:
+      by_process: for each process the names of the tensors that the process writes, in the order of writing.
+      tensors: for each name the tensor of the file, described as parts of the model's tensors.
+      sources: the model's tensors, by name.
+    """
     to_send = [
         [(source, Source(*sources[source].to_gather())) for name in some for source in tensors[name].sources()]
         for some in by_process
@@ -179,7 +199,13 @@ def _received(
 def _write_files(
     directory: Path, files: Mapping[str, list[str]], arrays: Iterator[tuple[str, np.ndarray]]
 ) -> dict[str, str]:
-    """Writes the files of this process; returns the SHA-256 of each header, by file name."""
+    """Writes this process's files of a full version; returns the SHA-256 of each file's header, by file name.
+
+    Args:
+      directory: the folder of the publication.
+      files: the names of the tensors of each file, by file name.
+      arrays: (name, values) of the tensors, in the order of ``files``.
+    """
     written = {}
     for file, names in files.items():
         group = dict(next(arrays) for _ in names)
@@ -190,9 +216,15 @@ def _write_files(
 
 
 def _write_delta(directory: Path, version: int, since: int, arrays: Iterator[tuple[str, np.ndarray]]) -> dict[str, str]:
-    """Writes the changes of this process's tensors since version ``since``, as a single file.
+    """Writes the entries of this process's tensors that have changed since version ``since``, as a single file.
 
-    Returns the SHA-256 of the header, by file name.
+    Args:
+      directory: the folder of the publication, which also has the files of version ``since``.
+      version: number of the new version.
+      since: number of the version to compare with.
+      arrays: (name, values) of each tensor that this process writes.
+    Returns:
+      A dict with one entry: the SHA-256 of the file's header, by file name.
     """
     base = Chain(directory, read_indices(directory), since)
     delta: dict[str, np.ndarray] = {}

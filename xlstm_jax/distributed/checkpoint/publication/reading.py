@@ -110,7 +110,10 @@ class TensorOfPieces:
             )
 
     def values(self) -> np.ndarray:
-        """Returns the values: a view of the file if one stored tensor holds the values, else a new array."""
+        """Returns the values: a view of the file if a single stored tensor holds the values, else a new array.
+
+        Raises a ``ValueError`` if two stored tensors repeat the same part with different values.
+        """
         first, *others = self._pieces
         if not others and not first.source.place:
             return first.values()

@@ -79,10 +79,10 @@ class _Piece(NamedTuple):
 def received(sources: Sequence[Source | None]) -> np.ndarray | None:
     """Returns the unsharded values of this process's source, by an all-to-all; None if this process has no source.
 
-    Every process must call this function, with the same sources.
+    A source is a leaf, or a layer of a leaf. Every process must call this function, with the same sources.
 
     Args:
-      sources: for each process the source that the process receives, or None.
+      sources: for each process, in order of the process index, the source that the process receives, or None.
     """
     me, processes = jax.process_index(), range(jax.process_count())
     pieces = [_pieces(source, writer) for writer, source in enumerate(sources)]
@@ -117,9 +117,11 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
 
 
 def _pieces(source: Source | None, writer: int) -> list[_Piece]:
-    """Returns pieces that cover the source; the pieces and their order are equal in every process.
+    """Returns pieces (a place in the source, and the device that sends the values) that together cover the source once.
 
-    A fully addressable array has pieces only in the process ``writer``.
+    The pieces and their order are equal in every process, except for a fully addressable array: it has pieces only in
+    the process ``writer``, which receives the source. Returns [] for no source, and for a leaf that is no
+    ``jax.Array``. A copy in the process ``writer`` is preferred to other copies of a shard.
     """
     if source is None or not isinstance(source.leaf, jax.Array):
         return []
@@ -160,17 +162,21 @@ def _values(source: Source, piece: _Piece) -> np.ndarray:
 
 
 def _as_bytes(source: Source | None, pieces: Sequence[_Piece]) -> Iterator[np.ndarray]:
-    """Yields the bytes of each piece, uint8 [bytes]; copies one piece at a time to the host."""
+    """Yields the bytes of each piece of the source, uint8 [bytes]; copies one piece at a time to the host.
+
+    The pieces must be on devices of this process.
+    """
     for piece in pieces:
         assert source is not None
         yield np.ascontiguousarray(_values(source, piece)).reshape(-1).view(np.uint8)
 
 
 def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.ndarray]:
-    """Sends ``parts[w]``, of at most ``longest`` bytes, to process w.
+    """Sends ``parts[w]``, uint8 arrays of at most ``longest`` bytes in total, to process w, for every process w.
 
-    Returns an array of received bytes, uint8 [sender, bytes], for each device of this process. Concatenating these
-    arrays along dim 1 results in the padded row of each sender.
+    Every process must call this function, with the same ``longest``. Returns an array of received bytes, uint8 [sender,
+    bytes], for each device of this process. Concatenating these arrays along dim 1 results in a row for each sender:
+    the bytes that the sender has sent, in order, padded with zeros.
     """
     mesh = _mesh_of_processes()
     processes, devices = mesh.devices.shape
@@ -213,10 +219,12 @@ def _to_writers(mesh: Mesh) -> Any:
 
 
 def received_in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields names and unsharded values of this process's sources. Every process must exhaust the iterator.
+    """Yields name and unsharded values of each source of this process, in order.
+
+    In round i each process receives its source i. Every process must exhaust the iterator.
 
     Args:
-      sources: for each process the names and sources that the process receives.
+      sources: for each process, in order of the process index, the names and sources that the process receives.
     """
     me = jax.process_index()
     for i in range(max(map(len, sources))):

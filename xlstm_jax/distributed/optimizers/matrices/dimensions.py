@@ -53,13 +53,13 @@ class MatrixChoice:
 
     @property
     def axes(self) -> tuple[Shape, Shape]:
-        """Dims of the inputs, and dims of the outputs; only for a matrix."""
+        """(dims of the inputs, dims of the outputs) in the leaf, as non-negative numbers; only for a matrix."""
         assert self.dims is not None
         return normalized(self.dims, len(self.shape))
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Numbers of inputs and outputs of each matrix."""
+        """(number of inputs, number of outputs) of each matrix; only for a leaf with matrices."""
         inputs, outputs = (math.prod(self.shape[dim] for dim in dims) for dims in self.axes)
         return inputs, outputs
 
@@ -70,7 +70,9 @@ class MatrixChoice:
 
 
 def normalized(dims: MuonDimensionNumbers, ndim: int) -> tuple[Shape, Shape]:
-    """Returns (dims of the inputs, dims of the outputs) as tuples of non-negative numbers.
+    """Returns (dims of the inputs, dims of the outputs) of a leaf of ``ndim`` dims, as tuples of non-negative numbers.
+
+    Numbers out of range are returned unchanged.
 
     >>> normalized(optax.contrib.MuonDimensionNumbers(-3, (-2, -1)), 3)
     ((0,), (1, 2))
@@ -108,7 +110,10 @@ def matrix_dimensions(overrides: Overrides | None = None) -> Callable[[PyTree], 
 
 
 def full_shapes(tree: PyTree) -> dict[str, Shape]:
-    """Returns the global shape, without padding, of each leaf by path; also for shards inside ``shard_map``."""
+    """Returns the global shape of each leaf of a tree, without padding, by path.
+
+    Inside ``shard_map``, where the values are shards, boxes lead from the shapes of shards to global shapes.
+    """
 
     def shape(leaf: Sharded) -> Shape:
         stored = stored_shape(leaf)
@@ -118,7 +123,10 @@ def full_shapes(tree: PyTree) -> dict[str, Shape]:
 
 
 def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = None) -> dict[str, MatrixChoice]:
-    """Returns a ``MatrixChoice`` for each leaf, by path; ``overrides`` as for ``matrix_dimensions``."""
+    """Returns the decision whether each leaf is a matrix, with the dims and the reason: a ``MatrixChoice`` by path.
+
+    ``shapes`` are the global shapes of the leaves, by path. ``overrides`` and errors are as for ``matrix_dimensions``.
+    """
     overrides = _checked(overrides or {}, shapes)
 
     def choice(path: str, shape: Shape) -> MatrixChoice:
@@ -132,7 +140,15 @@ def choose_matrices(shapes: Mapping[str, Shape], overrides: Overrides | None = N
 
 
 def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[MuonDimensionNumbers | None, str]:
-    """Returns the dims of a leaf's matrices, or None, without overrides; and the reason, as text."""
+    """Returns the dims of a leaf's matrices, or None for a leaf without matrices; and the reason, as text.
+
+    The decision is by names and shapes, without overrides: biases, scales, lookup tables, output layers and leaves with
+    fewer than two dims have no matrices. A kernel of more than two dims has the dims of its bias as outputs. ``shapes``
+    are the global shapes of all leaves, by path; ``shape`` is the shape of the leaf at ``path``.
+
+    Raises:
+      ValueError: a kernel has more than two dims in each layer and no bias.
+    """
     name, ndim = _name(path), len(shape)
     if name in _VECTORS:
         return None, f"a {name} is a vector"
@@ -165,9 +181,10 @@ def _by_rule(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> tuple[Muon
 
 
 def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
-    """Returns the number of a leaf's layer dims: leading dims common to every leaf of an enclosing module.
+    """Returns how many leading dims of the leaf at ``path`` count layers; 0 for a leaf of a single layer.
 
-    The evidence is a vector of the module with these dims: a scale of a norm, or a bias, with two dims.
+    Dims count layers if every leaf of an enclosing module begins with them, and a vector of this module, such as the
+    scale of a norm, has them in addition to a single dim. ``shapes`` are the global shapes of all leaves, by path.
     """
     parts, most = path.split("/"), 0
     for depth in range(len(parts)):
@@ -180,7 +197,11 @@ def _stacked_dims(path: str, shapes: Mapping[str, Shape]) -> int:
 
 
 def _shows_layer_dims(path: str, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
-    """Returns whether a leaf has a vector for each layer, unlike a bias of 16 x 128 of a kernel of 2048 x 16 x 128."""
+    """Returns whether a leaf is a bias or scale with a vector for each layer, [layers, features].
+
+    False for a vector without layers, and for a bias of 16 x 128 beside a kernel of 2048 x 16 x 128, whose dims are all
+    features. ``shape`` is the shape of the leaf; ``shapes`` are the shapes of all leaves, by path.
+    """
     if _name(path) not in _VECTORS or len(shape) < 2:
         return False
     kernel = shapes.get(_sibling(path, _KERNEL))
@@ -192,12 +213,12 @@ def _name(path: str) -> str:
 
 
 def _names_above(path: str) -> list[str]:
-    """Returns the names in a leaf's path above the leaf's module."""
+    """Returns the names in a leaf's path above the leaf's module: ["a"] for "a/dense/kernel", [] for "dense/kernel"."""
     return path.split("/")[:-2]
 
 
 def _sibling(path: str, name: str) -> str:
-    """Returns the path of the parameter ``name`` in the module of the leaf at ``path``."""
+    """Returns the path of the parameter ``name`` in the module of the leaf ``path``: "a/bias" beside "a/kernel"."""
     return f"{path.rpartition('/')[0]}/{name}".lstrip("/")
 
 
@@ -206,7 +227,10 @@ def _is_table(path: str) -> bool:
 
 
 def _unsettled(path: str, shape: Shape, stacked: int) -> str:
-    """Returns the error text for a kernel with unknown input dims; shows the override to pass."""
+    """Returns the error text for a kernel with unknown input dims; the text has an override to pass.
+
+    ``stacked`` is the number of leading dims that count layers.
+    """
     outputs = tuple(range(stacked + 1, len(shape)))
     return (
         f"{path!r} of shape {shape} has {len(shape)} dims and no bias: which dims are inputs, outputs or layers is "
@@ -216,7 +240,10 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
 
 
 def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
-    """Returns the overrides, after checks: each pattern matches a leaf, and dims fit the leaf."""
+    """Returns ``overrides`` unchanged, after checks against the shapes of all leaves, by path.
+
+    Raises a ``ValueError`` if a pattern matches no leaf, or, like ``check_dims``, if dims do not fit a matching leaf.
+    """
     for pattern, dims in overrides.items():
         fitting = fnmatch.filter(shapes, pattern)
         if not fitting:
@@ -229,7 +256,12 @@ def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
 
 
 def check_dims(path: str, shape: Shape, dims: Any) -> None:
-    """Raises a ``TypeError`` or ``ValueError`` if ``dims`` are not dims of a matrix in the leaf; names the leaf."""
+    """Raises an error if ``dims`` are not the dims of a matrix in the leaf at ``path``; None is accepted.
+
+    Raises:
+      TypeError: ``dims`` are not ``MuonDimensionNumbers``.
+      ValueError: there is no input dim or no output dim, a dim is named twice, or a dim is out of range.
+    """
     if dims is None:
         return
     if not isinstance(dims, MuonDimensionNumbers):
@@ -244,7 +276,13 @@ def check_dims(path: str, shape: Shape, dims: Any) -> None:
 
 
 def choices_of(muon_dims: Any, params: PyTree) -> dict[str, MatrixChoice]:
-    """Returns a ``MatrixChoice`` by path from ``muon_dims``, the dims in any form that ``muon`` accepts."""
+    """Returns the decision whether each leaf is a matrix, with its dims: a ``MatrixChoice`` by path.
+
+    Args:
+      muon_dims: None, for the rules of ``matrix_dimensions``; or a tree of ``MuonDimensionNumbers`` and None, a prefix
+        of such a tree, or a function from parameters to such a tree.
+      params: the parameters, boxed or not; also shards inside ``shard_map``.
+    """
     shapes = full_shapes(params)
     if muon_dims is None:
         return choose_matrices(shapes)

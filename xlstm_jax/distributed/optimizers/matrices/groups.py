@@ -51,7 +51,7 @@ class MatrixForm:
 
     @property
     def true(self) -> Shape:
-        """Sizes of the dims of both sides, without padding."""
+        """Sizes of the dims of the shorter side, then of the longer side, without padding."""
         return (*self.short, *self.long)
 
     @property
@@ -106,7 +106,11 @@ class MatrixGroup:
 
     @property
     def count(self) -> int:
-        """Number of matrices. Each device along ``axes`` has a shard of each matrix."""
+        """Number of matrices of which a device has shards.
+
+        Along ``axes`` each device has a shard of each matrix; along ``form.stack_axes`` devices have different
+        matrices.
+        """
         return sum(leaf.count for leaf in self.leaves)
 
     @property
@@ -115,7 +119,11 @@ class MatrixGroup:
 
     @property
     def splits_when_sent(self) -> tuple[tuple[int, Axes], ...]:
-        """(dim, axes) for each split dim of the sent matrices; ``copy_axes`` are innermost."""
+        """(dim, axes) for each dim of a matrix that is split in the exchange: split dims, and ``copy_axes_dim``.
+
+        Dims count from 0 in the order of the form: shorter side, longer side. In the axes of ``copy_axes_dim``,
+        ``copy_axes`` are innermost.
+        """
         if self.copy_axes_dim is None:
             return self.form.splits
         split_axes = dict(self.form.splits)
@@ -134,11 +142,17 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """Returns the ``MatrixForm`` and ``MatrixLeaf`` of a leaf with matrices, whose shards have shape ``local``.
+    """Returns the form of a leaf's matrices, by which leaves are grouped, and the leaf's dims in the order of the form.
 
-    With ``any_order`` owners merge slices in the axis order of the mesh instead of the leaf, so that leaves split over
-    the same axes in different orders have the same form. The optimizer's rule must then not depend on the order of rows
-    and columns.
+    Args:
+      choice: the decision, which must have dims of a matrix.
+      local: shape of the shard of a device.
+      names: for each dim the axes that split the dim.
+      sizes: sizes of the mesh axes, in mesh order.
+      dtype: name of the dtype of the leaf.
+      any_order: owners merge slices in the axis order of the mesh instead of the leaf, so that leaves split over the
+        same axes in different orders have the same form. The optimizer's rule must then not depend on the order of rows
+        and columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
@@ -169,7 +183,11 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """Groups leaves by form, and chooses owners. Largest work first: computed while smaller groups are sent."""
+    """Groups leaves of equal form, and chooses the owner devices of each group; returns the groups, largest work first.
+
+    A large group is then computed while smaller groups are sent. ``sizes`` are the sizes of the mesh axes, in mesh
+    order.
+    """
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
         by_form[form].append(leaf)
@@ -179,10 +197,12 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """Returns rounds, lists of groups to send together: owners left idle by a small group get matrices of more groups.
+    """Returns rounds in order, lists of groups to send together: a small group would leave owners without work.
 
-    A round takes as long as its largest matrix. Only for rules without state, because the owner of a matrix depends on
-    the remaining groups.
+    A group joins the first round with the same owner devices and dtype if all matrices of the round are then at most as
+    many as owners; ``first_place`` of the group is then the next free owner. Other groups start a round. A round takes
+    as long as its largest matrix. Only for rules without state, because the owner of a matrix depends on the remaining
+    groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -201,7 +221,11 @@ def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
-    """Returns the group with its owner devices: along split axes, and along axes of copies if copies save work."""
+    """Returns the group with its owner devices: along the axes that split the matrices, and along axes of copies.
+
+    Along axes of copies devices have equal shards. These axes are added as far as they reduce the number of matrices
+    per owner, and not for small groups. ``sizes`` are the sizes of the mesh axes, in mesh order.
+    """
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)
     alone = replace(group, axes=_in_order(form.split_axes, sizes), num_owners=owners)
@@ -215,7 +239,11 @@ def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
 
 
 def _with_copies(group: MatrixGroup, copies: Axes, sizes: Mapping[str, int]) -> MatrixGroup | None:
-    """Returns the group with further owners along the axes ``copies``; None if the axes divide no dim of the shards."""
+    """Returns the group with further owners along the axes ``copies``, along which devices have equal shards.
+
+    The largest dim of the shards that the number of copies divides is split again along these axes. Returns None if
+    there is no such dim. ``sizes`` are the sizes of the mesh axes.
+    """
     count, local = math.prod(sizes[axis] for axis in copies), list(group.form.stored)
     for dim, axes in group.form.splits:
         local[dim] //= math.prod(sizes[axis] for axis in axes)

@@ -48,14 +48,23 @@ _REPORTS: ContextVar[list[MatrixReport] | None] = ContextVar("reports of optimiz
 
 @contextmanager
 def recording_matrices() -> Iterator[list[MatrixReport]]:
-    """Yields a list that receives a ``MatrixReport`` from each optimizer for matrices initialised in the context."""
+    """Context that yields a list, to which each optimizer for matrices adds a ``MatrixReport`` in ``init``."""
     reports: list[MatrixReport] = []
     with set_context(_REPORTS, reports):
         yield reports
 
 
 def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoice], any_order: bool) -> None:
-    """Adds a ``MatrixReport`` to the list of ``recording_matrices``, if active; an optimizer's ``init`` calls this."""
+    """Adds a ``MatrixReport`` to the list of ``recording_matrices``; does nothing outside of this context.
+
+    An optimizer's ``init`` calls this function.
+
+    Args:
+      rule: name of the optimizer, as "muon".
+      params: the parameters that ``init`` gets.
+      choices: whether each leaf is a matrix, by path.
+      any_order: as for ``matrix_leaf``.
+    """
     reports = _REPORTS.get()
     if reports is not None:
         groups = place_of(params).groups(choices, any_order)
@@ -104,7 +113,10 @@ class Place:
     mesh: Mesh | AbstractMesh | None
 
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
-        """Returns the groups of all matrices in the leaves; ``any_order`` as for ``matrix_leaf``."""
+        """Returns the groups of all matrices in the leaves, with their owners, largest work first.
+
+        ``choices`` has the decision for each leaf, by path; ``any_order`` is as for ``matrix_leaf``.
+        """
         matrices = []
         for path, value in self.values.items():
             if choices[path].dims:
@@ -114,7 +126,12 @@ class Place:
 
 
 def place_of(tree: PyTree) -> Place:
-    """Returns the layout of a tree's leaves: inside ``shard_map`` from boxes, outside from ``parameter_layout``."""
+    """Returns values and layout (shapes of shards, axes of dims, axis sizes) of a tree's leaves, by path.
+
+    Inside ``shard_map`` the layout is from the boxes, and values are shards. Outside the layout is from
+    ``parameter_layout``, and values are global arrays. Without ``parameter_layout``, on a mesh of a single device, or
+    if a path is not a path of a parameter, values are treated as unsharded arrays of a single device.
+    """
     leaves = trees.sharded_leaves(tree)
     values = {path: _in_order(leaf.value, leaf.store) for path, leaf in leaves}
     # Inside `shard_map` arrays are shards already, even if a step around the call has set a layout.
@@ -128,13 +145,16 @@ def place_of(tree: PyTree) -> Place:
 
 
 def _in_order(stored: jax.Array, store: Store) -> jax.Array:
-    """Returns a stored array with its dims permuted to the order of the value, which a ``MatrixChoice`` uses."""
+    """Returns a stored array with its dims in the order of the value, to which the dims of a ``MatrixChoice`` refer.
+
+    A ``Store`` may store the dims of a value in another order.
+    """
     order = store.order(stored.ndim)
     return stored if order == tuple(range(stored.ndim)) else jnp.transpose(stored, order)
 
 
 def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
-    """Returns a value with its dims permuted to the order of the stored array, which a ``Store`` may have changed."""
+    """Returns a value with its dims in the order of the stored array; the inverse of ``_in_order``."""
     order = store.order(value.ndim)
     return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 
@@ -144,7 +164,10 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
-    """Returns the layout of global arrays, padded to the shapes in which parameters are stored."""
+    """Returns the place of global arrays whose paths are parameters of ``layout``: split like these parameters.
+
+    The values of the result are padded to the shapes in which parameters are stored.
+    """
     stores = {path: layout.params[path].store for path in values}
     padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
     specs = {path: layout.specs[path] for path in values}
@@ -162,9 +185,18 @@ def map_groups(
     state: Mapping[str, PyTree] | None = None,
     any_order: bool = False,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Calls ``fn(groups, shards by path, state by group)`` on each device; returns the new tree and the new state.
+    """Calls ``fn`` for the matrices of a tree, inside ``shard_map``; returns the new tree and the new state.
 
-    Inside ``shard_map`` the leaves are shards already. Outside, with a layout, the function enters a ``shard_map``.
+    Inside ``shard_map`` the leaves are shards already. Outside, with a layout of the parameters, this function enters a
+    ``shard_map``; without, ``fn`` gets unsharded arrays.
+
+    Args:
+      fn: ``fn(groups, values, state)`` with the groups of matrices, this device's shards by path and its state by name
+        of the group. Returns new shards by path (leaves that are missing stay unchanged) and the new state by name.
+      tree: the tree, for example of momentum.
+      choices: whether each leaf is a matrix, by path.
+      state: state by name of the group; None for {}.
+      any_order: as for ``matrix_leaf``.
     """
     place, state = place_of(tree), state or {}
     groups = place.groups(choices, any_order)
@@ -188,7 +220,10 @@ def map_groups(
 
 
 def named_groups(groups: Sequence[MatrixGroup]) -> dict[str, MatrixGroup]:
-    """Returns the groups by name; groups of equal size get numbers."""
+    """Returns the groups by name, in order: rows x columns, and a number for a further group of this size.
+
+    For example "64x256", "64x256_1", "64x256_2".
+    """
     by_name: dict[str, MatrixGroup] = {}
     for group in groups:
         number = sum(other.name == group.name for other in by_name.values())

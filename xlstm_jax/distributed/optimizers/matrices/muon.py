@@ -157,7 +157,15 @@ def _scale_by_muon(
     adaptive: bool,
     exchange_dtype: str | None,
 ) -> optax.GradientTransformation:
-    """Makes the transform ``optax.contrib.scale_by_muon`` for split leaves: Muon without learning rate and decay."""
+    """Makes the transform ``optax.contrib.scale_by_muon`` for split leaves: Muon without learning rate and decay.
+
+    Args:
+      choices: whether each leaf is a matrix, by path.
+      ns_coeffs: coefficients of Newton-Schulz, (3,) or (n, 3).
+      orthogonal: takes matrices [n, rows, columns] and coefficients; returns orthogonalised matrices.
+      exchange_dtype: dtype in which matrices are sent; None: unchanged.
+      beta, mu_dtype, nesterov, adaptive: as in optax.
+    """
 
     def init(params: PyTree) -> MuonState:
         mu = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -191,17 +199,23 @@ def _scale_by_muon(
 
 
 def _scaled_by_dual_norm(update: Sharded, momentum: jax.Array) -> jax.Array:
-    """Returns the update, multiplied by its inner product with the momentum; both are over the full leaf."""
+    """Returns the local shard of an update, multiplied by the inner product of update and momentum.
+
+    The inner product is over the full leaf, with a sum over devices inside ``shard_map``. ``momentum`` is the local
+    shard.
+    """
     axes = [axis for axis in update.axes if collectives.is_bound(axis)]
     (product,) = collectives.psum([jnp.sum(momentum.conj() * update.value)], [axes])
     return product * update.value
 
 
 def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax.GradientTransformation:
-    """Makes optax's transform that scales updates by shape: equal steps for any width, or steps as large as AdamW's.
+    """Makes optax's transform that multiplies updates by a factor that depends on the size of the leaf's matrices.
 
-    The first is from github.com/KellerJordan/Muon, the second (``consistent_rms``) from Liu et al., "Muon is Scalable
-    for LLM Training", 2025.
+    With ``consistent_rms=None`` the factor is sqrt(max(1, outputs / inputs)), for equal steps at any width, from
+    github.com/KellerJordan/Muon. Otherwise the factor is sqrt(max(inputs, outputs)) * consistent_rms, for steps as
+    large as AdamW's, from Liu et al., "Muon is Scalable for LLM Training", 2025. ``choices`` has the dims of the
+    matrices, by path.
     """
 
     def scale(choice: MatrixChoice) -> jax.Array:
@@ -223,7 +237,14 @@ def _scale_by_shape(choices: Choices, consistent_rms: ArrayLike | None) -> optax
 
 
 def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
-    """Returns the coefficients of Newton-Schulz, (3,) or rows of three; raises a ``ValueError`` for another shape."""
+    """Returns the coefficients of Newton-Schulz: three numbers for all steps, or a tuple of three numbers per step.
+
+    ``ns_coeffs`` are these coefficients, or the name of a preset, such as "dion".
+
+    Raises:
+      ValueError: the preset is unknown, the shape is neither (3,) nor (n, 3), or there are more rows than ``ns_steps``.
+      TypeError: ``ns_steps`` is not a Python int.
+    """
     if not isinstance(ns_steps, int):
         raise TypeError(f"muon: ns_steps={ns_steps!r} is no Python number; pass {DEFAULT_NS_STEPS}, say.")
     if isinstance(ns_coeffs, str):
@@ -246,7 +267,15 @@ def _checked_coeffs(ns_coeffs: Any, ns_steps: Any) -> Any:
 def orthogonalized(x: jax.Array, coeffs: jax.Array, steps: int, preconditioning: str, eps: ArrayLike) -> jax.Array:
     """Returns n nearly orthogonal matrices, by Newton-Schulz, from x[n, rows, columns] with rows <= columns.
 
-    ``coeffs`` has shape (3,), or (steps, 3).
+    The result has the shape of ``x``; all singular values are near 1.
+
+    Args:
+      x: the matrices.
+      coeffs: coefficients (a, b, c) for all steps, shape (3,); or for each step, shape (n, 3).
+      steps: number of steps if ``coeffs`` has shape (3,); otherwise there are n steps.
+      preconditioning: norm by which each matrix (with "aol" each row) is first divided: "frobenius", "spectral", "aol"
+        or "schatten".
+      eps: added to this norm, or lower bound of its square, against a division by 0.
     """
     coeffs = coeffs.astype(x.dtype)
     each = jnp.tile(coeffs, (steps, 1)) if coeffs.ndim == 1 else coeffs

@@ -24,9 +24,15 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 
 
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
-    """Sends shards, by path; returns the matrices that this device owns, [places, rows, columns], rows <= columns.
+    """Sends this device's shards of a group's matrices to their owners; returns the matrices that this device owns.
 
-    ``exchange_dtype`` is the dtype in which values are sent; None: the dtype of the shards.
+    The result is [places, rows, columns], unsharded, with rows <= columns; places without a matrix hold zeros.
+
+    Args:
+      group: the group, with its owners.
+      shards: this device's shards, by path.
+      exchange_dtype: dtype in which values are sent; None: the dtype of the shards. The result has the dtype of the
+        shards.
     """
     stacked = _as_stacks(group, shards)
     empty = group.num_owners * group.places_per_owner - group.count
@@ -39,7 +45,10 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
-    """Sends the matrices of owners back. Returns this device's shards by path: the inverse of ``to_owners``."""
+    """Sends the matrices that this device owns back; returns this device's shards, by path. Inverts ``to_owners``.
+
+    ``matrices`` is [places, rows, columns]. ``exchange_dtype`` is the dtype in which values are sent; None: unchanged.
+    """
     sent = matrices.astype(exchange_dtype or matrices.dtype)
     received = collectives.all_to_all(_in_slices(group, sent), group.axes)
     stacked = received.reshape(-1, *received.shape[2:])[: group.count]
@@ -52,6 +61,12 @@ def by_owners(
     """Applies ``fn`` to unsharded matrices on their owners, for groups that ``in_rounds`` sends together.
 
     Returns this device's shards of the results, by path.
+
+    Args:
+      fn: takes and returns matrices [n, rows, columns].
+      groups: the groups of a round.
+      shards: this device's shards, by path.
+      exchange_dtype: dtype in which values are sent; None: the dtype of the shards.
     """
     if len(groups) == 1:
         return from_owners(groups[0], fn(to_owners(groups[0], shards, exchange_dtype)), exchange_dtype)
@@ -65,7 +80,11 @@ def by_owners(
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
-        """Returns the updates that this device sends back as an owner of the group, from the received slices."""
+        """Returns the result of ``fn`` for the matrix that this device owns, cut into the rows to send back.
+
+        The matrix is in ``group``. ``received`` has a row from each device with a slice of the matrix, [owners,
+        longest]; the result has the same shape.
+        """
         slices = (group.num_owners, 1, *_slice_shape(group))
         index = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
         new = _in_slices(group, fn(_merged(group, index)))
@@ -91,13 +110,20 @@ def _of_length(length: int, rows: jax.Array) -> jax.Array:
 
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
-    """Returns the shape of the part of a matrix that a device sends to the matrix's owner, with padding."""
+    """Returns the shape of the slice of each matrix that a device sends to the owner, with padding.
+
+    Dims are in the order of the form: shorter side, longer side.
+    """
     by_dim = dict(group.splits_when_sent)
     return tuple(size // collectives.axis_size(by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored))
 
 
 def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the part of the group's shards that this device sends, [M, stored dims / n]."""
+    """Returns the slices of the group's matrices that this device sends, [matrices, *slice dims].
+
+    ``shards`` has this device's shards, by path. The slices are the shards; or parts of the shards if several devices
+    have equal shards. Matrices are in the order of the group's leaves.
+    """
     ordered = [(leaf, shards[leaf.path].transpose(leaf.order)) for leaf in group.leaves]
     stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
     if group.copy_axes_dim is None:
@@ -107,7 +133,7 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
-    """Returns this device's shards by path, in the shapes of the leaves, from ``back``, [M, stored dims / n].
+    """Returns this device's shards by path, in the shapes of the leaves, from slices ``back``: [matrices, *slice dims].
 
     The inverse of ``_as_stacks``. If devices have equal shards, each has sent a part, and the parts are gathered.
     """
@@ -120,7 +146,10 @@ def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
 
 
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
-    """Merges the slices of the n senders, without padding: [n, p, slice dims] -> [p, rows, columns]."""
+    """Merges the slices of p matrices from n senders and removes padding: [n, p, *slice dims] -> [p, rows, columns].
+
+    The n senders are the devices along the axes of the group; each has sent a slice of every matrix.
+    """
     form, (shape, order) = group.form, _by_axis(group, received.shape[1])
     stored = received.reshape(shape).transpose(order).reshape(received.shape[1], *form.stored)
     # Without padding: a rule may count rows, and zeros would enlarge the Gram matrix.
@@ -128,7 +157,7 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
 
 
 def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
-    """Cuts matrices into the slices for the n devices: [p, rows, columns] -> [n, p, slice dims].
+    """Cuts p matrices into the slices for the n devices: [p, rows, columns] -> [n, p, *slice dims].
 
     The dims of a matrix are first padded with zeros at the end, to sizes that the axes divide. Inverts ``_merged``.
     """
@@ -140,9 +169,10 @@ def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
 
 
 def _by_axis(group: MatrixGroup, places: int) -> tuple[tuple[int, ...], list[int]]:
-    """Returns the shape [axes ..., p, ...] of received slices, and the permutation of its dims before a merge.
+    """Returns the shape to which slices of p matrices are reshaped before a merge, and the permutation of its dims.
 
-    In the merged order the axes that split a dim come directly before a device's part of the dim.
+    The shape is [size of each axis of the owners, p, *slice dims]. The permutation puts p first, and the axes that
+    split a dim directly before the slice's part of this dim, so that a reshape merges them. ``places`` is p.
     """
     sizes = [collectives.axis_size([axis]) for axis in group.axes]
     order, by_dim = [len(sizes)], dict(group.splits_when_sent)

@@ -95,7 +95,12 @@ def on_unsharded_matrices(
 
 
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
-    """Returns the rule's initial state for a group's matrices; inside ``shard_map`` for matrices of this device."""
+    """Returns the rule's initial state for the matrices of a group: leaves [matrices, ...].
+
+    If axes split the matrices, each leaf is in a box that splits the dim of the matrices over the owners. Inside
+    ``shard_map`` the state is for the matrices of this device. Raises a ``ValueError`` if stacked layers are split over
+    devices, and the owners do not divide the number of matrices in a part.
+    """
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
     left_over = group.places_per_owner * group.num_owners - group.count
