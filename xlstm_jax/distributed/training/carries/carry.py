@@ -76,7 +76,7 @@ class Carry:
         return ()
 
     def start(self) -> PyTree:
-        """Returns the state before the first minibatch."""
+        """Returns the state before the first minibatch, made from the ``Inputs`` of this carry."""
         raise NotImplementedError
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
@@ -95,5 +95,5 @@ class Carry:
         raise NotImplementedError
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        """Returns the result of the batch with the final state inserted."""
+        """Returns ``result`` with the final state inserted: as ``aux``, or in ``collections``."""
         raise NotImplementedError
