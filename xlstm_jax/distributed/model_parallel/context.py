@@ -67,7 +67,7 @@ class _Options:
 
     @property
     def is_unbalanced(self) -> bool:
-        """True for causal, contiguous tokens of several devices without a window.
+        """True for causal attention in the contiguous layout, on several devices and without a window; else False.
 
         In a ring the last device then has more work than the devices before, which wait for the last.
         """
@@ -403,10 +403,11 @@ def _in_blocks(
 
 
 def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
-    """Returns the positions of the keys that a device has in ring step ``step``, int32 [blocks, tokens of a block].
+    """Returns the positions in the full sequence of the keys that a device has in ring step ``step``, in blocks.
 
-    These are the keys of the device ``step`` places before; for step 0 the positions are also those of the queries. An
-    optimization barrier keeps XLA from computing them (and masks) ahead of the step.
+    int32 [blocks, tokens of a block]. These are the keys of the device ``step`` places before; for step 0 the positions
+    are also those of the queries. An optimization barrier keeps XLA from computing positions and masks ahead of the
+    step.
     """
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
@@ -539,7 +540,11 @@ def _product(dims: str, a: Array, b: Array) -> Array:
 def _check(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options, impl: str, kernel: Kernel | None
 ) -> None:
-    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices."""
+    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices.
+
+    Checked are shapes, ``impl``, kernel, window, block size, the divisions of tokens and heads by devices, and by types
+    (under ``check_vma=True``) that query, key and value differ along the axes of the sequence.
+    """
     if impl not in ("gather", "ulysses", "ring"):
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
     _check_shapes(query, key, value, segments)

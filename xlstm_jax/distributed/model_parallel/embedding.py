@@ -99,7 +99,7 @@ class SplitEmbed(nn.Module):
 
     @nn.compact
     def table(self) -> Array:
-        """Returns this device's rows of the parameter, [V / n, d]."""
+        """Returns this device's rows of the parameter, [V / n, d]; in ``init`` or on a single device all rows."""
         shape = (self.num_embeddings, self.features)
         init = self.embedding_init
         return split_param(self, "embedding", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)

@@ -249,7 +249,8 @@ def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> N
     """Names the split axis in a variable's metadata (``out_sharding``) for dim ``dim`` of ``ndim`` dims.
 
     ``ndim`` does not count leading dims of stacked layers, which ``dim`` is shifted by. A logical name of the dim is
-    replaced: the layer computes with its share of this dim, whatever the rules say.
+    replaced: the layer computes with its share of this dim, whatever the rules say. ``name`` is the variable's name,
+    for errors.
 
     Raises:
       ValueError: the metadata name another axis for the dim, or the split axis for another dim.
@@ -305,7 +306,8 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 def _starting_run(cls: type[nnx.Module]) -> Any:
     """Returns a subclass of the model's class, with the same name.
 
-    A public method of the subclass runs inside a new ``_Run``, except if another method of the model calls it.
+    A public method of the subclass runs inside a new ``_Run`` (a record of the last column-split layer), except if
+    another method of the model calls it.
     """
 
     def starting(plain: Method) -> Method:
@@ -389,7 +391,13 @@ def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
 
 
 def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array | None, int]:
-    """Returns input, kernel and bias (or None) in the dtype of the layer, and the number of contracted dims."""
+    """Returns (x, kernel, bias or None, number of contracted dims) of a dense layer, arrays in the layer's dtype.
+
+    The contracted dims are the last dims of x and the first dims of the kernel. The kernel is this device's shard.
+
+    Raises:
+      ValueError: the layer's field ``axis`` is not the last dims of x.
+    """
     count = last_dims(getattr(layer, "axis", -1), x, split.quoted_path)
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], bias), dtype=layer.dtype)

@@ -360,9 +360,10 @@ _inside_class = functools.cache(on_split_input)
 # Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """Returns the class that replaces a layer class of Flax for a kind: a subclass of both split layer and ``plain``.
+    """Returns the class that replaces a layer class of Flax for a kind, such as ``nn.Dense`` for "column".
 
-    The class has the name of ``plain``, by which ``shard_modules`` may choose layers.
+    The class is a subclass of the split layer (``ColumnDense``) and of ``plain``, and has the name of ``plain``, by
+    which ``shard_modules`` may choose layers.
     """
     return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 

@@ -55,7 +55,10 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """Returns the minibatch ``index`` of leaves [m, b / m, ...], the output of ``split_rows``."""
+    """Returns the minibatch ``index``, leaves [b / m, ...], of leaves [m, b / m, ...], the output of ``split_rows``.
+
+    Scalars stay unchanged.
+    """
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 

@@ -106,10 +106,10 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
 
 
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss function takes a key for every state, with collections and without.
+    """Returns whether a loss function takes a key, for a state with collections as for a state without.
 
-    Without a key, the fourth argument of a loss function is the collections, unless the name of the argument says
-    that the argument is a key.
+    False if ``loss_fn(params, apply_fn, batch)`` is a valid call. A fourth argument counts as the collections, unless
+    its name is that of a key or a fifth argument is required, too.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):
@@ -150,7 +150,10 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
 
 
 def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key."""
+    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key.
+
+    The arguments are (params, apply_fn, batch, rng, *collections, **extra_trees).
+    """
 
     def loss(params: PyTree, apply_fn: Any, batch: PyTree, rng: PyTree, *rest: Any, **extra_trees: Any) -> Any:
         del rng
@@ -173,7 +176,8 @@ def check_takes(
 ) -> None:
     """Raises a ``TypeError`` if a function does not accept the arguments of the step.
 
-    ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
+    ``called`` describes the arguments; the ``collections`` of the state come after them, if there are any, and
+    ``extra_trees`` are passed by name. A function without a signature passes.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
     if takes is None or _accepts_call(takes, count + further, extra_trees):
@@ -235,7 +239,7 @@ def _check_names(
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function, or None for functions without a signature."""
+    """Returns the signature of a function; None for a function without a signature, such as some written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -291,7 +295,10 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
 
 
 def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable."""
+    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable.
+
+    ``variables`` has a tree for each collection, boxed.
+    """
     for name, tree in variables.items():
         for path, leaf in trees.sharded_leaves(tree):
             trees.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)

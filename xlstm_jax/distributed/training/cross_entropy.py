@@ -330,7 +330,12 @@ def _over_chunks(
 
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk, float32 or wider; -inf at padding."""
+    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk of c entries, in float32 or wider.
+
+    The logits of padding are -inf.
+
+    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    """
     wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.piece_dim,), wide)
     if pieces.entries_per_device * pieces.parts == pieces.size:
@@ -339,7 +344,10 @@ def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) 
 
 
 def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns a mask [..., c] of the chunk entries that equal the label of each token, labels [...]."""
+    """Returns a mask bool [..., c]: which of the c entries of a chunk is the label of each token, labels [...].
+
+    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    """
     return labels[..., None] == pieces.entries(start, size)
 
 

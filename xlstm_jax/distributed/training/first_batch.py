@@ -35,7 +35,11 @@ def compare_keys(rng: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Compares the batch between the processes of the mesh, by the rules in the module docstring.
+    """Compares the batch between the processes of the mesh; returns at once for a single process.
+
+    Shapes, dtypes, shardings, scalars and process-local arrays must be equal in all processes. Rows of global arrays
+    must be equal where processes hold copies of the same rows. If processes hold equal values as different rows, every
+    process warns.
 
     Raises:
       ValueError: the batch differs where it must not; raised in every process, names leaf, values and processes.

@@ -120,10 +120,14 @@ class LocalResult(NamedTuple):
 def local_result(
     loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
-    """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes the loss varies.
+    """Returns the loss ``loss_fn(params, *rest)`` on this device and its gradients, not yet averaged over devices.
 
-    With ``devices`` the loss is divided by the number of devices before differentiation, so that it is a term of the
-    global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
+    ``axes`` are the axes of the batch. With ``devices`` the loss is divided by the number of devices before
+    differentiation, so that it is a term of the global mean. ``devices`` is passed if ``params`` include the scales of
+    fp8 products.
+
+    Raises:
+      ValueError: all parameters are frozen, or the loss varies by its type over other axes than ``axes``.
     """
     trainable, put_back = trees.split_differentiable(params)
     if not trainable and (frozen := [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]):

@@ -270,7 +270,9 @@ class ModelFacts(NamedTuple):
 def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
     """Warns if no parameter is split over devices of the mesh, or if at least 5 % of their bytes are not.
 
-    ``look()`` returns the facts of the model. The call may trace the model, and happens only for a warning.
+    If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. Nothing is split on a mesh
+    of a single device, so nothing warns there. ``look()`` returns the facts of the model. The call may trace the model,
+    and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
     # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.

@@ -25,7 +25,7 @@ DELETED = "Array has been deleted"  # begin of JAX's error
 
 
 def looks_for_nans() -> bool:
-    """Returns whether JAX looks for NaN or infinities in results, and a search in arguments is of use."""
+    """Returns whether JAX looks for NaN or infinities in results: ``jax_debug_nans`` or ``jax_debug_infs`` is set."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 

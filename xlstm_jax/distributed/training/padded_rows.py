@@ -102,6 +102,8 @@ def counting_padding(
 ) -> dict[str, list[str]]:
     """Traces a step; returns the names of results that count padded rows like real rows, by kind (``LOSS``, ...).
 
+    A result is ``{"collection": ["batch_stats/mean"]}``; kinds without such results are left out.
+
     Args:
       step: a step that names its results by ``with_names``.
       metric: the metric updated with the observations of the step, if any.
@@ -169,7 +171,7 @@ def counting_padding(
 
 
 def _several_parts(batch: PyTree) -> bool:
-    """Returns whether this process's devices hold different rows of the batch, by a padded leaf of the batch."""
+    """Returns whether this process's devices hold different rows of the batch, by its first padded leaf."""
     padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
     return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
 

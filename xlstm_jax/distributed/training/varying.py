@@ -91,11 +91,12 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def propagate_labels(
     closed: Any, of_inputs: Sequence[Axes], rule: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Propagates sets of labels (any strings) from the inputs of a jaxpr to its results, by the rules for axes.
+    """Propagates sets of labels (any strings) from inputs to results of a jaxpr, as ``read_equations`` does for axes.
 
-    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``rule(equation, labels of the
-    equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
-    the rule for axes applies.
+    Returns the labels of each result; ``of_inputs`` has the labels of each input.
+    ``rule(equation, labels of the equation's inputs)`` is called for each equation, and returns the labels of the
+    equation's results, or None: then the rule for axes applies. By this rule the results of most equations have the
+    labels of all inputs.
     """
     return _Reader(rule).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
@@ -106,7 +107,7 @@ def followed_equation(
     """Returns the labels of each result of an equation, from the labels of its inputs; see ``propagate_labels``.
 
     ``look(equation, labels of inputs)`` is the rule: it returns the labels of the results, or ``None`` for the rule for
-    axes.
+    axes. Equations inside the equation (of a scan, say) follow the same rule.
     """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
@@ -131,7 +132,10 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """Returns the names of axes in ``axes``, without the marks "AXIS by hand" (see the top of this file)."""
+    """Returns the names of axes in ``axes``, without marks.
+
+    A mark "AXIS by hand" stands beside an axis over which the value was communicated by hand, such as in a ring.
+    """
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
@@ -288,7 +292,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
-    """Returns the mesh axes named by equations and by their nested equations, ignoring casts of types."""
+    """Returns the mesh axes that equations and their nested equations name, without casts (``pvary``, ``pcast``)."""
     return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 
@@ -319,7 +323,11 @@ def check_branches(
 
 
 def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
+    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices.
+
+    The list is in the order of the leaves. Parameters and collections differ along the axes of their boxes; arrays of
+    the minibatch and keys along those of ``axes`` with several devices; scalars of the minibatch along no axis.
+    """
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (

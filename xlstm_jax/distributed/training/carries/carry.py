@@ -84,7 +84,10 @@ class Carry:
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
-        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place."""
+        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place.
+
+        The returned function has the arguments and the result of ``local_result``.
+        """
         return local_result
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:

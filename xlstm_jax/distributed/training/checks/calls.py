@@ -89,7 +89,10 @@ def compare_first_batch(call: JittedCall) -> None:
 
 
 def check_placed(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
+    """Raises a ``ValueError`` if a leaf of the batch is placed with other dims split than in the step's layout.
+
+    Splits of dim 0, the rows, are not compared.
+    """
     batch, shardings = call.named["batch"], call.placements
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
@@ -112,7 +115,10 @@ def raise_for_leaf(call: JittedCall) -> None:
 
 
 def check_callbacks(call: CallInProgram) -> None:
-    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values."""
+    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values.
+
+    These are ``jax.pure_callback`` and ``io_callback``, which JAX does not compile in such a program.
+    """
     found = sorted(RETURNING_CALLBACKS & {eqn.primitive.name for eqn in all_equations(call.jaxpr.eqns)})
     if found:
         raise ValueError(
@@ -123,7 +129,10 @@ def check_callbacks(call: CallInProgram) -> None:
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
-    """Warns if results of a step ignore the weight 0 of padded rows, once per structure, shapes and padded leaves."""
+    """Warns if results of a step count padded rows, the copies of weight 0 that ``shard_batch(..., pad=...)`` appends.
+
+    A step is analysed once for each structure of a batch, with its shapes and padded leaves.
+    """
     if not any_padded():
         return
     batch = call.named.get("batch")
