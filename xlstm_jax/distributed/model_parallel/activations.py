@@ -98,7 +98,10 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
 
 
 def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises a ``ValueError`` if ``x`` varies over the axis of ``n`` devices by its type."""
+    """Raises a ``ValueError`` if ``x`` varies over the axis of ``n`` devices by its type.
+
+    Types show this under ``check_vma=True`` alone; otherwise nothing is raised.
+    """
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} differs along {axis_name!r} by its type, and must be "
@@ -129,7 +132,10 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
 
 
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises a ``ValueError`` if ``x`` is replicated over the axis by its type: a sum would count ``x`` n times."""
+    """Raises a ``ValueError`` if ``x`` is replicated over the axis by its type: a sum would count ``x`` n times.
+
+    Types show this under ``check_vma=True`` alone; otherwise nothing is raised.
+    """
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
             f"{caller}: an input of shape {x.shape} is equal along {axis_name!r} by its type, and would count {n} "
@@ -226,7 +232,11 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_local_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises a ``ValueError`` if ``dim`` is no dim before the last ``features``, or ``x`` is replicated by its type."""
+    """Raises a ``ValueError`` if ``dim`` cannot be a dim of split tokens of ``x``.
+
+    Either ``dim`` is not from 0 to ``x.ndim - features - 1``, where ``features`` counts the last dims that hold no
+    tokens; or the type of ``x`` (under ``check_vma=True``) says that ``x`` is replicated over the axis.
+    """
     _check_dim(x, dim, caller, features)
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
@@ -245,7 +255,11 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises a ``ValueError`` if ``dim`` is no dim before the last ``features``, or devices do not divide its size."""
+    """Raises a ``ValueError`` if ``dim`` cannot be split over the devices along the axis.
+
+    Either ``dim`` is not from 0 to ``x.ndim - features - 1``, where ``features`` counts the last dims that hold no
+    tokens; or the number of devices does not divide the size of ``dim``.
+    """
     _check_dim(x, dim, caller, features)
     n, tokens = collectives.axis_size((axis_name,)), x.shape[dim]
     if tokens % n:

@@ -67,11 +67,14 @@ class _Options:
 
     @property
     def is_unbalanced(self) -> bool:
-        """True if the last device of a ring has more work than the devices before, which wait for the last."""
+        """True for causal attention in the contiguous layout, on several devices and without a window; else False.
+
+        In a ring the last device then has more work than the devices before, which wait for the last.
+        """
         return self.causal and self.layout == CONTIGUOUS and self.window is None and self.devices > 1
 
     def positions(self, length: int) -> np.ndarray:
-        """Returns the positions of the tokens of each device, [n, t]."""
+        """Returns the positions in the full sequence of the t tokens of each device, [n, t]; row i is device i."""
         total = self.devices * length
         order = zigzag_order(total, self.devices) if self.layout == ZIGZAG else np.arange(total)
         return order.reshape(-1, length)
@@ -109,7 +112,11 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
 
 
 def _local_positions(options: _Options, length: int, back: int = 0) -> Array:
-    """Returns the positions of this device's tokens, or of the device ``back`` places before in the ring."""
+    """Returns the positions in the full sequence of this device's ``length`` tokens, int32 [length].
+
+    With ``back`` the positions are those of the tokens of another device, ``back`` places before this device in the
+    ring.
+    """
     device, places = (
         (collectives.axis_index(options.axes) - back) % options.devices,
         jnp.arange(length, dtype=jnp.int32),
@@ -212,7 +219,11 @@ def _by_gather(
 def _by_ulysses(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options, kernel: Kernel
 ) -> Array:
-    """Computes attention after an all-to-all, by which each device gets all tokens of some heads."""
+    """Returns attention [b, t, h, e] of this device's tokens, computed by ``kernel`` on all tokens of h / n heads.
+
+    An all-to-all of query, key and value gives each device all tokens of some heads, in natural order; an all-to-all of
+    the result returns to this device's tokens of all heads. Key heads are copied until n devices divide their number.
+    """
     n, length, groups = options.devices, query.shape[1], query.shape[2] // key.shape[2]
     # The fewest copies of each key head for which all devices get the same number, along with the matching query heads.
     copies = next(c for c in range(1, groups + 1) if groups % c == 0 and key.shape[2] * c % n == 0)
@@ -245,14 +256,18 @@ def _by_ulysses(
 
 
 def _in_order(values: Array, order: np.ndarray) -> Array:
-    """Reorders the values along dim 1; copies nothing for an order that is sorted already."""
+    """Returns ``values[:, order]``; for the order 0, 1, 2, ... returns ``values`` without a copy."""
     return values if (np.diff(order) == 1).all() else values[:, order]
 
 
 def _visible(
     options: _Options, of_queries: Array, of_keys: Array, query_segments: Array | None, key_segments: Array | None
 ) -> Array | None:
-    """Returns the mask of keys that queries attend to, [b or 1, 1, queries, keys]; None if nothing is masked."""
+    """Returns the mask, bool [b or 1, 1, queries, keys], True where a query sees a key; None if nothing is masked.
+
+    ``of_queries`` [queries] and ``of_keys`` [keys] are positions in the full sequence. Causality and window compare
+    positions. Segment ids [b, queries] and [b, keys] must be equal; None: all tokens are of one segment.
+    """
     ahead = of_keys[None, None, None, :] - of_queries[None, None, :, None]
     conditions = [ahead <= 0] if options.causal else []
     if options.window:
@@ -264,7 +279,11 @@ def _visible(
 
 
 def _any_visible(options: _Options, of_queries: Array, of_keys: Array) -> Array:
-    """Returns, as a bool [], whether any query of a block may attend to any key of a block, by their positions."""
+    """Returns, as a bool [], whether any query of a block may attend to any key of a block, by their positions.
+
+    Causality and window count, segments do not. A True may be wrong, as the blocks' least and greatest positions alone
+    are compared; a False is never wrong.
+    """
     # Uses the ends of the blocks alone: a masked block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
     left, right = options.window or (math.inf, math.inf)
@@ -287,7 +306,11 @@ def _ring(query: Array, key: Array, value: Array, segments: Array | None, option
 def _ring_fwd(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options
 ) -> tuple[Array, PyTree]:
-    """Computes attention while keys and values go around the ring; residuals: inputs, result, logsumexp."""
+    """Forward rule of ``_ring``: computes attention while keys and values go around the ring.
+
+    Returns the result [b, t, h, e] for this device's tokens, in the dtype of the query, and the residuals: query, key,
+    value, segment ids, result, and for each query the logsumexp of its logits (in blocks).
+    """
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = common_dtype(query.dtype, jnp.float32)
     # All three start as zeros derived from the queries, to vary over the same devices: a scan keeps its carry's type.
@@ -306,10 +329,11 @@ def _ring_fwd(
 
 @promoting
 def _ring_bwd(options: _Options, residuals: PyTree, d_out: Array) -> tuple[Array, Array, Array, None]:
-    """Returns the gradients of query, key and value in their shapes and dtypes, and None for the segment ids.
+    """Backward rule of ``_ring``: returns the gradients of query, key and value, and None for the segment ids.
 
-    Keys, values and their gradients go around the ring; logits are recomputed, and ``normalizer``, the logsumexp of the
-    logits of each query, makes them a softmax.
+    ``d_out`` is the gradient of the result, and ``residuals`` are as ``_ring_fwd`` returns them. The gradients have the
+    shapes and dtypes of query, key and value. Keys, values and their gradients go around the ring; logits are
+    recomputed, and the logsumexp in the residuals makes them a softmax.
     """
     query, key, value, segments, out, normalizer = residuals
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
@@ -340,7 +364,11 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(options: _Options, length: int) -> int:
-    """Returns the number of ring steps: of devices whose keys a device needs, fewer than all with a causal window."""
+    """Returns the number of ring steps: of devices, this device included, whose keys a device needs.
+
+    With a causal window in the contiguous layout these are this device and as many devices before as the window reaches
+    back; otherwise all n devices. ``length`` is the number of tokens on a device.
+    """
     # In zigzag, tokens before a device's second chunk are also on devices after this device.
     if options.causal and options.window and options.layout == CONTIGUOUS:
         return min(options.devices, 1 + math.ceil(options.window[0] / length))
@@ -348,9 +376,9 @@ def _steps(options: _Options, length: int) -> int:
 
 
 def _block_length(options: _Options, length: int) -> int:
-    """Returns the divisor of the number of tokens that is nearest to the block size.
+    """Returns the size of a block of tokens: the divisor of ``length`` nearest to the option ``block_size``.
 
-    In zigzag the divisor is of half the tokens, as the halves of a device are not adjacent.
+    Nearest by ratio. In zigzag the size divides half of ``length``, as the halves of a device are not adjacent.
     """
     length = length // 2 if options.layout == ZIGZAG else length
     # A divisor, so that no block needs padding and a mask for the padding.
@@ -361,7 +389,11 @@ def _block_length(options: _Options, length: int) -> int:
 def _in_blocks(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options
 ) -> tuple[Array, Any, Any]:
-    """Cuts arrays into blocks of tokens: (queries, (query positions, segment ids), (keys, values, segment ids))."""
+    """Cuts arrays of this device into blocks of tokens for ``_ring``; the shapes in blocks are listed above ``_ring``.
+
+    Returns (queries, (positions of the queries, segment ids), (keys, values, segment ids)); segment ids remain None if
+    ``segments`` is None.
+    """
     length = query.shape[1]
     if segments is not None:
         segments = jnp.moveaxis(segments.reshape(len(segments), -1, _block_length(options, length)), 1, 0)
@@ -371,7 +403,12 @@ def _in_blocks(
 
 
 def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
-    """Returns the positions of the keys that arrive in a ring step, in blocks; a barrier delays them to the step."""
+    """Returns the positions in the full sequence of the keys that a device has in ring step ``step``, in blocks.
+
+    int32 [blocks, tokens of a block]. These are the keys of the device ``step`` places before; for step 0 the positions
+    are also those of the queries. An optimization barrier keeps XLA from computing positions and masks ahead of the
+    step.
+    """
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
     length = query.shape[1]
@@ -393,7 +430,12 @@ def _from_blocks(x: Array) -> Array:
 
 
 def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
-    """Adds arrived keys to the state (largest logit, sum of exponentials, weighted sum of values) of the queries."""
+    """Adds the keys and values that a device has in a ring step to the state of its queries; returns the new state.
+
+    The state of a running softmax is, for each query, (largest logit, sum of exponentials, sum of weighted values), in
+    blocks. ``arrived`` is (keys, values, segment ids) in blocks, ``places`` the positions of these keys, and
+    ``of_queries`` (positions, segment ids) of the queries. Pairs of blocks with only masked logits are skipped.
+    """
     keys, values, key_segments = arrived
 
     def of_one_block(_: None, block: Any) -> tuple[None, PyTree]:
@@ -410,7 +452,11 @@ def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, ar
 
 
 def _attend(options: _Options, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
-    """Adds a block of keys and values to the running softmax: largest logit, sum, and weighted values."""
+    """Adds a block of keys and values to the running softmax of a block of queries; returns the new state.
+
+    The state is, for each query, (largest logit, sum of exponentials, sum of weighted values), relative to the largest
+    logit. ``places`` is (query positions, key positions, query segment ids, key segment ids).
+    """
     largest, total, out = state
     logits, mask = _logits(options, query, key, places)
     # Scale old and new terms to the larger of the two exponents, so that neither overflows.
@@ -424,7 +470,11 @@ def _attend(options: _Options, query: Array, key: Array, value: Array, places: A
 
 
 def _logits(options: _Options, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
-    """Returns the logits [b, g, r, queries, keys], and the mask."""
+    """Returns the logits of two blocks [b, g, r, queries, keys], and their mask [b or 1, 1, 1, queries, keys] or None.
+
+    Masked logits are ``HIDDEN``. The mask is None if neither options nor segment ids mask anything. ``places`` is
+    (query positions, key positions, query segment ids, key segment ids).
+    """
     mask = _visible(options, *places)
     mask = None if mask is None else mask[:, None]
     logits = _product("bgrqd,bgkd->bgrqk", query, key) * options.scale
@@ -434,7 +484,12 @@ def _logits(options: _Options, query: Array, key: Array, places: Any) -> tuple[A
 def _merge_gradients(
     options: _Options, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds the arrived keys' terms to the gradient of the queries; also returns the gradients of keys and values."""
+    """Adds the terms of the keys that a device has in a ring step to the gradient of its queries.
+
+    Returns the new gradient of the queries, and the terms (gradients of keys, of values) of this device's queries, all
+    in blocks. ``of_result`` is (gradient of the result, logsumexp of the logits, sum of O * dO over features) of each
+    query; ``arrived``, ``places`` and ``of_queries`` are as in ``_merge``.
+    """
     keys, values, key_segments = arrived
 
     def of_one_block(d_keys: PyTree, block: Any) -> tuple[PyTree, Array]:
@@ -457,9 +512,10 @@ def _merge_gradients(
 def _terms(
     options: _Options, query: Array, key: Array, value: Array, places: Any, result: Any, d_query: Array, d_keys: Any
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds a block's terms to the gradients of its query, key and value.
+    """Adds the terms of a block of queries and a block of keys to their gradients; returns (d_query, (d_key, d_value)).
 
-    With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q.
+    With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q. ``result`` is
+    (dO, logsumexp of the logits, D) of the queries; ``places`` as in ``_logits``.
     """
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
     # Recompute the softmax from the single number kept for each query; masked logits give 0.
@@ -473,7 +529,7 @@ def _terms(
 
 
 def _product(dims: str, a: Array, b: Array) -> Array:
-    """Returns the einsum in float32, or in a wider dtype of the operands."""
+    """Returns ``jnp.einsum(dims, a, b)``, accumulated and returned in float32, or in a wider dtype of the operands."""
     wide = common_dtype(a.dtype, b.dtype, jnp.float32)
     return jnp.einsum(dims, a, b, preferred_element_type=wide)
 
@@ -484,7 +540,11 @@ def _product(dims: str, a: Array, b: Array) -> Array:
 def _check(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options, impl: str, kernel: Kernel | None
 ) -> None:
-    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices."""
+    """Raises a ``ValueError`` if arguments of ``context_attention`` do not fit each other or the number of devices.
+
+    Checked are shapes, ``impl``, kernel, window, block size, the divisions of tokens and heads by devices, and by types
+    (under ``check_vma=True``) that query, key and value differ along the axes of the sequence.
+    """
     if impl not in ("gather", "ulysses", "ring"):
         raise ValueError(f"impl={impl!r}: context_attention has 'gather', 'ulysses' and 'ring'.")
     _check_shapes(query, key, value, segments)
@@ -518,7 +578,10 @@ def _check(
 
 
 def _check_shapes(query: Array, key: Array, value: Array, segments: Array | None) -> None:
-    """Raises a ``ValueError`` if the shapes of query, key, value and segments do not fit."""
+    """Raises a ``ValueError`` if the shapes of query, key, value and segments do not fit.
+
+    They must be [b, t, h, d], [b, t, g, d], [b, t, g, e] and [b, t], and g must divide h. ``segments`` may be None.
+    """
     shapes = query.shape, key.shape, value.shape
     fit = all(len(shape) == 4 for shape in shapes) and query.shape[:2] == key.shape[:2] == value.shape[:2]
     if not (fit and key.shape[2] == value.shape[2] and query.shape[3] == key.shape[3]):

@@ -164,7 +164,11 @@ def column_products(
 
 
 def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim: int, product: Product) -> list[Array]:
-    """Multiplies the tokens of each device in turn, and sends tokens around the ring; n products cover the sequence."""
+    """Returns for each kernel the product of all devices' tokens with the kernel, the tokens of device 0 first.
+
+    The shapes, with ``dim`` the dim of tokens, are [b, t / n, d], [d, f / n] -> [b, t, f / n]. Each of n ring steps
+    multiplies the tokens of a device, and meanwhile sends them on to the next device.
+    """
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     share, pieces = collectives.to_varying(x, (axis_name,)), []
     for step in range(n):
@@ -204,7 +208,12 @@ def row_product(
 
 
 def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, product: Product) -> Array:
-    """Sends the partial sums of tokens around the ring; each device adds a term, and the last device keeps the sum."""
+    """Returns the sum over the devices of ``x`` times the kernel, for this device's tokens.
+
+    The shapes, with ``dim`` the dim of tokens, are [b, t, f / n], [f / n, d] -> [b, t / n, d]. In each of n ring steps
+    a device adds its term to a partial sum that arrives from the device before. The device of the tokens adds the last
+    term, and keeps the sum.
+    """
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     size, total = x.shape[dim] // n, None
     for step in range(n):
@@ -220,10 +229,11 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 
 def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
-    """Returns how many of the last dims of ``x`` a layer contracts, given the layer's field ``axis``.
+    """Returns how many of the last dims of ``x`` a layer contracts: the number of dims in the layer's field ``axis``.
 
     Raises:
-      ValueError: ``axis`` names a dim that is not among the last dims, or the last dims not in their order.
+      ValueError: ``axis`` names a dim that is not among the last dims, or the last dims not in their order. The error
+        begins with ``caller``, the layer.
     """
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     dims = tuple(dim % x.ndim for dim in axes)
@@ -239,10 +249,11 @@ FUSED = {2: " (keys and values)", 3: " (queries, keys and values)"}  # layers fu
 
 
 def check_features_divide(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> None:
-    """Raises a ``ValueError`` if the devices do not divide the first feature dim, and this dim may count fused layers.
+    """Raises a ``ValueError`` if ``count`` devices do not divide the first of several feature dims that looks fused.
 
-    Features (3, heads, dim) stand for queries, keys and values. For a first dim that counts features or heads,
-    ``split_param`` raises.
+    A first dim looks fused if it counts layers, not features or heads, such as the 3 of (3, heads, dim) for queries,
+    keys and values. The sign is a first dim of 2 or 3, or three or more dims of which the devices divide the second. In
+    all other cases nothing is raised here; ``split_param`` then checks that the devices divide the dim.
     """
     first, *others = features
     looks_fused = bool(others) and (first in FUSED or (len(others) > 1 and others[0] % count == 0))
@@ -251,7 +262,10 @@ def check_features_divide(features: tuple[int, ...], count: int, axis_name: str,
 
 
 def fused_features_error(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
-    """Returns the error for features such as (3, heads, dim): the split would divide the 3 instead of the heads."""
+    """Returns (does not raise) the error for features such as (3, heads, dim), whose first dim counts fused layers.
+
+    A split over ``count`` devices would divide the 3 instead of the heads. The message suggests other features.
+    """
     first, second, *rest = features
     divided, heads = ", which do not divide it", f"; if it counts heads, take {_divisors(first, count)} devices"
     if first % count == 0:
@@ -266,7 +280,7 @@ def fused_features_error(features: tuple[int, ...], count: int, axis_name: str, 
 
 
 def _divisors(size: int, most: int) -> str:
-    """Returns the divisors of ``size`` up to ``most``, as text."""
+    """Returns the divisors of ``size`` up to ``most`` as text for errors: "1, 2 or 4"."""
     return joined([str(n) for n in range(1, min(size, most) + 1) if size % n == 0], "or")
 
 
@@ -276,7 +290,8 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
     "all": ``x`` has ``devices`` times the kernel's input features, so the kernel is split and ``x`` is not.
     "share": the kernel has ``devices`` times the features of ``x``, so ``x`` is split and the kernel is not.
     "": neither, or the layer has no kernel yet, or there is one device.
-    Input features are the last ``count`` dims of ``x``, and the first ``count`` dims of the kernel.
+    Input features are the last ``count`` dims of ``x``, and the first ``count`` dims of the kernel. The first of these
+    dims may differ by the factor; the further dims must be equal.
     """
     if devices == 1 or not layer.has_variable("params", "kernel"):
         return ""
@@ -290,7 +305,10 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
 
 
 def contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
-    """Contracts ``count`` dims: [..., *inputs], [*inputs, *features] -> [..., *features]."""
+    """Contracts the last ``count`` dims of ``x`` with the first ``count`` dims of the kernel.
+
+    [..., *inputs], [*inputs, *features] -> [..., *features]
+    """
     dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
     return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
 
@@ -306,7 +324,10 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 
 
 def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps an initialiser so that the parameter is not split over the axis, even if ``init`` names the axis."""
+    """Returns an initialiser with the values of ``init`` whose box does not name the axis.
+
+    Axes that ``init`` names for the dims are kept, except ``axis_name``; if no axis remains, the value has no box.
+    """
 
     def replicated_init(rng: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         leaf = init(rng, shape, dtype)
@@ -332,7 +353,7 @@ class Split(nn.Module, kw_only=True):
     ring: bool = False
 
     def _shared_fields(self) -> dict[str, Any]:
-        """Returns the fields that the column- and row-split layers inside of this layer take over."""
+        """Returns the fields, by name, that this layer passes to the column- and row-split layers inside."""
         names = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
         return {name: getattr(self, name) for name in names}
 
@@ -427,7 +448,12 @@ class ColumnDense(_SplitDense):
         return x, kernel, bias
 
     def _columns(self, name: str, init: Callable[..., Any], shape: tuple[int, ...]) -> Array:
-        """Returns the columns of a parameter for this device: a shard, or a head if heads are copied."""
+        """Creates or reads the parameter ``name`` of global ``shape``; returns the columns of this device.
+
+        Columns are entries of the first feature dim. Usually the columns are this device's shard of 1 / n. If heads are
+        copied (``copied``, with fewer heads than devices), the parameter is replicated, and the columns are the single
+        head that this device computes. In ``init``, or on a single device, all columns are returned.
+        """
         dim, axis = len(shape) - len(self._outputs), self.axis_name
         copies = self._devices_per_head() if self.copied else 1
         if copies == 1:
@@ -518,7 +544,10 @@ class RowDense(_SplitDense):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``."""
+        """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``.
+
+        The bias is added once, to the sum.
+        """
         self._check_ring()
         devices, count = axis_devices(self.axis_name, self._called), last_dims(self.axis, x, self._called)
         inputs = x.shape[x.ndim - count :]

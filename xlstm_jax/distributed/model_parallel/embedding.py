@@ -29,9 +29,11 @@ def check_integers(tokens: Array, caller: str) -> None:
 def look_up_split_rows(
     table: Array, tokens: Array, num_embeddings: int, axis_name: str, sequence_dim: int | None = None, *, caller: str
 ) -> Array:
-    """Looks tokens [b, t] up in this device's rows [V / n, d] of a table: [b, t, d], or [b, t / n, d].
+    """Looks tokens [b, t] up in a table [V, d] whose rows are split over the axis; returns the tokens' rows [b, t, d].
 
-    The result is split along ``sequence_dim`` if ``sequence_dim`` is not None; a row is NaN for an invalid token.
+    ``table`` is this device's rows [V / n, d], ``num_embeddings`` is V. The tokens are replicated, and so is the
+    result; with ``sequence_dim`` the result is split along this dim, [b, t / n, d]. Negative tokens count from the end
+    of the table; the row of a token below -V or from V on is NaN. Errors name the function or layer ``caller``.
     """
     size = table.shape[0]
     if axis_devices(axis_name, caller) == 1:
@@ -86,7 +88,10 @@ class SplitEmbed(nn.Module):
         return look_up_split_rows(table, tokens, self.num_embeddings, self.axis_name, self.sequence_dim, caller=caller)
 
     def attend(self, query: Array) -> Array:
-        """Returns the logits of this device's entries for hidden [..., d]: [..., V / n]."""
+        """Returns the logits of this device's vocabulary entries for hidden [..., d]: [..., V / n].
+
+        With ``sequence_dim`` the query has this device's tokens, and the logits are of all tokens.
+        """
         # Logits stay on their device: the loss sums over devices, and no logits are sent.
         query, table = promote_dtype(query, self.table(), dtype=self.dtype)
         caller = f"'{'/'.join(self.path)}'"
@@ -94,7 +99,7 @@ class SplitEmbed(nn.Module):
 
     @nn.compact
     def table(self) -> Array:
-        """Returns this device's rows of the parameter, [V / n, d]."""
+        """Returns this device's rows of the parameter, [V / n, d]; in ``init`` or on a single device all rows."""
         shape = (self.num_embeddings, self.features)
         init = self.embedding_init
         return split_param(self, "embedding", init, shape, self.param_dtype, dim=0, axis_name=self.axis_name)

@@ -96,7 +96,10 @@ def _by_group(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: 
 
 
 def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> tuple[Array, PyTree]:
-    """Applies each expert to the blocks of its group of rows; residuals: the inputs."""
+    """Forward rule of ``_by_group``: applies expert i to its ``sizes[i]`` rows, ``block`` rows at a time.
+
+    Returns the results [r, e], 0 in the rows after all groups, and the residuals ``(params, rows, sizes)``.
+    """
     padded = _with_block(rows, block)
 
     def of_one_group(out: Array, group: Any) -> tuple[Array, None]:
@@ -120,7 +123,11 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
 
 
 def _by_group_bwd(expert: Expert, block: int, residuals: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
-    """Recomputes the experts block by block; returns the gradients of parameters and rows."""
+    """Backward rule of ``_by_group``: returns the gradients of params and rows, and None for the sizes.
+
+    ``d_out`` [r, e] is the gradient of the results. The experts are computed again, ``block`` rows at a time. The
+    gradients have the shapes and dtypes of params and rows; rows after all groups have the gradient 0.
+    """
     params, rows, sizes = residuals
     padded, d_out = _with_block(rows, block), _with_block(_up_to(sizes, d_out), block)
 
@@ -225,7 +232,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
 
 @promoting
 def _fits(routing: Routing) -> Array:
-    """Returns for each token whether the chosen experts are distinct and valid: bool [n]."""
+    """Returns for each token whether its k chosen experts are distinct numbers from 0 to E - 1: bool [n]."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
     twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
@@ -233,7 +240,10 @@ def _fits(routing: Routing) -> Array:
 
 @promoting
 def _combined(results: Array, routing: Routing) -> Array:
-    """Sums the results of each token's k experts, times the weights of ``routing``: [n, k, e] -> [n, e]."""
+    """Sums the results of each token's k experts, times the weights of ``routing``: results [n, k, e] -> [n, e].
+
+    The result of a token is NaN if its choices are not distinct numbers from 0 to E - 1.
+    """
     # NaN, not 0: a router with invalid choices must not look like a router that drops tokens.
     sums = jnp.einsum("nke,nk->ne", results, routing.weights.astype(results.dtype))
     return _where_rows(_fits(routing), sums, jnp.nan)
@@ -242,10 +252,18 @@ def _combined(results: Array, routing: Routing) -> Array:
 def _exchanged(
     own_experts: Callable[[Array, Array], Array], rows: Array, sizes: Array, axes: tuple[str, ...], most: int
 ) -> Array:
-    """Computes ``own_experts(rows, sizes)`` on rows sorted by expert, each row on the device of its expert.
+    """Returns the experts' results [r, e] for this device's rows [r, d], each computed on the device of its expert.
 
-    A device has room for ``most`` rows of each device, the most that can arrive because a token chooses an expert at
-    most once. Three exchanges: the counts of rows by device and expert, the rows, and the results.
+    The rows are sorted by expert, and the results are in the order of the rows. Devices exchange the counts of rows by
+    device and expert, then the rows, then the results.
+
+    Args:
+      own_experts: ``own_experts(rows, sizes)`` applies the E / p experts of this device to rows sorted by expert.
+      rows: this device's rows, for the experts of all devices.
+      sizes: [E], how many of the rows are for each expert.
+      axes: the axes that the experts are split over, p devices.
+      most: an upper bound of the rows that a device sends to another device; the receiver has room for as many rows of
+        each device.
     """
     # The receiver needs the expert of each row to sort the rows by expert.
     sent = sizes.reshape(collectives.axis_size(axes), -1)  # [p, E / p]
@@ -329,13 +347,15 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Assigns rows to the C slots of each expert, for one group of rows.
+    """Assigns the choices of one group of n rows to the C = ``capacity`` slots of each of E = ``experts`` experts.
 
-    A choice with the value E, the number of experts, is of a row that does not count, and takes no slot.
+    ``chosen`` [n, k] are the experts that each row chose, the first choice first. An entry E means that the row does
+    not count; the entry takes no slot. First choices of all rows take slots before second choices, each in row order.
 
     Returns:
       The index of the row in each slot, [E, C], and for each choice the place among the choices of the same expert,
-      [n, k]; a place from C on is dropped. An empty slot has the index of some other row.
+      [n, k]; a choice with a place from C on has no slot, and is dropped. An empty slot has the index of some other
+      row.
     """
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
@@ -350,7 +370,11 @@ def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]
 
 
 def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[str, ...]) -> Array:
-    """Computes each expert's slots on the device of the expert: [E, C, d] -> [E, C, e]."""
+    """Computes the rows in the slots of all E experts, on the devices of the experts: [E, C, d] -> [E, C, e].
+
+    ``slots`` are this device's rows for each expert. ``experts(params, slots [E / p, p C, d])`` applies the experts of
+    this device to the slots that p devices along ``axes`` sent. Two all-to-alls send the rows and return the results.
+    """
     devices = collectives.axis_size(axes)
     count, capacity, size = slots.shape
     arrived = collectives.all_to_all(slots.reshape(devices, -1, capacity, size), axes)
@@ -449,7 +473,12 @@ class Experts(nn.Module):
         axes: tuple[str, ...],
         shared_axes: tuple[str, ...],
     ) -> Array:
-        """Applies the experts to the local tokens; devices exchange tokens if experts are split over ``axes``."""
+        """Applies to each of this device's tokens the chosen experts: rows [n, d] -> weighted sums [n, e].
+
+        Devices exchange tokens if experts are split over ``axes``. With a capacity, the fraction of dropped choices is
+        sown as "dropped", over all devices along ``shared_axes``, which compute different tokens of a replicated input.
+        ``weights`` [n] is 0 for padding; None: no padding.
+        """
         module = self.module.clone(parent=None, name=None)
 
         def expert(params: PyTree, rows: Array) -> Array:
@@ -478,9 +507,13 @@ class Experts(nn.Module):
         self.sow("losses", "router_z", router_z_loss(routing, weights))
 
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of the axes ``among`` along which devices have different tokens.
+        """Returns the axes in ``among`` along which devices have different tokens, in the order of ``among``.
 
-        Types show these axes under ``check_vma=True``; otherwise they are the axes of the batch of the running loss.
+        These axes are the field ``batch_axes``. If the field is None, they are the axes in the type of ``rows`` under
+        ``check_vma=True``, and under ``check_vma=False`` the batch axes of the step (all of ``among`` if unknown).
+
+        Raises:
+          ValueError: the field ``batch_axes`` contradicts the type of ``rows``.
         """
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
@@ -499,7 +532,13 @@ class Experts(nn.Module):
         return differ
 
     def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of ``axes`` along which tokens are replicated; each device then computes some of the tokens."""
+        """Returns the axes in ``axes`` along which tokens are replicated, so that devices share the computation.
+
+        Axes of a single device are left out.
+
+        Raises:
+          ValueError: the field ``batch_axes`` is missing under ``check_vma=False``, or contradicts types or step.
+        """
         spread = collectives.spread_axes(axes)
         for axis in spread:
             if not collectives.is_tracked(axis):
@@ -508,7 +547,12 @@ class Experts(nn.Module):
         return tuple(axis for axis in spread if axis not in differ)
 
     def _check_batch_axes(self, axis: str) -> None:
-        """Raises if ``batch_axes`` is missing under ``check_vma=False``, or contradicts the batch axes of the step."""
+        """Raises a ``ValueError`` if the field ``batch_axes`` does not settle whether tokens differ along ``axis``.
+
+        Called under ``check_vma=False``, where types do not show the axes. The field is None, and ``axis`` is no batch
+        axis of the running step; or field and step disagree on ``axis``. Nothing is raised in the reference computation
+        of ``check_step``.
+        """
         of_step = running_loss().batch_axes
         if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
@@ -536,7 +580,14 @@ class Experts(nn.Module):
             )
 
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Returns the stacked parameters of this device's experts, gathered over further axes if boxes split them."""
+        """Returns the parameters of this device's experts as arrays, stacked along a leading dim of E / p experts.
+
+        ``axes`` are the bound axes that experts are split over. In ``init`` the parameters are created, from the
+        features of ``rows``; later they are read, and gathered over further axes if boxes split them.
+
+        Raises:
+          ValueError: the stored parameters are of another number of experts.
+        """
         if not self.has_variable("params", "experts"):
             return self.param("experts", self._init_experts, axes, rows)
         params = nn.meta.unbox(self.get_variable("params", "experts"))
@@ -551,7 +602,11 @@ class Experts(nn.Module):
         return params
 
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Initialises each expert with a separate key; boxes the parameters with the experts' axis in front."""
+        """Returns new parameters of this device's experts, stacked along a leading dim; each expert has a separate key.
+
+        The values are the same on any number of devices. The boxes of the parameters name the experts' axes for the
+        leading dim. Without an experts' axis (``axis=None``) parameters without a box remain plain arrays.
+        """
         # Each device makes all keys and keeps its shard: the same values on any number of devices.
         keys = collectives.local_shard(jax.random.split(rng, self.num_experts), 0, axes)
         module, row = self.module.clone(parent=None, name=None), jnp.zeros_like(rows[:1])

@@ -95,7 +95,13 @@ _run: ContextVar[_Run | None] = ContextVar("the running method of a split NNX mo
 
 
 def split_nnx(model: NnxModel, kinds: Kinds, axis_name: str) -> NnxModel:
-    """Returns the model with split layers; see ``split_modules``."""
+    """Returns a copy of the model whose ``make`` splits the chosen layers; implements ``split_modules`` for NNX models.
+
+    ``kinds`` maps patterns for the last names of a layer's path to kinds, such as "column".
+
+    Raises:
+      ValueError: a pattern matches nothing, or a layer that cannot be split.
+    """
     modules = {path: module for path, module in model.modules.items() if path}
     chosen = _chosen(modules, kinds, type(model.modules[""]).__name__)
     plain_make = model.make
@@ -124,7 +130,7 @@ def _change_class(module: nnx.Module, cls: type[nnx.Module]) -> None:
 
 
 def _own_params(module: nnx.Module) -> list[str]:
-    """Returns the names of a module's own parameters that take a gradient."""
+    """Returns the names of a module's trained parameters (of floating dtype), without those of its submodules."""
     variables = ((name, value) for name, value in vars(module).items() if is_variable(value))
     return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -132,8 +138,9 @@ def _own_params(module: nnx.Module) -> list[str]:
 def _is_checked(module: nnx.Module) -> bool:
     """Returns whether an unsplit module gets a check of its input (``_checked``): if it has trained parameters.
 
-    An ``nnx.Embed`` gets no check: its input is tokens, never split features; and a wrapped unit recognises an
-    ``nnx.Embed`` by its unchanged method.
+    Parameters of submodules do not count. An ``nnx.Embed`` gets no check: its input is tokens, never split features;
+    and a wrapped unit recognises an ``nnx.Embed`` by its unchanged method. A module that is split already gets no
+    check.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 
@@ -142,7 +149,11 @@ def _is_checked(module: nnx.Module) -> bool:
 
 
 def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict[str, str]:
-    """Returns the kind of each chosen module by path; the first matching pattern counts.
+    """Returns the kind, such as "column", of each chosen module, by the module's path.
+
+    The kind is of the first pattern in ``kinds`` that matches the path. Modules that no pattern matches are left out,
+    and so are modules below a module of kind "inside", which handles their parameters. ``model`` is the name of the
+    model's class, for errors.
 
     Raises:
       ValueError: a pattern matches nothing, or a layer that cannot be split.
@@ -176,7 +187,11 @@ def _is_below(path: str, others: list[str]) -> bool:
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
-    """Raises unless the module is a layer of Flax with the product of Flax."""
+    """Raises a ``ValueError`` if ``kind`` ("column", "row" or "vocabulary") cannot split this layer of Flax.
+
+    The layer is split already, ``kind`` is not for the layer's class, or the layer has a custom product or batch dims
+    (``dot_general``, ``batch_axis``, ...).
+    """
     if hasattr(type(module), SPLIT):
         raise ValueError(f"split_modules: '{path}' is split already. Name each layer once, in a single split=.")
     if type(module) not in LAYERS[kind]:
@@ -205,14 +220,21 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
 
 
 def _dims(layer: Any) -> tuple[int, int]:
-    """Returns how many dims of the kernel are input features, and how many are output features."""
+    """Returns how many dims of a dense layer's kernel are input features, and how many are output features.
+
+    ``nnx.Linear``: (1, 1). Dims of stacked layers do not count.
+    """
     if isinstance(layer, nnx.LinearGeneral):
         return len(layer.in_features), len(layer.out_features)
     return 1, 1
 
 
 def _name_axis(layer: Any, split: _Split) -> None:
-    """Enters the axis in the metadata of the split parameters of a layer."""
+    """Enters the split axis in the metadata of a layer's parameters, for the dim that the kind splits.
+
+    An ``nnx.Embed``: the vocabulary. "row": the first input dim of the kernel. "column" and "vocabulary": the first
+    output dim of kernel and bias.
+    """
     if isinstance(layer, nnx.Embed):
         _name_dim(layer.embedding, 0, 2, split, "embedding")
         return
@@ -224,9 +246,14 @@ def _name_axis(layer: Any, split: _Split) -> None:
 
 
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
-    """Names the split axis in a variable's metadata; raises a ``ValueError`` if the dim has another axis there.
+    """Names the split axis in a variable's metadata (``out_sharding``) for dim ``dim`` of ``ndim`` dims.
 
-    A logical name of the dim is replaced: the layer computes with its share of this dim, whatever the rules say.
+    ``ndim`` does not count leading dims of stacked layers, which ``dim`` is shifted by. A logical name of the dim is
+    replaced: the layer computes with its share of this dim, whatever the rules say. ``name`` is the variable's name,
+    for errors.
+
+    Raises:
+      ValueError: the metadata name another axis for the dim, or the split axis for another dim.
     """
     metadata = variable.get_metadata()
     chosen = next((tuple(metadata[key]) for key in NAMES_IN_METADATA if metadata.get(key)), ())
@@ -256,7 +283,12 @@ def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> N
 # Cached: NNX compares the structures of models by the classes of their modules.
 @functools.cache
 def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
-    """Returns a subclass with the same name: split, between split layers, or (kind "") only checked."""
+    """Returns a subclass of ``cls`` with the same name, whose methods treat the split of ``split.kind``.
+
+    "column", "row" and "vocabulary": the methods compute with this device's share of the kernel. "inside" and
+    "replicated", for modules between split layers: methods run in ``_entered`` or ``_without_split_input``. "", for
+    unsplit modules: ``__call__`` checks its input (``_checked``).
+    """
     methods: dict[str, Method] = {}
     if split.kind in BETWEEN:
         around = _entered if split.kind == "inside" else _without_split_input
@@ -274,7 +306,8 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 def _starting_run(cls: type[nnx.Module]) -> Any:
     """Returns a subclass of the model's class, with the same name.
 
-    A public method of the subclass runs inside a new ``_Run``, except if another method of the model calls it.
+    A public method of the subclass runs inside a new ``_Run`` (a record of the last column-split layer), except if
+    another method of the model calls it.
     """
 
     def starting(plain: Method) -> Method:
@@ -301,7 +334,10 @@ def _within(plain: Method, around: Callable[[nnx.Module, _Split], Any], split: _
 
 @contextmanager
 def _without_split_input(module: nnx.Module, split: _Split) -> Iterator[None]:
-    """Runs a module with unsplit input and output: no split layer is before it."""
+    """Context in which no split layer counts as run, for a module whose input and output are unsplit ("replicated").
+
+    After the context the last column-split layer of the run is as before.
+    """
     del module, split
     run = _run.get() or _Run()
     before, run.column = run.column, None
@@ -313,7 +349,12 @@ def _without_split_input(module: nnx.Module, split: _Split) -> Iterator[None]:
 
 @contextmanager
 def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
-    """Sums the gradients of a module's parameters over the axis, and makes its random keys differ by device."""
+    """Context for a method of an "inside" module: gradients are summed over the axis, and random keys differ by device.
+
+    In the context the module's parameters are gathered, the parameters pass ``enter_split``, which sums gradients in
+    backward, and the index of the device is folded into random keys. Afterwards parameters and keys have their former
+    values. On a single device nothing is changed.
+    """
     if split.devices == 1:
         with _without_split_input(module, split):
             yield
@@ -350,7 +391,13 @@ def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
 
 
 def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array | None, int]:
-    """Returns input, kernel and bias in the dtype of the layer, and the number of contracted dims."""
+    """Returns (x, kernel, bias or None, number of contracted dims) of a dense layer, arrays in the layer's dtype.
+
+    The contracted dims are the last dims of x and the first dims of the kernel. The kernel is this device's shard.
+
+    Raises:
+      ValueError: the layer's field ``axis`` is not the last dims of x.
+    """
     count = last_dims(getattr(layer, "axis", -1), x, split.quoted_path)
     bias = None if layer.bias is None else layer.bias[...]
     x, kernel, bias = layer.promote_dtype((x, layer.kernel[...], bias), dtype=layer.dtype)
@@ -358,7 +405,13 @@ def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array 
 
 
 def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns this device's output features: [b, t, d] -> [b, t, f / n]."""
+    """Returns this device's output features of a column-split layer: [b, t, d] -> [b, t, f / n].
+
+    The layer's ``__call__``.
+
+    Raises:
+      ValueError: the input has only this device's share of the features, or the features cannot be split.
+    """
     split: _Split = getattr(self, SPLIT)
     run, n, outputs = _run.get(), split.devices, self.out_features
     del out_sharding  # for meshes with explicit axes
@@ -385,7 +438,10 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _check_features(features: tuple[int, ...], split: _Split) -> None:
-    """Raises if the devices along the axis do not divide the first feature dim, or if this dim counts fused layers."""
+    """Raises a ``ValueError`` if the devices along the axis do not divide the first dim of output features.
+
+    Raises as well if this dim counts fused layers, such as the 3 of (3, heads, dim) for queries, keys and values.
+    """
     count = param_shards(split.axis_name, split.quoted_path)
     check_features_divide(features, count, split.axis_name, split.quoted_path)
     if len(features) == 3 and count > 1 and count == features[0] in FUSED and features[1] not in FUSED:
@@ -399,12 +455,21 @@ def _check_features(features: tuple[int, ...], split: _Split) -> None:
 
 
 def _logits(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns the logits of the full vocabulary, replicated, from a head split by columns."""
+    """Returns the logits of the full vocabulary, replicated: [..., d] -> [..., V].
+
+    The ``__call__`` of a head that is split by columns.
+    """
     return joined_logits(_by_columns(self, inputs, out_sharding), getattr(self, SPLIT).axis_name)
 
 
 def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns the sum over the devices: [b, t, f / n] -> [b, t, d]."""
+    """Returns the sum over the devices, replicated: [b, t, f / n] -> [b, t, d].
+
+    The ``__call__`` of a row-split layer. The bias is added once, to the sum.
+
+    Raises:
+      ValueError: the input has the features of all devices.
+    """
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     x, kernel, bias, count = _operands(self, inputs, split)
@@ -423,7 +488,10 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns the rows of integers [b, t] from a table that is split along the vocabulary: [b, t, d], replicated."""
+    """Returns the table's rows for integers [b, t], replicated: [b, t, d].
+
+    The ``__call__`` of an ``nnx.Embed`` whose table is split along the vocabulary.
+    """
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     check_integers(inputs, split.quoted_path)
@@ -433,7 +501,10 @@ def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
-    """Returns the logits [..., V] of the entire vocabulary, equal on all devices, for ``query`` [..., d]."""
+    """Returns the logits of the full vocabulary, replicated: [..., d] -> [..., V].
+
+    The ``attend`` of an ``nnx.Embed`` whose table is split along the vocabulary.
+    """
     split: _Split = getattr(self, SPLIT)
     del out_sharding
     query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
@@ -442,7 +513,10 @@ def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
 
 
 def _checked(plain: Method, split: _Split) -> Method:
-    """Returns a method of an unsplit module that refuses to run on split features, if the result would be wrong."""
+    """Returns a method of an unsplit module that runs ``plain`` after ``_check_between``.
+
+    The check runs only after a column-split layer without a row-split layer since, and on several devices.
+    """
 
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -455,7 +529,12 @@ def _checked(plain: Method, split: _Split) -> Method:
 
 
 def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Split) -> None:
-    """Raises a ``ValueError`` if a module between a column-split and a row-split layer is in no kind of ``split=``."""
+    """Raises a ``ValueError`` if an unsplit module gives a wrong result or gradient after a column-split layer.
+
+    A dense layer raises if its input, ``args[0]``, has a device's share of the features. A module raises if rules for
+    logical names split a parameter over the axis; and under ``check_vma=False`` always, as the gradients of its
+    parameters are not summed. ``column`` is the path of the column-split layer.
+    """
     axis, n = split.axis_name, split.devices
     if isinstance(module, DENSE) and args:
         count = len(module.axis) if isinstance(module, nnx.LinearGeneral) else 1

@@ -36,8 +36,9 @@ LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
     """Returns the positions in the full sequence of the tokens of one device, or of several devices.
 
-    ``places`` are the indices of the tokens on a device, 0 to t - 1. The result is [t] for a ``device`` of shape [],
-    and [n, t] for [n, 1]. Chunks have t / 2 tokens. Device i has chunk i, and chunk i counted from the end.
+    ``device`` is the index of the device along the axis of the sequence, ``devices`` their number n. ``places`` are the
+    indices of the tokens on a device, 0 to t - 1. The result is [t] for a ``device`` of shape [], and [n, t] for
+    [n, 1]. The sequence has 2n chunks of t / 2 tokens; device i has chunk i and chunk 2n - 1 - i.
     """
     half = len(places) // 2
     is_second = places >= half
@@ -45,7 +46,10 @@ def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
 
 
 def zigzag_order(length: int, devices: int) -> np.ndarray:
-    """Returns the token indices of natural order in zigzag order, [length]; device i has chunks i and 2n - 1 - i.
+    """Returns the indices in natural order of a zigzag sequence's tokens, [length], the tokens of device 0 first.
+
+    Device i of n has chunks i and 2n - 1 - i of 2n. For 8 tokens on two devices the order is 0 1 6 7 2 3 4 5, so
+    ``tokens[zigzag_order(8, 2)]`` are the tokens in zigzag. On a single device the order is 0, 1, 2, ...
 
     Raises:
       ValueError: the tokens do not divide into two chunks of equal size for each of several devices.
@@ -63,7 +67,10 @@ def check_layout(layout: str | None) -> None:
 
 
 def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
-    """Raises a ``ValueError`` if a sequence does not divide into two chunks of equal size for each device."""
+    """Raises a ``ValueError`` if a sequence does not divide into two chunks of equal size for each device.
+
+    ``length`` counts the tokens of all devices. The error begins with ``named``, the function or the array.
+    """
     if length % (2 * devices):
         raise ValueError(
             f"{named}: {length} tokens do not divide into the {2 * devices} chunks of the zigzag layout on {devices} "
@@ -132,7 +139,7 @@ def in_natural_order(batch: PyTree) -> PyTree:
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
-    """Returns the array with the entries along a dim in the given order."""
+    """Returns ``array`` with entry ``order[i]`` of a dim at index i; the further dims are unchanged."""
     return array[(slice(None),) * (dim % np.ndim(array)) + (order,)]
 
 
@@ -284,7 +291,11 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
 
 
 def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
-    """Raises a ``ValueError`` if a leaf was reordered for another layout or another number of devices."""
+    """Raises a ``ValueError`` if a leaf was reordered for another layout or another number of devices.
+
+    The leaf's dim of tokens must be split over ``devices`` devices, in ``layout``. On a single device a leaf that was
+    reordered for a single device passes in any layout. ``name`` and ``axes`` (as text) are for the error.
+    """
     if leaf.devices == devices == 1:
         return
     if devices == 1:
@@ -306,12 +317,13 @@ def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int,
 
 
 def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
-    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; returns the new values.
+    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; returns the new values, in order.
 
-    ``dims`` has the token dim of each value; a value with dim None is unchanged.
+    ``dims`` has the token dim of each value; a value with dim None is unchanged, and so are all values on a single
+    device.
 
-    A device has chunks 2 i and 2 i + 1. Each chunk is sent to its device in the zigzag layout, with an exchange for the
-    even chunks and an exchange for the odd chunks of all values of a dtype.
+    Before, a device has chunks 2 i and 2 i + 1 of the sequence. Each chunk is sent to its device in the zigzag layout,
+    with an exchange for the even chunks and an exchange for the odd chunks of all values of a dtype.
     """
     chosen = [at for at, dim in enumerate(dims) if dim is not None]
     n = collectives.axis_size(axes)

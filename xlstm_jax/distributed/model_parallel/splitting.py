@@ -53,14 +53,14 @@ class _SplitTable(SplitEmbed):
     """Embedding with a split vocabulary, whose ``attend`` (a tied head) gathers the logits on every device."""
 
     def setup(self) -> None:
-        """Overrides the ``setup`` of ``nn.Embed``, which makes the unsharded table."""
+        """Does nothing; overrides the ``setup`` of ``nn.Embed``, which would make the unsharded table."""
 
     def attend(self, query: Array) -> Array:
         return joined_logits(super().attend(query), self.axis_name)
 
 
 def joined_logits(logits: Array, axis_name: str) -> Array:
-    """Returns the logits of all devices' vocabulary entries, on every device."""
+    """Gathers the logits of all devices' vocabulary entries, on every device: [..., V / n] -> [..., V]."""
     return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
 
 
@@ -141,9 +141,10 @@ class _Splitting:
     kinds_in_call_order: dict[str, str] = field(default_factory=dict)
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
-        """Returns the kind that the first matching pattern gives to a module; None without a match.
+        """Returns the kind, such as "column", of the first of the user's patterns that matches a module's path.
 
-        Only dense layers may have a kind outside of ``BETWEEN``. Records path and pattern for ``check_matched``.
+        None if no pattern matches. A module that is not dense (``is_dense=False``) can only match a pattern of a kind
+        in ``BETWEEN``, "inside" or "replicated". Records path and pattern for ``check_matched``.
         """
         (self.dense if is_dense else self.other_modules).add(path)
         kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
@@ -154,7 +155,10 @@ class _Splitting:
         return kinds[pattern]
 
     def check_matched(self, model: nn.Module) -> None:
-        """Raises a ``ValueError`` if a pattern of the user has matched no module of the model."""
+        """Raises a ``ValueError`` if a pattern of the user has matched no module since this object was made.
+
+        ``model`` gives the class name for the error, which lists the recorded paths.
+        """
         for pattern, kind in self.kinds.items():
             if pattern not in self.matched:
                 seen = self.dense | self.other_modules if kind in BETWEEN else self.dense
@@ -174,7 +178,16 @@ class _Run:
         self._column: str | None = None  # the last column-split layer without a row-split layer after it
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Runs a module's method for ``nn.intercept_methods``, after splitting the module if a pattern chooses it."""
+        """Interceptor for ``nn.intercept_methods``: runs a module's method, and returns the method's result.
+
+        Before, a module whose path matches a pattern becomes a split layer (for "inside" a module of
+        ``on_split_input``), by a change of its class in place. For modules that no pattern chooses, and for split
+        layers, the input is checked. Only ``__call__`` of modules inside of the model is treated so (of an ``nn.Embed``
+        also ``setup`` and ``attend``); other methods just run.
+
+        Raises:
+          ValueError: a chosen layer cannot be split, or a module would compute a wrong result or gradient.
+        """
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
@@ -214,7 +227,11 @@ class _Run:
         return getattr(module, name)(*args, **kwargs)
 
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
-        """Raises if a row-split layer gets unsplit features, or a column-split layer gets split features."""
+        """Raises a ``ValueError`` if a split layer gets an input ``x`` with a wrong number of features.
+
+        ``module`` is a ``RowDense`` whose input has the features of all devices, or a ``ColumnDense`` whose input has
+        this device's share, from the column-split layer before.
+        """
         axis, ran = self.splitting.axis_name, self.splitting.kinds_in_call_order
         n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
         share = share_of_input(module, x, count, n)
@@ -244,7 +261,11 @@ class _Run:
             )
 
     def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
-        """Raises if a dense layer that is not split runs on a device's share of the features."""
+        """Raises a ``ValueError`` if a dense layer that no pattern chose gets a device's share of its input features.
+
+        The share comes from a column-split layer before. ``args`` are the arguments of the layer's call, the input
+        first.
+        """
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
             return
@@ -259,7 +280,12 @@ class _Run:
             )
 
     def _check_between(self, path: str, module: nn.Module) -> None:
-        """Raises a ``ValueError`` if a module between a column-split and a row-split layer is not in ``split=``."""
+        """Raises a ``ValueError`` if a module that no pattern chose runs between a column-split and a row-split layer.
+
+        Under ``check_vma=False`` each module with trained parameters raises, since their gradients would be wrong.
+        Under ``check_vma=True`` only a module raises which has a parameter that rules for logical names split over the
+        axis.
+        """
         axis = self.splitting.axis_name
         if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):
             return
@@ -275,7 +301,11 @@ class _Run:
 
 
 def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis: str) -> None:
-    """Raises if rules have split a parameter over the axis: its gradient is a mean over the axis, and not a sum."""
+    """Raises a ``ValueError`` if rules for logical names have split a parameter in ``trained`` over the axis.
+
+    The gradient of such a parameter is a mean over the axis, and not a sum. Only types under ``check_vma=True`` show
+    the split.
+    """
     if any(axis in collectives.varying_axes(value) for value in trained):
         raise ValueError(
             f"split_modules: '{path}' ({type(module).__name__}) runs on features that are split over {axis!r}, and "
@@ -285,13 +315,17 @@ def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis:
 
 
 def _trained(module: nn.Module) -> list[Array]:
-    """Returns the values of a module's parameters that take a gradient, without the parameters of its submodules."""
+    """Returns the values of a module's differentiable parameters, without the parameters of its submodules."""
     arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
     return [leaf.value for leaf in trees.differentiable(arrays)]
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
-    """Raises a ``ValueError`` for a layer of a class that ``kind`` does not split, or with a custom product."""
+    """Raises a ``ValueError`` if ``kind`` ("column", "row" or "vocabulary") cannot split this layer of Flax.
+
+    Either ``kind`` is not for the layer's class, or the layer has a custom product or batch dims (``dot_general``,
+    ``batch_dims``, ...).
+    """
     if type(module) not in KINDS[kind]:
         raise ValueError(
             f"split_modules: '{path}' is of the class {type(module).__name__}, and {kind!r} is for "
@@ -308,7 +342,10 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
 
 
 def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
-    """Raises if the split would divide the fused layers in the first of three feature dims, instead of the heads."""
+    """Raises a ``ValueError`` if "column" would divide the fused layers in the first of three feature dims.
+
+    For features (3, heads, dim) of queries, keys and values, 3 devices along the axis would split the 3, not the heads.
+    """
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
         return
@@ -323,7 +360,11 @@ _inside_class = functools.cache(on_split_input)
 # Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """Returns the split version of a layer class of Flax, with the same name, by which ``shard_modules`` may choose."""
+    """Returns the class that replaces a layer class of Flax for a kind, such as ``nn.Dense`` for "column".
+
+    The class is a subclass of the split layer (``ColumnDense``) and of ``plain``, and has the name of ``plain``, by
+    which ``shard_modules`` may choose layers.
+    """
     return type(plain.__name__, (KINDS[kind][plain], plain), {"__module__": plain.__module__})
 
 
@@ -336,7 +377,11 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
-    """Returns a method that splits the layers which it calls, and checks after ``init`` that every pattern matched."""
+    """Returns a method that runs ``plain``, and splits the chosen modules that ``plain`` calls.
+
+    In ``init`` the method checks at its end that every pattern matched a module (a ``ValueError`` otherwise). A method
+    called within another method of the model only runs ``plain``.
+    """
 
     @functools.wraps(plain)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,10 @@ from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run
 
 
 def split_rows(batch: PyTree, *parts: int) -> PyTree:
-    """Reshapes leaves [b, ...] to [*parts, b / product(parts), ...]; scalars stay unchanged."""
+    """Reshapes leaves [b, ...] to [*parts, b / product(parts), ...]; scalars stay unchanged.
+
+    Part i has consecutive rows: for ``parts`` of (m,) the rows i b / m to (i + 1) b / m.
+    """
     count = math.prod(parts)
     return jax.tree.map(
         lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
@@ -52,7 +55,10 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """Returns the minibatch ``index`` of leaves [m, b / m, ...], the output of ``split_rows``."""
+    """Returns the minibatch ``index``, leaves [b / m, ...], of leaves [m, b / m, ...], the output of ``split_rows``.
+
+    Scalars stay unchanged.
+    """
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
 
@@ -87,7 +93,10 @@ class Partial:
     carries: PyTree
 
     def __add__(self, result: MinibatchResult) -> "Partial":
-        """Returns the sums with the result of the next minibatch added."""
+        """Returns the sums with values and gradients of the next minibatch added, times the minibatch's weight.
+
+        The carries are those of ``result``.
+        """
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
             return total + x.astype(total.dtype) * jnp.asarray(result.weight, total.dtype)
@@ -96,17 +105,18 @@ class Partial:
         return Partial(sums, self.weight + result.weight, result.carries)
 
     def mean(self) -> PyTree:
-        """Returns the means of (values, grads); 0 if the total weight is 0."""
+        """Returns the weighted means of (values, grads); 0 if the total weight is 0."""
         # With total weight 0 the sums are 0: dividing by 1 returns 0 instead of NaN.
         weight = jnp.where(self.weight != 0, self.weight, 1)
         return jax.tree.map(lambda total: total / weight.astype(total.dtype), self.sums)
 
 
 def mean_over(on_minibatch: Callable[[Scalar, PyTree], MinibatchResult], count: int, start: PyTree) -> MinibatchResult:
-    """Runs ``on_minibatch(index, carries)`` for each index < ``count`` in turn, and averages the results by weight.
+    """Runs ``on_minibatch(index, carries)`` for each index from 0 to ``count`` - 1, and averages the results by weight.
 
-    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. A single
-    minibatch runs without a loop, so that the compiler sees a plain step; its result is returned unchanged.
+    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. The returned
+    ``weight`` is the sum of the weights, ``carries`` those of the last minibatch. A single minibatch runs without a
+    loop, so that the compiler sees a plain step; its result is returned unchanged.
     """
     if count == 1:
         return on_minibatch(0, start)
@@ -133,13 +143,18 @@ class ReduceEach:
     """Strategy in which every minibatch gathers the parameters and reduce-scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Returns the tree that the loss of each minibatch receives, and by which the loss is differentiated."""
+        """Returns the tree that the loss of each minibatch receives, and by which the loss is differentiated.
+
+        Here these are ``params``; a strategy may return other weights, such as gathered parameters. ``axes`` are the
+        axes of the batch.
+        """
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """Converts gradients by the weights, averaged over minibatches, into gradients by the parameters.
+        """Converts gradients by ``weights(params, axes)``, averaged over minibatches, into gradients by ``params``.
 
-        The argument and the result have an entry per differentiable leaf.
+        The argument and the result are lists with an entry per differentiable leaf. The result is in the boxes and
+        dtypes of the parameters. Gradients of replicated leaves are not yet averaged over devices.
         """
         return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 
@@ -198,12 +213,16 @@ STRATEGIES: dict[str, ReduceEach] = {
 
 
 def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
-    """Returns the gradients in the boxes and dtypes of ``leaves``."""
+    """Returns the gradients, a list with an entry for each of ``leaves``, in the boxes and dtypes of ``leaves``."""
     return trees.map_values(lambda leaf, grad: grad.astype(leaf.value.dtype), leaves, trees.stored_values(grads))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the parameters gathered over ``axes``, except axes over which the model itself splits a leaf."""
+    """Returns the parameters gathered over ``axes``, without boxes where nothing else splits them.
+
+    Axes over which the model itself splits a leaf (tensor parallel) are not gathered; leaves that ``axes`` do not split
+    are returned unchanged.
+    """
 
     def gather(leaf: Any) -> Any:
         over = tuple(axis for axis in axes if axis in leaf_of(leaf).gathered_axes)
@@ -310,6 +329,15 @@ def accumulated(
     """Computes loss and gradients minibatch by minibatch; returns those of the whole batch in a ``BatchResult``.
 
     ``accumulate_gradients`` and the steps call this function, inside ``shard_map``.
+
+    Args:
+      loss: the loss function, called with (params, minibatch, key) and the collections, if any.
+      params: the parameters, boxed where they are split.
+      batch: this device's rows.
+      rng: a key, or None; folded with the minibatch index if there are several minibatches.
+      options: the number of minibatches, the strategy, and the axes of the batch.
+      metric_state: the state of a metric on this device; None without a metric.
+      collections: the collections of the state by name; {} if there are none.
     """
     axes, count = options.axes, options.num_minibatches
     strategy = STRATEGIES[options.strategy if count > 1 else DEFAULT_ACCUMULATION]

@@ -59,7 +59,10 @@ class UserFunction:
     hint_without_collections: str
 
     def call_text(self, *further: str) -> str:
-        """Returns a call with the arguments, and ``further`` arguments, as source text for an error."""
+        """Returns a call as source text for an error, such as "loss_fn(params, apply_fn, batch, rng)".
+
+        ``further`` are names of further arguments, at the end.
+        """
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
 
@@ -81,7 +84,11 @@ EVAL_FN = UserFunction(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> None:
-    """Raises a ``TypeError`` unless ``loss_fn`` is a function; the error names ``taker``, which got ``loss_fn``."""
+    """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts the arguments of ``called``.
+
+    Collections may come last, and a loss function may leave out the key. A function without a signature passes. The
+    error names ``taker``, the function to which the user passed ``loss_fn``.
+    """
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
         # Some functions (written in C, say) have no signature: errors then show at the call.
@@ -99,10 +106,10 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
 
 
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss function takes a key for every state, with collections and without.
+    """Returns whether a loss function takes a key, for a state with collections as for a state without.
 
-    Without a key, the fourth argument of a loss function is the collections, unless the name of the argument says
-    that the argument is a key.
+    False if ``loss_fn(params, apply_fn, batch)`` is a valid call. A fourth argument counts as the collections, unless
+    its name is that of a key or a fifth argument is required, too.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):
@@ -113,7 +120,8 @@ def needs_key(loss_fn: Callable[..., Any]) -> bool:
 def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
     """Returns whether a step passes a key to its loss function; ``rng`` is the key of the step, or None.
 
-    A loss function that takes no key draws nothing, and ignores the key of the step.
+    A loss function that takes no key draws nothing, and ignores the key of the step. ``collections`` of the state and
+    ``extra_trees`` are the further arguments of the loss function, by number and by name.
 
     Raises:
       TypeError: the loss function takes a key, and the step was given none.
@@ -142,7 +150,10 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
 
 
 def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key."""
+    """Returns a loss function with the arguments of ``LOSS_FN`` that calls ``loss_fn`` without the key.
+
+    The arguments are (params, apply_fn, batch, rng, *collections, **extra_trees).
+    """
 
     def loss(params: PyTree, apply_fn: Any, batch: PyTree, rng: PyTree, *rest: Any, **extra_trees: Any) -> Any:
         del rng
@@ -152,7 +163,10 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_key_argument(takes: inspect.Signature, index: int) -> bool:
-    """Returns whether the argument at ``index`` has the name of a key, or the name ``_``, or does not exist."""
+    """Returns whether the argument at ``index`` of a signature looks like a key, by its name.
+
+    The name contains "rng" or "key", or has underscores alone; True also if there is no such argument.
+    """
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
     return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
 
@@ -162,7 +176,8 @@ def check_takes(
 ) -> None:
     """Raises a ``TypeError`` if a function does not accept the arguments of the step.
 
-    ``collections`` of the state come after the arguments of ``called``; ``extra_trees`` are passed by name.
+    ``called`` describes the arguments; the ``collections`` of the state come after them, if there are any, and
+    ``extra_trees`` are passed by name. A function without a signature passes.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
     if takes is None or _accepts_call(takes, count + further, extra_trees):
@@ -182,7 +197,11 @@ def check_takes(
 
 
 def check_loss_takes(loss_fn: Callable[..., Any], rng: PyTree, state: Any, extra_trees: Any) -> None:
-    """Raises a ``TypeError`` if a loss function does not accept the arguments of the step, or lacks a key."""
+    """Raises a ``TypeError`` if a loss function does not accept the arguments of the step.
+
+    These are the key ``rng``, collections of the state, and ``extra_trees`` by name. Also raised if the function needs
+    a key and ``rng`` is None.
+    """
     collections = collections_of(state)
     draws = takes_key(loss_fn, rng, collections, extra_trees)
     check_takes(loss_fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, extra_trees)
@@ -196,7 +215,10 @@ def check_eval_takes(eval_fn: Callable[..., Any], state: Any, extra_trees: Any) 
 def _check_names(
     takes: inspect.Signature, called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
 ) -> None:
-    """Raises if ``extra_trees`` lacks a keyword argument that the function requires, or has a name that it rejects."""
+    """Raises a ``TypeError`` if ``extra_trees`` do not match the keyword arguments of the signature ``takes``.
+
+    A required keyword-only argument is missing, or the function has no argument with the name of a tree.
+    """
     if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
@@ -217,7 +239,7 @@ def _check_names(
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function, or None for functions without a signature."""
+    """Returns the signature of a function; None for a function without a signature, such as some written in C."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -225,7 +247,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _by_name(takes: inspect.Signature) -> list[str]:
-    """Returns the names of the required keyword-only arguments."""
+    """Returns the names of the required keyword-only arguments of a signature, in order."""
     return [
         parameter.name
         for parameter in takes.parameters.values()
@@ -260,7 +282,10 @@ def check_model(model: object) -> None:
 
 
 def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
-    """Raises a ``TypeError`` unless ``rng`` is a key or a dict of keys; with ``single``, unless ``rng`` is one key."""
+    """Raises a ``TypeError`` unless ``rng`` is a key or a dict of keys; with ``single`` an array of keys raises, too.
+
+    A key is an array of dtype key, or an old-style uint32[2]. ``taker`` names the function that takes the key.
+    """
     for path, leaf in trees.leaves_with_path(rng) or [(".", rng)]:
         dtype, ndim = getattr(leaf, "dtype", None), getattr(leaf, "ndim", 0)
         key_ndim = 0 if dtype is not None and is_prng_key(leaf) else 1  # an old-style key is uint32[2]
@@ -270,7 +295,10 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
 
 
 def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable."""
+    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable.
+
+    ``variables`` has a tree for each collection, boxed.
+    """
     for name, tree in variables.items():
         for path, leaf in trees.sharded_leaves(tree):
             trees.check_divides(path if name == "params" else f"({name}) {path}", leaf, mesh.shape)
@@ -285,7 +313,10 @@ def collections_of(state: Any) -> Mapping[str, PyTree]:
 
 
 def frozen_trees(extra_trees: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
-    """Prepares further trees of a step for a loss function inside ``shard_map``: boxes are kept, leaves are frozen."""
+    """Returns further trees of a step, by name, as a loss function receives them: without gradients.
+
+    Boxed leaves stay boxed, and are marked as frozen; further leaves pass ``jax.lax.stop_gradient``.
+    """
 
     def still(leaf: Any) -> Any:
         return frozen(split_by_model(leaf)) if is_box(leaf) else jax.lax.stop_gradient(leaf)
@@ -340,7 +371,10 @@ def check_evaluated(state: Any, local: PyTree, extra_trees: PyTree, mesh: Mesh |
 
 
 def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if a traced array is on a mesh whose axes differ from the step's ``mesh``."""
+    """Raises a ``ValueError`` if a traced array in ``arguments`` is on a mesh with other axes than the step's ``mesh``.
+
+    Compared are names, sizes and order of axes of more than one device.
+    """
     # Axes of size 1 split nothing, so ignore them; the order of the remaining axes matters.
     spread_sizes = [(axis, size) for axis, size in mesh.shape.items() if size > 1]
     for path, leaf in trees.sharded_leaves(arguments):
@@ -383,7 +417,7 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Runs ``check_batch`` for a global batch: devices times minibatches must divide the rows."""
+    """Runs ``check_batch`` for a global batch: devices that split the rows, times minibatches, must divide the rows."""
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"

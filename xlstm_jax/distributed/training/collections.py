@@ -33,7 +33,11 @@ OF_EXAMPLES = {"cache": "what decoding keeps", "intermediates": "activations", "
 
 
 def check_kept(collections: Mapping[str, PyTree]) -> None:
-    """Raises a ``ValueError`` if devices cannot share a collection returned by ``model.init``."""
+    """Raises a ``ValueError`` if devices cannot share a collection returned by ``model.init``.
+
+    Such are collections of single examples ("cache", "intermediates", "perturbations"), and tuples, which ``self.sow``
+    leaves.
+    """
     for name, collection in collections.items():
         rest = ["params", *(other for other in collections if other != name)]
         cure = f"Leave it out of the state: create_train_state(..., mutable={rest})."
@@ -114,9 +118,13 @@ def check_equal_collections(
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str]) -> PyTree:
-    """Returns the updated collections of these names, with the trees and dtypes of ``before``.
+    """Returns the updated collections of ``names``, with the trees, boxes and dtypes of ``before``.
 
     A collection missing from ``updated`` keeps its value.
+
+    Raises:
+      TypeError: ``updated`` is no dict.
+      ValueError: ``updated`` has an unknown collection, or other leaves, shapes or dtypes than ``before``.
     """
     if not isinstance(updated, Mapping):
         raise TypeError(
@@ -141,7 +149,11 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
 
 
 def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
-    """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice."""
+    """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice.
+
+    Raises:
+      ValueError: shape or dtype of the leaf at ``path`` has changed.
+    """
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
     if was != became:
@@ -156,7 +168,10 @@ def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Sharded) -> Axes:
-    """Returns the axes over which a leaf varies by type, without the axes by which its box splits the leaf."""
+    """Returns the axes over which a leaf varies by type, without the axes by which its box splits the leaf.
+
+    Where types do not show variation (``check_vma=False``), these are all axes of more than one device.
+    """
     varying = collectives.varying_axes(leaf.value)
 
     def may_differ(axis: str) -> bool:
@@ -166,7 +181,11 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Casts equal values to types that are equal on every device, by a maximum over devices if types are tracked."""
+    """Returns the tree ``new`` with types that are equal on every device; the values are equal already.
+
+    ``of_types`` has for each leaf the axes over which it varies by type. Under ``check_vma=True`` a maximum over these
+    axes serves as the cast; otherwise nothing is sent.
+    """
     values, treedef = jax.tree.flatten(new)
     # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.
     tracked = [tuple(sorted(filter(collectives.is_tracked, axes))) for axes in of_types]

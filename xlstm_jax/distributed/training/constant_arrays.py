@@ -68,5 +68,5 @@ def _applied(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls ``apply_fn`` with the collections beside the variables that are given."""
+    """Returns ``apply_fn({**collections, **variables}, *args, **kwargs)``: adds the collections to the variables."""
     return apply_fn({**collections, **variables}, *args, **kwargs)

@@ -138,7 +138,11 @@ def _token_losses(
     sequence_dim: int | None,
     dtype: DTypeLike | None,
 ) -> TokenLosses:
-    """Computes ``chunked_cross_entropy`` for a kernel in storage form; ``pieces`` describes how to read ``stored``."""
+    """Computes ``chunked_cross_entropy`` for a kernel ``stored`` as a shard, or as an unsharded array.
+
+    ``pieces`` is the layout of ``stored``, by which chunks of the kernel are read; further arguments and the result are
+    as in ``chunked_cross_entropy``.
+    """
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
     parts = axis_devices(vocab_axis, "chunked_cross_entropy") if vocab_axis else 1
@@ -167,7 +171,14 @@ def _token_losses(
 
 
 def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
-    """Returns the hidden states of all tokens, ready for products with the local vocabulary entries."""
+    """Returns the hidden states of all tokens, ready for products with the local vocabulary entries.
+
+    ``hidden`` is returned unchanged without ``vocab_axis``, and as ``enter_split`` does for a replicated ``hidden``.
+    With ``sequence_dim`` the tokens of all devices along the axis are gathered.
+
+    Raises:
+      ValueError: ``sequence_dim`` without ``vocab_axis``.
+    """
     caller = "chunked_cross_entropy"
     if vocab_axis is None:
         if sequence_dim is not None:
@@ -183,7 +194,8 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
 def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
     """Combines each device's result of ``_read_logits`` into the result for the full vocabulary, equal on each device.
 
-    ``first`` is the index of the first local entry. Gradients flow through both sums to each device's term.
+    ``losses`` and the result are (log-normalizer, label logit, index of the largest logit, its value). ``first`` is the
+    index of the first local entry. Gradients flow through both sums to each device's term.
     """
     log_normalizer, label_logit, likeliest, largest = losses
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
@@ -217,9 +229,10 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
 
 @promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
-    """Returns logsumexp, label logit (0 if the label is no local entry), index of the largest logit, and its value.
+    """Returns (logsumexp, label logit, index of the largest logit, its value), each [...], over the local entries.
 
-    All are [...]. ``kernel`` is in storage form; ``chunk_size`` counts the local entries per chunk.
+    The label logit is 0 if the label is no local entry. ``kernel`` is as ``pieces`` stores it; ``chunk_size`` counts
+    the local entries per chunk.
     """
     wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.communication)
 
@@ -252,7 +265,11 @@ def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces
 
 @promoting
 def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
-    """Recomputes the logits chunk by chunk; returns the gradients of hidden states and kernel."""
+    """Backward rule of ``_read_logits``: returns the gradients of hidden states and kernel, and None for the labels.
+
+    The logits are computed again, chunk by chunk. The gradient of the kernel has the form of the stored kernel, and is
+    None for a frozen kernel.
+    """
     hidden, kernel, labels, log_normalizer = residuals
     d_normalizer, d_label_logit, *_ = cotangents
     primal, sent = PrimalType.of(kernel), shard_as_sent(kernel, pieces.communication)
@@ -288,7 +305,11 @@ _differentiable_read.defvjp(_read_logits_fwd, _read_logits_bwd)
 def _over_chunks(
     fn: Callable[[PyTree, Array, Any, int], PyTree], carry: PyTree, sent: Array, pieces: Pieces, chunk_size: int
 ) -> PyTree:
-    """Runs ``carry = fn(carry, chunk, start, size)`` over the chunks; the last chunk may be smaller."""
+    """Runs ``carry = fn(carry, chunk, start, size)`` over the chunks of a kernel in order; returns the last carry.
+
+    ``sent`` is the kernel in the form in which shards are sent; each chunk is gathered before its call. A chunk has the
+    entries ``start`` to ``start + size`` of each device's part; the last chunk may be smaller than ``chunk_size``.
+    """
     count, left = divmod(pieces.entries_per_device, chunk_size)
     starts, end = jnp.arange(count, dtype=jnp.int32) * chunk_size, count * chunk_size
 
@@ -309,7 +330,12 @@ def _over_chunks(
 
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk, float32 or wider; -inf at padding."""
+    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk of c entries, in float32 or wider.
+
+    The logits of padding are -inf.
+
+    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    """
     wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.piece_dim,), wide)
     if pieces.entries_per_device * pieces.parts == pieces.size:
@@ -318,7 +344,10 @@ def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) 
 
 
 def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns a mask [..., c] of the chunk entries that equal the label of each token, labels [...]."""
+    """Returns a mask bool [..., c]: which of the c entries of a chunk is the label of each token, labels [...].
+
+    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    """
     return labels[..., None] == pieces.entries(start, size)
 
 
@@ -374,14 +403,18 @@ class LMHead(nn.Module, ReadsShards):
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """Returns the kernel's vocabulary dim and chunk size if ``by_pieces``, else {}."""
+        """Returns {"kernel": (vocabulary dim, chunk size)} if the field ``by_pieces`` is set, else {}."""
         return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
 
     @nn.nowrap
     def from_shards(
         self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
     ) -> TokenLosses | None:
-        """Returns ``losses``, computed from a sharded kernel chunk by chunk; None if a gather is needed."""
+        """Returns ``losses``, computed from a sharded kernel chunk by chunk; None if the kernel must be gathered first.
+
+        ``shards`` are the parameters by name, as shards in their boxes; ``hidden`` and ``labels`` are as for
+        ``losses``.
+        """
         del method
         kernel = shards.get("kernel") if self.by_pieces and not self.vocab_axis else None
         # A kernel of an unexpected shape is gathered: Linen then raises its error.

@@ -43,7 +43,11 @@ def check_equal_results(context: Results) -> None:
 
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
-    """Returns the axes of each leaf of ``results`` by path; the state of a metric counts as a single leaf."""
+    """Returns the axes along which each leaf of ``results`` differs, by the leaf's path.
+
+    ``of_leaves`` has the axes in the order of the leaves. The state of a metric counts as a single leaf, "the state of
+    the metric", with the axes of all its leaves.
+    """
     by_name: dict[str, Axes] = {}
     left = iter(of_leaves)
     for path, node in trees.flatten_with_path(results, Local)[0]:

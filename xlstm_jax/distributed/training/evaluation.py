@@ -144,7 +144,10 @@ class _Evaluation:
     is_watched: bool = False
 
     def step(self, state: Any, batch: PyTree, local: Local, *, extra_trees: ExtraTrees = None) -> Local:
-        """Runs an evaluation step on the mesh: checks, ``shard_map``, and the sum into the metric state."""
+        """Runs the checks of an evaluation, and updates the metric state of each device with the device's rows.
+
+        Returns the new metric state, of the structure of ``local``; the function that ``make_eval_step`` compiles.
+        """
         eval_fn = with_constants(self.eval_fn, state, False, returns_pair=False)
         if eval_fn is not self.eval_fn:
             return replace(self, eval_fn=eval_fn).step(state, batch, local, extra_trees=extra_trees)
@@ -165,12 +168,19 @@ class _Evaluation:
     def _on_device(
         self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
     ) -> Local:
-        """Returns the metric state of this device, updated with its rows; ``shard_map`` runs the function."""
+        """Returns the metric state ``local`` of this device, updated with the device's rows.
+
+        ``shard_map`` runs the function. ``variables`` has "params", "collections" and "extra_trees".
+        """
         with layout.entered(batch) as batch:
             return self._observed(apply_fn, variables, batch, local)
 
     def _observed(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
-        """Returns the state of the metric updated with this device's shard of the batch."""
+        """Calls ``eval_fn`` on this device's rows; returns ``local``, updated with the returned observations.
+
+        Raises:
+          TypeError: ``eval_fn`` did not return a dict.
+        """
         # eval_fn of a state without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # With check_vma=False, layers look up the axes of the batch here, as in training.

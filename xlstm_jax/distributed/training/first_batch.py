@@ -35,7 +35,11 @@ def compare_keys(rng: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Compares the batch between the processes of the mesh, by the rules in the module docstring.
+    """Compares the batch between the processes of the mesh; returns at once for a single process.
+
+    Shapes, dtypes, shardings, scalars and process-local arrays must be equal in all processes. Rows of global arrays
+    must be equal where processes hold copies of the same rows. If processes hold equal values as different rows, every
+    process warns.
 
     Raises:
       ValueError: the batch differs where it must not; raised in every process, names leaf, values and processes.
@@ -72,7 +76,11 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _processes(mesh: Mesh | AbstractMesh, tree: PyTree) -> list[int]:
-    """Returns the processes of the mesh, if they must be compared; [] for a single process and while tracing."""
+    """Returns the sorted indices of the processes of the mesh that must compare ``tree``.
+
+    Returns [] if nothing can be compared: the mesh is of one process or abstract, ``jax.distributed`` is not
+    initialised, or a leaf of ``tree`` is traced or abstract.
+    """
     processes = [] if isinstance(mesh, AbstractMesh) else sorted({d.process_index for d in mesh.devices.flat})
     # Devices of a compile-only topology name processes that do not run.
     if len(processes) < 2 or not jax.distributed.is_initialized():
@@ -81,7 +89,11 @@ def _processes(mesh: Mesh | AbstractMesh, tree: PyTree) -> list[int]:
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:
-    """Returns as JSON: a digest of the local row indices, a digest of their values, and whether any two rows differ."""
+    """Returns facts on the rows of this process, as JSON ``[places, values, vary]``, to compare between processes.
+
+    ``rows`` are global arrays by path. ``places`` is a digest of the paths and global indices of this process's shards,
+    ``values`` a digest of their contents, and ``vary`` is whether any two rows of a shard differ.
+    """
     where, contents, vary = [], [], False
     for path, leaf in rows.items():
         values = jax.random.key_data(leaf) if is_prng_key(leaf) else leaf

@@ -120,10 +120,14 @@ class LocalResult(NamedTuple):
 def local_result(
     loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
-    """Differentiates ``loss_fn(params, *rest)`` on this device, and checks over which axes the loss varies.
+    """Returns the loss ``loss_fn(params, *rest)`` on this device and its gradients, not yet averaged over devices.
 
-    With ``devices`` the loss is divided by the number of devices before differentiation, so that it is a term of the
-    global mean. ``devices`` is passed if ``params`` include the scales of fp8 products.
+    ``axes`` are the axes of the batch. With ``devices`` the loss is divided by the number of devices before
+    differentiation, so that it is a term of the global mean. ``devices`` is passed if ``params`` include the scales of
+    fp8 products.
+
+    Raises:
+      ValueError: all parameters are frozen, or the loss varies by its type over other axes than ``axes``.
     """
     trainable, put_back = trees.split_differentiable(params)
     if not trainable and (frozen := [path for path, leaf in trees.sharded_leaves(params) if not leaf.trainable]):
@@ -150,7 +154,11 @@ def local_result(
 
 
 def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
-    """Raises if the type of a loss or weight varies over other axes than the axes to average over."""
+    """Raises a ``ValueError`` if the type of a loss or weight varies over other axes than the axes to average over.
+
+    The value must vary over each of ``axes`` with several devices, and over no other axis. ``subject`` names the value
+    in the error, as "the loss". Types show this under ``check_vma=True`` alone.
+    """
     varying = collectives.varying_axes(value)
     for axis in collectives.spread_axes(axes):
         if collectives.is_tracked(axis) and axis not in varying:
@@ -191,7 +199,7 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Casts leaves to varying over the axes, except replica axes: the gather casts over those."""
+    """Returns the leaves cast to varying over ``axes`` by type, except replica axes: the gather casts over those."""
     spread = collectives.spread_axes(axes)
     boxes = [leaf_of(leaf) for leaf in leaves]
     if not [box for box in boxes if box.communication.replicas]:
@@ -215,7 +223,11 @@ def varying_if_frozen(leaf: Any, axes: tuple[str, ...]) -> Any:
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Averages gradients over devices, in the tree of ``params``; frozen leaves get 0, integers and keys float0."""
+    """Averages gradients over devices; returns them in the tree and boxes of ``params``.
+
+    ``grads`` is a list with the local gradient of each differentiable leaf. Frozen leaves get zeros, integers and keys
+    zeros of dtype float0.
+    """
 
     def no_gradient(leaf: Sharded) -> Any:
         if jnp.issubdtype(value_dtype(leaf.value), jnp.inexact):
@@ -234,7 +246,11 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
-    """Returns (sum * N / W, N / W, W) with W the total weight on N devices; (mean, 1, 1) for a mean."""
+    """Returns (loss to differentiate on this device, factor, total weight) of a user's loss.
+
+    With a weight: (sum * N / W, N / W, W), W being the total weight on N devices; a total of 0 gives the factor 0.
+    Without a weight, for a mean: (mean, 1, 1).
+    """
     total, weight = loss.total, loss.weight
     if weight is None:
         return total, 1, 1

@@ -164,7 +164,10 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """Returns the output with ``means`` multiplied by ``scale``: local sums become terms of a global mean."""
+        """Returns the output with ``means`` multiplied by ``scale``; ``cells`` are unchanged.
+
+        A ``scale`` of N / W turns local sums into terms of a global mean, W being the total weight on N devices.
+        """
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
@@ -172,7 +175,11 @@ class Auxiliary(struct.PyTreeNode):
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
-        """Reduces loss and leaves over devices; returns the loss, and the auxiliary output in its original tree."""
+        """Averages ``loss`` and ``means`` over devices, and merges ``cells`` over devices.
+
+        Returns the mean loss, and the auxiliary output in the tree that the loss function returned, with the values of
+        cells.
+        """
         # Loss and means share one collective.
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))
         means, cells = iter(averaged), iter(all_reduce_cells(self.cells, axes) if self.cells else ())
@@ -181,7 +188,11 @@ class Auxiliary(struct.PyTreeNode):
 
 
 def _as_mean(path: str, leaf: Any) -> jax.Array:
-    """Converts a number of the auxiliary output to float32 or wider, for averages; raises for an integer."""
+    """Converts a leaf of the auxiliary output, at ``path``, to an array of float32 or wider, for averages.
+
+    Raises:
+      TypeError: the leaf is an integer, whose mean is no count, or not a number.
+    """
     name, cell = f"aux['{path}']", "from xlstm_jax.distributed.metrics.cells import"
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float | complex):
         raise TypeError(f"{name} is {leaf!r}, a {type(leaf).__name__}; the auxiliary output is made of numbers.")

@@ -205,7 +205,10 @@ def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
 
 
 def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
-    """Warns of ``optax.MultiSteps`` in the optimizer of a step with a weighted loss."""
+    """Warns of ``optax.MultiSteps`` over several steps in the optimizer ``tx`` of a step with a weighted loss.
+
+    ``MultiSteps`` averages the gradients of the steps equally, although the steps have different weights.
+    """
     for part in parts(tx):
         if part.name == "MultiSteps" and (count := _at(part.closure_values["_every_k_schedule"], 0)) > 1:
             _warn(
@@ -216,7 +219,10 @@ def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
-    """Warns of a reported learning rate that is another schedule than the optimizer's."""
+    """Warns if the learning rate that a step reports is another schedule than the optimizer's.
+
+    Only schedules are compared, not numbers. A schedule may be any of the optimizer's schedules, or their product.
+    """
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     used_schedules = schedules(parts(tx))
     # With several schedules in a chain the user may report any of them, or their product.
@@ -232,7 +238,10 @@ def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: Lear
 
 
 def _difference(first: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """Returns (count, value, value) at the first step count where schedules differ, signs aside; None if nowhere."""
+    """Returns (count, first value, other value) at the first count in ``COUNTS`` where two schedules differ; else None.
+
+    Values are absolute, and equal up to a relative difference of 1e-4.
+    """
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
         a, b = abs(_at(first, count)), abs(_at(other, count))
@@ -261,7 +270,9 @@ class ModelFacts(NamedTuple):
 def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
     """Warns if no parameter is split over devices of the mesh, or if at least 5 % of their bytes are not.
 
-    ``look()`` returns the facts of the model. The call may trace the model, and happens only for a warning.
+    If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. Nothing is split on a mesh
+    of a single device, so nothing warns there. ``look()`` returns the facts of the model. The call may trace the model,
+    and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
     # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
@@ -307,7 +318,11 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
 
 
 def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: ModelFacts) -> list[str]:
-    """Returns the cures for replicated leaves, given as path -> bytes; the cure for the most bytes comes first."""
+    """Returns cures for replicated leaves, as sentences for a warning; the cure for the most bytes comes first.
+
+    ``replicated`` maps the path of a replicated leaf to its bytes, ``leaves`` are all parameters by path. Cures for
+    less than 5 % of the replicated bytes are left out.
+    """
     # Classes of the wrapped modules: unit_depth of a box counts the path names below its wrapped module.
     units = dict.fromkeys(
         facts.holders.get("/".join(path.split("/")[: -leaf.unit_depth]))
@@ -341,7 +356,10 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
 
 
 def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
-    """Warns of a leaf in ``extra_trees`` without a box that a wrapper would split by default."""
+    """Warns of a leaf in ``extra_trees`` without a box that a wrapper would split by default.
+
+    Only the first such leaf is named.
+    """
     for path, leaf in trees.leaves_with_path(extra_trees):
         if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
             _warn(
@@ -362,19 +380,25 @@ def warn_of_replicated_in_state(context: CreatedState) -> None:
 
 
 def warn_of_replicated_in_step(state: Any, mesh: AnyMesh, trace_again: Callable[[], None]) -> None:
-    """Warns of replicated parameters in the state of a step, which need not come from ``create_train_state``."""
+    """Warns of replicated parameters in the state of a step, as ``warn_of_replicated``; any state, not only a new one.
+
+    ``trace_again()`` traces the step, to observe the modules of the model for the warning.
+    """
     warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
 
 
 def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
-    """Returns the classes of the modules that run while ``trace()`` traces a step."""
+    """Returns the classes of the modules that run while ``trace()`` traces a step, by path, as ``ModelFacts``.
+
+    The model is the object whose method ``apply_fn`` is. The reasons for replicated leaves are not known: {}.
+    """
     with recording_holders(getattr(apply_fn, "__self__", None)) as holders:
         trace()
     return ModelFacts({}, holders)
 
 
 def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
-    """Warns of scanned layers that a wrapped module gathers at once."""
+    """Warns of stacks of layers (``nn.scan``) that a wrapped module gathers at once, on a mesh of several devices."""
     new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _warned}
     if mesh.size == 1 or not new:
         return
@@ -393,7 +417,11 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 def warn_of_idle_axes(
     mesh: AnyMesh, batch_axes: tuple[str, ...], state: Any, extra_trees: PyTree, jaxpr: core.Jaxpr
 ) -> None:
-    """Warns of axes along which devices repeat the same work: no spec and no equation of ``jaxpr`` names them."""
+    """Warns of mesh axes along which devices repeat the same work.
+
+    Such an axis has several devices, is no axis of the batch, splits no leaf of state and ``extra_trees``, and no
+    equation of ``jaxpr`` names it.
+    """
     idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
     if not idle:
         return
@@ -434,7 +462,10 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
 
 
 def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
-    """Returns the name of the primitive that makes a result of a jaxpr, or ""."""
+    """Returns the name of the primitive, such as "reduce_sum", that makes ``atom``, a result of a jaxpr; "" if unknown.
+
+    Casts and reshapes after the primitive are skipped.
+    """
     eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
     if eqn is None:
         return ""

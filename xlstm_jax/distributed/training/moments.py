@@ -187,7 +187,7 @@ class Results:
 
     @cached_property
     def equations(self) -> Equations:
-        """Returns the axes along which results, and values named by ``varying.marked``, differ between devices."""
+        """The axes along which results, and values named by ``with_name_for_reader``, differ between devices."""
         return read_equations(self.jaxpr)
 
 
@@ -260,7 +260,7 @@ class JittedCall(NamedTuple):
 
     @property
     def placements(self) -> tuple[Any, ...]:
-        """Shardings of the batch's leaves; () if no leaf is on a mesh."""
+        """The sharding of each leaf of the batch, None for a leaf without; () if no leaf is on a mesh."""
         shardings = tuple(map(sharding_of, jax.tree.leaves(self.named.get("batch"))))
         return shardings if [s for s in shardings if isinstance(s, NamedSharding)] else ()
 
@@ -280,17 +280,23 @@ CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 
 
 def checks_at(moment: Moment) -> list[TrainingCheck]:
-    """Returns the checks of a moment in the order of the table."""
+    """Returns the rows of ``CHECKS`` with this moment, in the order of the table."""
     return [check for check in CHECKS if check.moment == moment]
 
 
 def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment in the order of the table."""
+    """Runs the checks of a moment in the order of the table, on ``context``, the object that the moment's checks take.
+
+    Raises what a check raises, and warns as the checks do.
+    """
     run_rows(checks_at(moment), context)
 
 
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs the checks that ``needs`` and ``unless`` do not exclude for this context."""
+    """Runs checks, in order, on ``context``; skips a check that its ``needs`` or ``unless`` excludes for the context.
+
+    A check is called with the attributes of the context that its ``reads`` lists, or with the context itself.
+    """
     for check in checks:
         if check.needs and not attrgetter(check.needs)(context):
             continue
@@ -347,7 +353,11 @@ class CheckedStep:
         return self.checked_call(self.jitted, *args, **kwargs)
 
     def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls ``function``, in place of the compiled step, with the checks of a call of the step."""
+        """Calls ``function`` in place of the compiled step, with the checks of a call of the step; returns its result.
+
+        Raises what a check or ``function`` raises; an error of JAX about an argument is replaced by an error that names
+        it.
+        """
         call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
         function = self._where_it_compiles(function) if explicit else function
         # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
@@ -370,7 +380,7 @@ class CheckedStep:
         return returned
 
     def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``function``, which is called as if no mesh were set if JAX refuses to compile it under the mesh.
+        """Returns ``function``, but called as if no mesh were set once JAX has refused to compile under the set mesh.
 
         JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
         """
@@ -402,12 +412,16 @@ class CheckedStep:
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the call with its arguments by name."""
+        """Returns the ``JittedCall`` of these arguments: as passed, and by name."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         return JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
 
     def _new_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the call, after a check that its names are those of the step."""
+        """Returns the ``JittedCall`` of these arguments, after a check that their names are those of the step.
+
+        Raises:
+          TypeError: a needed argument is missing, or an argument is unknown.
+        """
         call = self._call(args, kwargs)
         run_checks("names", call)
         return call
@@ -417,7 +431,8 @@ class CheckedStep:
     ) -> Any:
         """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault.
 
-        If ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh.
+        If ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh. If
+        ``is_new``, the placement of the batch is checked before.
         """
         if explicit:
             args, kwargs = on_set_mesh((call.args, call.kwargs))
@@ -441,7 +456,11 @@ class CheckedStep:
 
 
 def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
-    """Returns the data that checks of new calls depend on: names of arguments, structure and placement of the batch."""
+    """Returns a hashable key of a call: two calls with equal keys need the checks of new calls only once.
+
+    The key has number and names of the arguments, the structure and shardings of the batch, and, if ``explicit``, the
+    set mesh.
+    """
     leaves, structure = jax.tree.flatten(call.named.get("batch"))
     # Comparing shardings is faster than reading their specs.
     shardings = tuple(map(sharding_of, leaves))

@@ -25,7 +25,7 @@ DELETED = "Array has been deleted"  # begin of JAX's error
 
 
 def looks_for_nans() -> bool:
-    """Returns whether JAX looks for NaN or infinities in results, and a search in arguments is of use."""
+    """Returns whether JAX looks for NaN or infinities in results: ``jax_debug_nans`` or ``jax_debug_infs`` is set."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
@@ -64,7 +64,11 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
 
 
 def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
-    """Yields (option, description) per leaf with a NaN or an infinity, if the JAX option for it is set."""
+    """Yields (JAX option, description) for each leaf of ``arguments`` with a NaN or an infinity.
+
+    NaN are looked for if ``jax_debug_nans`` is set, infinities if ``jax_debug_infs`` is set. The description names the
+    leaf, its shape and the index of an entry.
+    """
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
     for option, (noun, is_one) in looked_for.items():
         if not getattr(jax.config, option):
@@ -78,7 +82,10 @@ def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
 
 
 def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """Yields the local parts of a float array, each with the index of its first entry."""
+    """Yields the parts of a float array that this process has, as NumPy arrays, each with the index of its first entry.
+
+    The index is in the full array. Nothing is yielded for traced or abstract values, and for other dtypes.
+    """
     if isinstance(value, Tracer | jax.ShapeDtypeStruct) or not hasattr(value, "dtype"):
         return
     if not jnp.issubdtype(value_dtype(value), jnp.inexact):
@@ -91,7 +98,10 @@ def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
 
 
 def _first(mask: np.ndarray, start: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Returns a list with the index in the full array of the first true entry, or an empty list."""
+    """Returns ``[index of the first true entry]``, or ``[]`` if no entry of ``mask`` is true.
+
+    The index is in the full array, in which the part ``mask`` begins at ``start``.
+    """
     if not mask.any():
         return []
     first = np.unravel_index(int(mask.argmax()), mask.shape)

@@ -189,17 +189,29 @@ def _mesh_of(module: nnx.Module) -> Mesh:
 
 
 def _variables(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns (path, variable) of each variable of a module, or of a tuple of modules."""
+    """Returns (path, variable) of each variable of a module, or of a tuple of modules.
+
+    A path is a tuple of attribute names and indices, as in ``nnx.to_flat_state``; in a tuple of modules the index of
+    the module comes first.
+    """
     return [(path, leaf) for path, leaf in nnx.to_flat_state(nnx.state(node)) if is_variable(leaf)]
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Returns a path in the tuple of module and further objects as text, without the number of the module."""
+    """Returns a variable's path in the tuple (module, *further objects) as text, such as "dense.kernel".
+
+    The index of the object is left out for the module, of index 0: (0, "dense", "kernel") is "dense.kernel", and
+    (1, "count") is "1.count".
+    """
     return ".".join(map(str, path if path[0] else path[1:]))
 
 
 def _write(nodes: tuple[Any, ...], changed: Mapping[str, Any]) -> None:
-    """Writes changed values, by path, into the variables of the caller's objects."""
+    """Writes changed values into the variables of ``nodes``, the module and further NNX objects that the caller passed.
+
+    ``changed`` maps the name of a variable (``_name``) to the new value; variables that are not listed keep their
+    values.
+    """
     of_paths = {_name(path): (path, variable) for path, variable in _variables(nodes)}
     new = [(path, variable.copy(changed[name])) for name, (path, variable) in of_paths.items() if name in changed]
     if new:
@@ -244,7 +256,13 @@ class _Program:
         self.aux: tuple[Any, list[bool]] | None = None  # tree of the auxiliary output; for each leaf, if it has rows
 
     def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> _OfDevices:
-        """Returns loss, gradients, means and rows of the auxiliary output, and changed variables by path."""
+        """Computes loss, gradients and auxiliary output on this device; ``shard_map`` runs the function.
+
+        ``params`` has the variables to differentiate as "live", and further variables as "rest". ``batch`` are this
+        device's rows. Loss, gradients and scalars of the auxiliary output are averaged over devices; ``rows`` of the
+        result are the auxiliary arrays with a row for each of this device's examples, ``changed`` the values of
+        variables that the module changed, by name, equal on all devices.
+        """
         trainable, frozen = params["live"], params["rest"]
 
         def local_loss(live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, dict[str, Any]]]:
@@ -258,7 +276,11 @@ class _Program:
         return _OfDevices(loss, grads, means, rows, self.equal(changed, params, batch))
 
     def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
-        """Calls the loss function on this device: returns loss, auxiliary output, and changed variables by path."""
+        """Calls the loss function on this device's rows; returns (local loss, auxiliary output, changed variables).
+
+        The loss is (sum, weight) if the loss function is weighted. The changed variables are a dict from the name of a
+        variable that the call wrote to its new value; random keys are not included.
+        """
         # A copy: a variable belongs to the trace in which it was made.
         nodes = nnx.merge(self.graphdef, trainable, frozen, copy=True)
         written: set[str] = set()
@@ -288,7 +310,13 @@ class _Program:
         return (found.total, found.weight) if self.weighted else found.total, found.aux, changed
 
     def equal(self, changed: dict[str, Any], params: PyTree, batch: tuple[PyTree, ...]) -> dict[str, Any]:
-        """Returns changed variables with types that are equal on all devices; raises if values would differ."""
+        """Returns the changed variables, by name, with types that say that the values are equal on all devices.
+
+        ``changed`` is as ``called`` returns it, ``params`` and ``batch`` as for ``on_device``.
+
+        Raises:
+          ValueError: by the equations of the loss a value would differ between devices.
+        """
         if not changed:
             return {}
         values = {_name(path): variable.get_raw_value() for path, variable in _variables_of(params)}
@@ -303,7 +331,14 @@ class _Program:
         return updated_collections(again, args, [*kept], changed, self.axes, read_later=False)
 
     def split_aux(self, aux: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[Any], list[Any]]:
-        """Returns the leaves of the auxiliary output that are averaged, and the leaves with a row for each example."""
+        """Splits the leaves of the auxiliary output into scalars and arrays; returns (scalars, arrays).
+
+        Scalars, to be averaged over devices, are cast to float32 or wider. Arrays have a row for each example. Both
+        lists are in the order of the leaves; the tree is stored for ``aux_of``.
+
+        Raises:
+          ValueError: an array has as many rows as no leaf of ``batch``.
+        """
         counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
         leaves, tree = jax.tree.flatten(aux)
         has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
@@ -334,7 +369,10 @@ class _Program:
 
 
 def _note_writes(variable: Any, note: Callable[[], None]) -> None:
-    """Calls ``note`` when the model writes a parameter; transformations of NNX write back each one, unchanged."""
+    """Makes ``variable`` call ``note()`` whenever its value is set.
+
+    A comparison of arrays would also find parameters that a transformation of NNX has written back unchanged.
+    """
     hooks = variable.get_metadata("on_set_value", ())
 
     def noted(variable: Any, value: Any) -> Any:
@@ -346,7 +384,10 @@ def _note_writes(variable: Any, note: Callable[[], None]) -> None:
 
 
 def _of_this_device(key: Any, axes: tuple[str, ...]) -> Any:
-    """Returns a key, or an array of keys, that differs by device."""
+    """Returns ``key`` with the index of this device along ``axes`` folded in; each key of an array of keys likewise.
+
+    Returns ``key`` unchanged if the axes have a single device.
+    """
     spread = collectives.spread_axes(axes)
     if not spread:
         return key

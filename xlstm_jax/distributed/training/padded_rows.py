@@ -58,7 +58,10 @@ class MarkedLoss(LossFunction):
     """Loss function that gives its results names in the jaxpr, for ``counting_padding``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        """Calls the loss function, and names its results in the jaxpr for ``counting_padding``."""
+        """Calls the loss function; returns its ``Loss``, whose arrays have names in the jaxpr for ``counting_padding``.
+
+        Named are the loss, its weight, the leaves of the auxiliary output, and the leaves of updated collections.
+        """
         result = super().__call__(*args, **kwargs)
         collections = result.collections
         if isinstance(collections, Mapping):
@@ -72,7 +75,10 @@ class MarkedLoss(LossFunction):
 
 
 def with_names(tree: PyTree, kind: str, name: str = "") -> PyTree:
-    """Returns the tree with a ``checkpoint_name`` on each array: ``kind``, and the path below ``name``."""
+    """Returns the tree with a ``checkpoint_name`` on each array, "xlstm_jax: KIND:PATH".
+
+    PATH is the path of the leaf, below ``name`` if ``name`` is given. Leaves that are no ``jax.Array`` are unchanged.
+    """
 
     def with_name(path: str, x: Any) -> Any:
         its = "/".join(part for part in (name, path) if part not in ("", "."))
@@ -95,6 +101,8 @@ def counting_padding(
     kwargs: dict[str, Any],
 ) -> dict[str, list[str]]:
     """Traces a step; returns the names of results that count padded rows like real rows, by kind (``LOSS``, ...).
+
+    A result is ``{"collection": ["batch_stats/mean"]}``; kinds without such results are left out.
 
     Args:
       step: a step that names its results by ``with_names``.
@@ -163,7 +171,7 @@ def counting_padding(
 
 
 def _several_parts(batch: PyTree) -> bool:
-    """Returns whether this process's devices hold different rows of a padded leaf."""
+    """Returns whether this process's devices hold different rows of the batch, by its first padded leaf."""
     padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
     return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
 

@@ -95,7 +95,11 @@ class TrainState(FlaxTrainState):
     def create(
         cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: optax.GradientTransformation, **fields: Any
     ) -> "TrainState":
-        """Creates the state as Flax's ``create`` does, but hides frozen parameters from the optimizer."""
+        """Creates the state as Flax's ``create`` does, but hides frozen parameters from the optimizer.
+
+        Frozen parameters are in ``state.params``, and have no moments. The slow weights of ``optax.lookahead`` are
+        added to the optimizer's state.
+        """
         if not isinstance(params, optax.LookaheadParams) and sees_pairs(tx):
             tx = with_slow_params(tx)
         # Flax's `create` calls tx.init on its params argument, so pass it no frozen leaves and restore them afterwards.
@@ -137,7 +141,10 @@ class TrainState(FlaxTrainState):
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
-    """Returns the mesh of boxed parameters, from the shardings of their values or of their types (if traced)."""
+    """Returns the mesh of boxed parameters, from the shardings of their values or of their types (if traced).
+
+    None if no boxed parameter has a ``NamedSharding``.
+    """
     values = [trees.stored_values(leaf) for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
     return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty), None)
@@ -299,7 +306,10 @@ def create_train_state(
 def sharded_opt_state(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Placement = ON_DEVICES
 ) -> PyTree:
-    """Returns the initial optimizer state, split over the mesh like the parameters."""
+    """Returns the initial optimizer state as global arrays, split over the mesh like the parameters.
+
+    ``offload`` says which memory stores the state: device memory by default.
+    """
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
 
     def init(params: PyTree) -> PyTree:
@@ -366,9 +376,11 @@ def updated_state(
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> tuple[State, Metrics]:
-    """Runs the optimizer on global arrays. Returns (state with unchanged boxes and shardings, metrics).
+    """Runs the optimizer on global arrays. Returns (new state, metrics of the optimizer).
 
-    ``value_fn`` and ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM.
+    The new state has the boxes and shardings of ``state``. ``grads`` are boxed like the parameters. ``value_fn`` and
+    ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM. ``collections``
+    replace the collections of the state; {}: they are unchanged.
     """
     grads = trainable(grads)
     extra_args = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
@@ -381,7 +393,10 @@ def updated_state(
 
 
 def _replaced(state: State, after: Trained) -> State:
-    """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections."""
+    """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections.
+
+    A ``TrainState`` also gets ``sees_boxes=False``, as ``after`` was made on arrays without boxes.
+    """
     stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
     return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
 
@@ -393,7 +408,13 @@ def _updated(
     collections: Mapping[str, PyTree],
     **extra_args: PyTree,
 ) -> tuple[Trained, Metrics]:
-    """Runs the optimizer on gradients without boxes and padding. Returns (changed parts of the state, metrics)."""
+    """Runs the optimizer on gradients without boxes and padding.
+
+    Returns (step, parameters, optimizer state and collections after the update; metrics of the optimizer).
+
+    Raises:
+      ValueError: ``state.opt_state`` is no state of ``state.tx``.
+    """
     optimizer = sharded_optimizer(state.tx, state.params, mesh)
     before = Trained(state.step, state.params, state.opt_state, collections_of(state))
     try:
@@ -411,7 +432,11 @@ def _updated(
 
 
 def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
-    """Returns a title with the step, and per non-empty part a row: name, number of leaves, bytes, bytes per device."""
+    """Returns the title of a summary, such as "TrainState at step 3", and the rows of its table, as text.
+
+    A row is [part, number of leaves, total bytes, bytes per device], for each of "params", "opt_state" and
+    "collections" that has leaves. Without a known step the title is "TrainState without values".
+    """
     rows = []
     for name in PARTS:
         if leaves := [leaf.value for _, leaf in trees.sharded_leaves(getattr(state, name))]:
@@ -424,7 +449,10 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
 
 
 def _bars(state: Any) -> list[Bar]:
-    """Returns a bar of bytes for each leaf, largest first, for notebooks. Equal leaves of layers share a bar."""
+    """Returns bars of bytes per device for notebooks, largest first; a bar for each leaf.
+
+    Leaves of equal size whose paths differ by the number of a layer alone share a bar, of their sum.
+    """
     alike: dict[tuple[str, int], list[str]] = defaultdict(list)
     for part in PARTS:
         for path, leaf in trees.sharded_leaves(getattr(state, part)):
@@ -439,7 +467,7 @@ def _bars(state: Any) -> list[Bar]:
 
 
 def _bytes(value: PyTree) -> tuple[int, int]:
-    """Returns the total bytes of an array and its bytes on a device, also for a mesh without devices."""
+    """Returns (total bytes, bytes on a device) of an array, also of an abstract array; (0, 0) for other values."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return 0, 0
     sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)

@@ -142,7 +142,7 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
 
     def like(state: PyTree, batch: PyTree, rng: PyTree = None, local: PyTree = None, **_: PyTree) -> tuple[PyTree, ...]:
-        """Returns the arguments that the results (state, metrics, and local with a metric) replace."""
+        """Returns the arguments that the results replace: (state, spec of metrics), and ``local`` with a metric."""
         return (state, PartitionSpec()) if metric is None else (state, PartitionSpec(), local)
 
     def step_of(of_batch: BatchLayout) -> CheckedStep:
@@ -191,7 +191,10 @@ class StepOptions:
         *,
         extra_trees: ExtraTrees = None,
     ) -> tuple[Any, ...]:
-        """Returns ``(state, metrics)``, or ``(state, metrics, local)`` with a metric: the function that is compiled."""
+        """Computes a training step; the function that ``make_train_step`` compiles.
+
+        Returns (new state, metrics), or with a metric (new state, metrics, new state of the metric).
+        """
         if collections_of(state) and (options_of_state := self.of_state(state, rng)) is not self:
             return options_of_state.step(state, batch, rng, local, extra_trees=extra_trees)
         extra_trees = {} if extra_trees is None else extra_trees
@@ -211,7 +214,11 @@ class StepOptions:
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
-        """Returns the options with the loss function as it is called for this state; see ``constant_arrays``."""
+        """Returns the options for a state whose only collection is the constant arrays of an NNX model.
+
+        If the loss function takes no collections, it is wrapped to take them (see ``constant_arrays``); in any other
+        case the options are returned unchanged.
+        """
         fn = with_constants(self.loss.fn, state, rng is not None, returns_pair=True)
         return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))
 
@@ -248,14 +255,18 @@ class StepOptions:
         return state.params, batch, key, local, collections_of(state), extra_trees
 
     def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
-        """Returns the ``shard_map`` of a program on the mesh of the step."""
+        """Returns the ``shard_map`` of a device's program on the mesh of the step, with the program's specs."""
         fn, in_specs, out_specs = program
         return jax.shard_map(
             fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
         )
 
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
-        """Returns the program of a device: (params, batch, rng, local, collections, extra_trees) -> ``BatchResult``."""
+        """Returns the program of a device, with its specs: the function that computes loss and gradients of a batch.
+
+        The function takes (params, batch, rng, local, collections, extra_trees) and returns a ``BatchResult``.
+        ``state``, ``batch`` and ``extra_trees`` only give the specs, the ``apply_fn``, and the layout of the batch.
+        """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
         collections, axes, replicated, mesh = (
             collections_of(state),
@@ -316,13 +327,20 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
 def _loss_and_grads_at(
     like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
 ) -> tuple[jax.Array, PyTree]:
-    """Returns loss and gradients of the step's batch, with the same draws, at other ``params`` (without boxes)."""
+    """Returns (loss, gradients) of the step's batch, with the same random draws, at other ``params``.
+
+    ``params`` and gradients are arrays without boxes and padding, None for untrained leaves. ``like`` are the
+    parameters of the state, whose boxes ``params`` get for ``of_batch``, the computation of loss and gradients.
+    """
     result = of_batch(with_trainable(like, params))
     return result.loss, trainable(result.grads)
 
 
 def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
-    """Returns a function (params, call index) -> gradients, which optax's SAM calls (``opaque_mode=True``)."""
+    """Returns a function (params, call index) -> gradients, which optax's SAM calls (``opaque_mode=True``).
+
+    ``again(params)`` returns (loss, gradients) of the step's batch. The call index has no effect.
+    """
 
     def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
         del index  # Every adversarial step uses the batch of the step.
@@ -334,8 +352,9 @@ def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..
 def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
     """Returns a differentiable function params -> loss, which line searches (L-BFGS) call.
 
-    The function has a custom gradient rule. If JAX differentiated the ``shard_map``, each device would get 1/N of the
-    cotangent, and the means inside would divide by N once more.
+    ``again(params)`` returns (loss, gradients) of the step's batch. The function has a custom gradient rule. If JAX
+    differentiated the ``shard_map``, each device would get 1/N of the cotangent, and the means inside would divide by N
+    once more.
     """
 
     def times(grad: jax.Array, factor: jax.Array) -> jax.Array:

@@ -81,8 +81,9 @@ def read_equations(closed: Any) -> Equations:
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
     """Returns for each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
 
-    ``of_args`` has the axes of each leaf of ``args``. If ``fn`` closes over an array of an outer trace, the array
-    differs along the axes of its type; along untracked axes it counts as differing if any of ``of_args`` does.
+    ``of_args`` has the axes along which each leaf of ``args`` differs. If ``fn`` closes over an array of an outer
+    trace, the array differs along the axes of its type; along untracked axes it counts as differing if any of
+    ``of_args`` does.
     """
     return _read(fn, args, of_args)[0]
 
@@ -90,11 +91,12 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
 def propagate_labels(
     closed: Any, of_inputs: Sequence[Axes], rule: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Propagates sets of labels (any strings) from the inputs of a jaxpr to its results, by the rules for axes.
+    """Propagates sets of labels (any strings) from inputs to results of a jaxpr, as ``read_equations`` does for axes.
 
-    Returns the labels of each result; ``of_inputs`` has the labels of each input. ``rule(equation, labels of the
-    equation's inputs)`` is called for each equation, and returns the labels of the equation's results, or None: then
-    the rule for axes applies.
+    Returns the labels of each result; ``of_inputs`` has the labels of each input.
+    ``rule(equation, labels of the equation's inputs)`` is called for each equation, and returns the labels of the
+    equation's results, or None: then the rule for axes applies. By this rule the results of most equations have the
+    labels of all inputs.
     """
     return _Reader(rule).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
@@ -105,16 +107,16 @@ def followed_equation(
     """Returns the labels of each result of an equation, from the labels of its inputs; see ``propagate_labels``.
 
     ``look(equation, labels of inputs)`` is the rule: it returns the labels of the results, or ``None`` for the rule for
-    axes.
+    axes. Equations inside the equation (of a scan, say) follow the same rule.
     """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """Returns the axes along which each result of ``fn(*args)`` differs, and the axes of collectives in some branches.
+    """Returns (axes along which each result of ``fn(*args)`` differs, axes of collectives in branches).
 
-    These are the branches that devices may take differently. ``of_args`` has for each argument the axes along which it
-    differs.
+    Counted are branches of ``cond`` and loops that devices along these axes may take differently. ``of_args`` has for
+    each leaf of ``args`` the axes along which it differs between devices.
     """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
@@ -130,7 +132,10 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 
 
 def _named(axes: Axes) -> Axes:
-    """Returns the names of axes, without the marks "AXIS by hand" (see the top of this file)."""
+    """Returns the names of axes in ``axes``, without marks.
+
+    A mark "AXIS by hand" stands beside an axis over which the value was communicated by hand, such as in a ring.
+    """
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
@@ -152,7 +157,10 @@ class _Reader:
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
     def of_jaxpr(self, jaxpr: core.Jaxpr, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
-        """Returns the axes along which results differ, from the axes of constants and inputs."""
+        """Returns for each result of a jaxpr the axes along which it differs between devices.
+
+        ``consts`` and ``inputs`` have the axes along which each constant and each input differs.
+        """
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for eqn in jaxpr.eqns:
             # A reference (jax.new_ref) may receive any of the inputs; later reads return it.
@@ -164,7 +172,11 @@ class _Reader:
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
-        """Returns the axes of the results of a jaxpr within an equation; its constants are equal on every device."""
+        """Returns for each result of a jaxpr within an equation the axes along which it differs between devices.
+
+        ``inputs`` has the axes along which each input differs. ``closed`` is a closed or an open jaxpr. Its constants
+        count as equal on every device.
+        """
         jaxpr = getattr(closed, "jaxpr", closed)
         key = id(jaxpr), tuple(inputs)  # ids stay unique: the outermost jaxpr keeps inner jaxprs alive
         if key not in self._known:
@@ -219,7 +231,11 @@ class _Reader:
                 return [*carry, *results[len(carry) :]]
 
     def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-        """Returns the axes along which results of a ``while_loop`` differ; repeats the body until they are stable."""
+        """Returns for each result of a ``while_loop`` the axes along which it differs between devices.
+
+        ``inputs`` has the axes of each operand: constants of the predicate, constants of the body, first carry. The
+        body is read again until the axes of the carry no longer grow.
+        """
         of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[of_body:]
         # Devices that stop after different numbers of rounds end with different carries.
@@ -248,18 +264,21 @@ class _Reader:
         ]
 
     def _note_marked(self, name: str, axes: Axes) -> None:
-        """Adds axes to ``of_marked``, if the name was given by ``with_name_for_reader``."""
+        """Adds ``axes`` to ``of_marked`` if ``name``, of an equation "name", was given by ``with_name_for_reader``."""
         if name.startswith(_MARK):
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
 
     def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
-        """Records the axes ``by`` along which devices choose between ``jaxprs``, where these have a collective."""
+        """Adds to ``parted`` the axes in ``by`` over which a collective in ``jaxprs`` communicates.
+
+        Devices along the axes ``by`` may choose differently between ``jaxprs``, the branches or the loop.
+        """
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
 
 def _references(eqn: Any) -> list[Any]:
-    """Returns the mutable arrays among the operands of an equation."""
+    """Returns the operands of an equation that are mutable arrays (``jax.new_ref``), as variables of the jaxpr."""
     return [var for var in eqn.invars if hasattr(var.aval, "inner_aval")]
 
 
@@ -273,7 +292,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
-    """Returns the mesh axes named by equations and by their nested equations, ignoring casts of types."""
+    """Returns the mesh axes that equations and their nested equations name, without casts (``pvary``, ``pcast``)."""
     return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 
@@ -304,7 +323,11 @@ def check_branches(
 
 
 def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices."""
+    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices.
+
+    The list is in the order of the leaves. Parameters and collections differ along the axes of their boxes; arrays of
+    the minibatch and keys along those of ``axes`` with several devices; scalars of the minibatch along no axis.
+    """
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))
     of_params, of_collections = (

@@ -16,7 +16,11 @@ CARRIES: list[type[Carry]] = [
 
 
 def carries_of(inputs: Inputs) -> list[Carry]:
-    """Returns a carry for each kind of state in ``inputs``: collections of the model, the state of a metric."""
+    """Returns a carry for each kind of state in ``inputs``, in the order of ``CARRIES``.
+
+    A carry passes state from a minibatch to the next: collections of the model, or the state of a metric. Each
+    collection goes to the first kind that takes it.
+    """
     carries: list[Carry] = []
     left = dict(inputs.collections)
     for kind in CARRIES:

@@ -76,7 +76,7 @@ class Carry:
         return ()
 
     def start(self) -> PyTree:
-        """Returns the state before the first minibatch."""
+        """Returns the state before the first minibatch, made from the ``Inputs`` of this carry."""
         raise NotImplementedError
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
@@ -84,7 +84,10 @@ class Carry:
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
-        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place."""
+        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place.
+
+        The returned function has the arguments and the result of ``local_result``.
+        """
         return local_result
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
@@ -95,5 +98,5 @@ class Carry:
         raise NotImplementedError
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        """Returns the result of the batch with the final state inserted."""
+        """Returns ``result`` with the final state inserted: as ``aux``, or in ``collections``."""
         raise NotImplementedError

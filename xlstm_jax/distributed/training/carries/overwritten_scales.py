@@ -45,9 +45,11 @@ def _with_scales(
     axes: tuple[str, ...],
     *rest: PyTree,
 ) -> LocalResult:
-    """Computes ``local_result`` of ``loss_fn(weights, *rest)``, with the next scales among its collections.
+    """Differentiates ``loss_fn(weights, *rest)`` by the weights and the fp8 scales; returns the result for the weights.
 
-    ``rest[-1]`` are the collections.
+    ``rest[-1]`` are the collections, the scales among them. The gradient of a scale is the scale's next value; its
+    maximum over devices is entered among the collections of the result. Loss and gradients are the local mean on this
+    device, as ``local_result`` returns them.
     """
     *rest_args, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)

@@ -67,7 +67,11 @@ Relation = GradientMultiple | str | None  # None: unknown
 
 
 def _relation(value: TracedValue) -> Relation:
-    """Returns the relation of a traced gradient to the result of the backward pass."""
+    """Returns the relation of a traced gradient to the result of the backward pass, by the equations in between.
+
+    A ``GradientMultiple`` if the gradient is a known multiple or sum of the backward pass's result inside
+    ``shard_map``; ``ZERO`` if the gradient is a literal 0; None if the relation is unknown.
+    """
     if value.number is not None:
         return ZERO if value.number == 0 else None
     if (made := value.made()) is None:
@@ -114,7 +118,7 @@ def _times(multiple: GradientMultiple, factor: Fraction, made: ProducingEquation
 
 
 def _number(value: TracedValue) -> float | None:
-    """Returns the number in a scalar literal, also after casts and broadcasts; None if unknown or not finite."""
+    """Returns the value of a scalar literal, also after casts and broadcasts; None if unknown or not finite."""
     while value.number is None:
         made = value.made()
         if made is None or made.eqn.primitive.name not in _UNCHANGED or is_gradient(value):
@@ -135,7 +139,10 @@ def _summed(made: ProducingEquation) -> Relation:
 
 
 def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
-    """Returns the ``shard_map`` equation that returned a traced gradient, with the number of the result; else None."""
+    """Returns the ``shard_map`` equation from which a traced gradient came, with the number of the equation's result.
+
+    Walks back through equations with a single operand of the gradient's shape; None if no ``shard_map`` is found so.
+    """
     while made := value.made():
         if made.eqn.primitive.name == "shard_map":
             return made
@@ -177,7 +184,10 @@ def _traced_gradients(applied: AppliedGradients) -> Iterator[_Gradient]:
 
 
 def _check_shards(grad: _Gradient) -> None:
-    """Raises if the shards of a leaf were summed over the axes that split the leaf."""
+    """Raises a ``ValueError`` if the shards of a leaf were summed over the axes that split the leaf.
+
+    Different shards were then added to each other; the gather of the leaf had averaged the gradient already.
+    """
     assert isinstance(grad.relation, GradientMultiple)
     if over := tuple(axis for axis in grad.leaf.gathered_axes if axis in grad.relation.summed):
         raise ValueError(
@@ -188,7 +198,11 @@ def _check_shards(grad: _Gradient) -> None:
 
 
 def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
-    """Raises if ``grad`` is a sum over axes over which the gradient of a leaf in ``split`` is a mean."""
+    """Raises a ``ValueError`` if ``grad`` is a sum over an axis over which a gradient in ``split`` is a mean.
+
+    ``split`` are gradients of leaves that a gather averages. The two gradients must have the same factor since the
+    backward pass; otherwise the user's program scales some leaves on purpose, and nothing is raised.
+    """
     of = grad.relation
     assert isinstance(of, GradientMultiple)
     for other in split:
@@ -206,7 +220,10 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
 
 
 def _check_equal(grad: _Gradient) -> None:
-    """Raises if a gradient from a ``shard_map`` without types differs along an axis absent from its spec."""
+    """Raises a ``ValueError`` if a gradient differs between devices along an axis that its ``out_specs`` do not name.
+
+    Checks gradients that a ``shard_map`` with ``check_vma=False`` returned, by the equations of the ``shard_map``.
+    """
     made = _shard_map_of(grad.value)
     if made is None or made.eqn.params.get("check_vma", True):
         return

@@ -31,7 +31,11 @@ RETURNING_CALLBACKS = {"pure_callback", "io_callback"}  # names of primitives
 
 
 def check_names(call: JittedCall) -> None:
-    """Raises a ``TypeError`` if a call lacks an argument of the step, or has an argument unknown to the step."""
+    """Raises a ``TypeError`` if a call does not have the arguments of the step.
+
+    The call lacks a needed argument, has an unknown or too many arguments, passes an argument twice, or passes as
+    ``extra_trees`` something other than a dict.
+    """
     step, args, kwargs = call.step, call.args, call.kwargs
     written = f"step({', '.join(step.needed)})"
     by_place = step.arguments[: len(args)]
@@ -54,20 +58,29 @@ def check_names(call: JittedCall) -> None:
 
 
 def check_others_of_call(call: JittedCall) -> None:
-    """Raises if a tree of ``extra_trees`` has lost its boxes, or is donated by the same call."""
+    """Raises a ``ValueError`` if a leaf of ``extra_trees`` has lost its box, or is donated by the same call.
+
+    A leaf has lost its box if its array is split and not in a box. Nothing is checked without ``extra_trees``.
+    """
     if call.named.get("extra_trees"):
         _check_extra_trees(call.named["extra_trees"], [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if an argument was donated to an earlier step."""
+    """Raises a ``ValueError`` if the state, or the state of a metric, was donated to an earlier step.
+
+    Only sample arrays of both are checked.
+    """
     for name in DONATED:
         if name in call.named and any(map(_is_deleted, _some_leaves(name, call.named[name]))):
             raise _deleted(name, name)
 
 
 def compare_first_batch(call: JittedCall) -> None:
-    """Compares the batch of a step's first call between processes, which wait for each other here."""
+    """Compares the batch of a step's first call between processes, which wait for each other here.
+
+    Later calls of the step are not compared. Raises and warns as ``compare_batches``.
+    """
     if "compared" not in call.step.checked_inputs and "batch" in call.named:
         # Leaves that are not arrays are named after the call has failed.
         if not any(map(why_no_array, jax.tree.leaves(call.named["batch"]))):
@@ -76,7 +89,10 @@ def compare_first_batch(call: JittedCall) -> None:
 
 
 def check_placed(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if a batch leaf is split along another dim than in the step's layout."""
+    """Raises a ``ValueError`` if a leaf of the batch is placed with other dims split than in the step's layout.
+
+    Splits of dim 0, the rows, are not compared.
+    """
     batch, shardings = call.named["batch"], call.placements
     for path, leaf, axes in call.step.layout.misplaced(batch, shardings):
         raise ValueError(
@@ -88,7 +104,10 @@ def check_placed(call: JittedCall) -> None:
 
 
 def raise_for_leaf(call: JittedCall) -> None:
-    """Raises an error that names the leaf rejected by JAX, if one is found."""
+    """Raises a ``TypeError`` or ``ValueError`` that names the leaf for which JAX has raised ``call.error``.
+
+    Returns if no leaf is found to be at fault.
+    """
     # Run only after a failure: checking every leaf takes as long as a call.
     mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
     if cause := next(_errors_in(call.named, mesh), None):
@@ -96,7 +115,10 @@ def raise_for_leaf(call: JittedCall) -> None:
 
 
 def check_callbacks(call: CallInProgram) -> None:
-    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values."""
+    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values.
+
+    These are ``jax.pure_callback`` and ``io_callback``, which JAX does not compile in such a program.
+    """
     found = sorted(RETURNING_CALLBACKS & {eqn.primitive.name for eqn in all_equations(call.jaxpr.eqns)})
     if found:
         raise ValueError(
@@ -107,7 +129,10 @@ def check_callbacks(call: CallInProgram) -> None:
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
-    """Warns if results of a step ignore the weight 0 of padded rows, once per structure, shapes and padded leaves."""
+    """Warns if results of a step count padded rows, the copies of weight 0 that ``shard_batch(..., pad=...)`` appends.
+
+    A step is analysed once for each structure of a batch, with its shapes and padded leaves.
+    """
     if not any_padded():
         return
     batch = call.named.get("batch")
@@ -119,7 +144,11 @@ def warn_of_padded_call(call: JittedCall) -> None:
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """Returns sample arrays of an argument: a step donates entire trees, and checking every leaf takes too long."""
+    """Returns sample arrays of the argument ``name`` of a step, to look whether the step has donated the argument.
+
+    These are the step number and the first parameter of a state, and the first leaf of any other argument. A step
+    donates entire trees, and checking every leaf takes too long.
+    """
     if name != "state":
         return jax.tree.leaves(argument)[:1]
     first = getattr(argument, "params", None)
@@ -129,7 +158,10 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
 
 
 def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
-    """Raises if a leaf has lost its box, or is donated by the same call: some JAX releases then end the process."""
+    """Raises a ``ValueError`` if a leaf of ``extra_trees`` has lost its box, or is among the arrays of ``donated``.
+
+    Some JAX releases end the process if a call donates an array that it also reads.
+    """
     # Compare identities, since copies of equal values are fine. Every array is alive here, so ids are unique.
     taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
     for path, leaf in trees.leaves_with_path(extra_trees):
@@ -149,13 +181,20 @@ def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
 
 
 def _is_deleted(leaf: Any) -> bool:
-    """Returns whether an array was donated. (``isinstance(leaf, jax.Array)`` would take a microsecond.)"""
+    """Returns whether an array was donated (its buffers are deleted); False for tracers and other objects.
+
+    (``isinstance(leaf, jax.Array)`` would take a microsecond.)
+    """
     is_deleted = getattr(leaf, "is_deleted", None)
     return is_deleted is not None and not isinstance(leaf, Tracer) and is_deleted()
 
 
 def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """Yields an error for each leaf that JAX rejects; with ``mesh``, also for each leaf on other devices."""
+    """Yields an error for each leaf that JAX rejects: no array of numbers (``TypeError``), or deleted (``ValueError``).
+
+    With ``mesh`` also yields a ``ValueError`` for each committed array on other devices than those of the mesh.
+    ``arguments`` are the arguments of a call by name.
+    """
     for name, argument in arguments.items():
         for path, leaf in trees.leaves_with_path(argument):
             # `leaf_of` reads dims, which only arrays have.
@@ -174,7 +213,10 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 
 
 def _deleted(name: str, where: str) -> ValueError:
-    """Returns the error for an argument whose memory an earlier step has reused."""
+    """Returns the ``ValueError`` for an argument whose memory an earlier step has reused.
+
+    ``name`` is the argument, which decides the cure in the message, and ``where`` the leaf as text.
+    """
     if name in DONATED:
         return ValueError(
             f"{where} was handed to a step before, which donates its {name}. Go on with the {name} that it returned; "
@@ -189,7 +231,7 @@ def _deleted(name: str, where: str) -> ValueError:
 
 
 def _ids_of(value: jax.Array) -> list[int]:
-    """Returns the ids of an array's devices, in the order of its mesh."""
+    """Returns the ids of an array's devices, in the order of its mesh; sorted if the array is on no mesh."""
     if isinstance(value.sharding, NamedSharding) and isinstance(value.sharding.mesh, Mesh):
         return _ids(value.sharding.mesh.devices.flat)
     return sorted(_ids(value.sharding.device_set))

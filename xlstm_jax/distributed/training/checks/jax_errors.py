@@ -20,7 +20,10 @@ CARRY, VARYING = "carry input and carry output must have equal types, but they d
 
 
 def raise_with_cure(error: Exception) -> None:
-    """Raises an error with a cure in place of JAX's ``error``; returns if no cure is known."""
+    """Raises an error with a cure in place of an error that JAX raised in user code; returns if no cure is known.
+
+    JAX's error is the cause of the raised error.
+    """
     if cure := _with_cure(error):
         raise cure from error
 
@@ -105,7 +108,10 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Returns the error for a collective over axes along which its operand is equal; arguments as printed by JAX."""
+    """Returns the error for a collective over axes along some of which its operand is equal by type.
+
+    The arguments are texts of JAX's error: the name of the collective, the type of the operand, and the axes.
+    """
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
         return _of_vmapped_axis(f"{collective} over ({axes})", listed(off_mesh))
@@ -117,7 +123,10 @@ def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
 
 
 def _module_of(error: Exception) -> str:
-    """Returns the path of the innermost Linen module running when ``error`` was raised, or the class of the model."""
+    """Returns the innermost Linen module that ran when ``error`` was raised, as text: "module 'PATH'".
+
+    The path of the model itself is the name of its class. Without a Linen module returns "this loss".
+    """
     innermost: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         running = frame.f_locals.get("self")

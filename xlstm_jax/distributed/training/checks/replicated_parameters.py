@@ -9,7 +9,11 @@ from xlstm_jax.distributed.training.moments import CreatedState
 
 
 def facts_of_plan(context: CreatedState) -> ModelFacts:
-    """Returns the reasons why wrappers split or replicate each parameter, and the module classes, by path."""
+    """Returns facts about the model of a new state: why each parameter is split or replicated, and classes of modules.
+
+    ``reasons`` maps the path of a parameter to the reason in a sharding plan of the model, and ``holders`` the path of
+    a module to the name of its class.
+    """
     with recording_holders(context.model) as holders:
         plan = plan_sharding(context.model, context.mesh.shape, *context.inputs, rng=context.rng, **context.kwargs)
     of_params = [row for row in plan.rows if row.collection == PARAMETERS]

@@ -119,7 +119,11 @@ class ReplayedStep:
 
     @functools.cached_property
     def runs(self) -> "list[Run]":
-        """The programs of both runs. A step without ``batch_axes`` has programs from its first call."""
+        """The programs of the two runs, first on the mesh of the step, then on the rolled mesh.
+
+        On the rolled mesh each device's work runs on a neighbour. A step without ``batch_axes`` has programs from its
+        first call.
+        """
         options, compiler_options = self._options, self._step.options["compiler_options"]
         rolled = rolled_mesh(self._mesh, options.layout.axes)
         on_rolled = replace(options, layout=replace(options.layout, mesh=rolled))
@@ -161,7 +165,14 @@ class ReplayedStep:
         return getattr(self._step, name)
 
     def _compared(self, *args: PyTree) -> BatchResult:
-        """Returns the result of the first run; raises a ``ReplayError`` if the second run differs."""
+        """Computes loss and gradients in two runs, and returns the result of the first run.
+
+        ``args`` are (state without optimizer state, batch, rng, local, extra_trees). If the program does not repeat its
+        own bits on most devices, a warning is given, the result is returned, and no further call is replayed.
+
+        Raises:
+          ReplayError: the digests of the second run differ.
+        """
         result, first = self.runs[0](*args)
         _, second = self.runs[1](*args)
         if np.array_equal(first, second):
@@ -179,7 +190,7 @@ class ReplayedStep:
         raise self._report(first != second, changed)
 
     def _report(self, differs: np.ndarray, changed: Sequence[np.ndarray]) -> ReplayError:
-        """Returns the error for different digests.
+        """Returns the error for runs with different digests, which names the devices under suspicion and the leaves.
 
         Args:
           differs: bool [device, send, 2], where the digests of the two runs differ.
@@ -220,7 +231,10 @@ class Run:
         self.jitted = jax.jit(self._of_batch, compiler_options=compiler_options)
 
     def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
-        """Returns result and digests, uint32 [device, send, 2]; waits for the devices."""
+        """Returns the ``BatchResult`` and the digests of all sends, uint32 [device, send, 2], a NumPy array.
+
+        ``args`` are (state, batch, rng, local, extra_trees), on the mesh of the step. Waits for the devices.
+        """
         result, digests = self.jitted(*self.on_this_mesh(args))
         return result, np.asarray(digests)
 
@@ -246,7 +260,10 @@ def _update(
     local: PyTree,
     extra_trees: PyTree,
 ) -> tuple[Any, ...]:
-    """Returns the results of the step, from the result of a run."""
+    """Returns the results of the step, (new state, metrics, ...), from ``result``, the loss and gradients of a run.
+
+    The further arguments are those of the step; with them an optimizer can compute gradients at other parameters.
+    """
     options = options.of_state(state, rng)
     of_params = options.on_mesh(options.program(state, batch, extra_trees))
     rest = options.arguments(state, batch, rng, local, extra_trees)[1:]
@@ -285,10 +302,10 @@ def _moved(x: Any, mesh: Mesh) -> Any:
 
 
 def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
-    """Returns the index of a shard as a hashable value."""
+    """Returns the index of a shard, a tuple of slices, as a hashable value: ((start, stop), ...)."""
     return tuple((part.start, part.stop) for part in index)
 
 
 def _differ(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns whether the digests of each device differ: bool [device]."""
+    """Returns for each device whether any of its digests differ: [device, send, 2] -> bool [device]."""
     return np.any(digests != others, axis=(1, 2))

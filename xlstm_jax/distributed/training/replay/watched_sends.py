@@ -93,15 +93,18 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
 
 
 def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns the arrays of a tree with the paths of their leaves, in the order of ``jax.tree.leaves``."""
+    """Returns (path, array) of each array of a tree, in the order of ``jax.tree.leaves``.
+
+    Arrays in a box have the path of the box.
+    """
     return [(path, array) for path, leaf in trees.leaves_with_path(tree) for array in jax.tree.leaves(leaf)]
 
 
 def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
     """Returns no labels for each result of a collective; ``None`` for any other equation.
 
-    The values were received from other devices. So the labels of the operands, which say from what this device computed
-    the operands, do not apply to the results.
+    A rule for ``followed_equation``; ``labels`` are the labels of the operands. The results were received from other
+    devices. So the labels of the operands, which say from what this device computed the operands, do not apply.
     """
     return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
 
@@ -119,7 +122,7 @@ class _Watcher:
         self._sending: dict[int, bool] = {}
 
     def name(self, index: int) -> str:
-        """Returns the label of values computed from ``sends[index]``."""
+        """Returns the label of values computed from ``sends[index]``, such as "send 3"."""
         return f"{self._prefix}{index}"
 
     def _inner(self) -> "_Watcher":
@@ -130,7 +133,10 @@ class _Watcher:
         return jnp.stack([send.digest for send in self.sends])
 
     def sent(self, value: _Value) -> str:
-        """Adds the digest of a value computed on this device; returns the label for values computed from the send."""
+        """Adds the digest of ``value``, which this device computed, to ``sends``.
+
+        Returns the name of the send, the label of values that are computed from ``value`` after the send.
+        """
         return self._add(checksum(value.array), value.labels)
 
     def _add(self, digest: jax.Array, labels: Labels) -> str:
@@ -138,7 +144,10 @@ class _Watcher:
         return self.name(len(self.sends) - 1)
 
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
-        """Evaluates a jaxpr, closed or open, and adds the digests of its sends; returns its results."""
+        """Evaluates a jaxpr on ``values``, and adds the jaxpr's sends to ``sends``; returns the results with labels.
+
+        ``closed`` is a closed or an open jaxpr. Constants have no labels.
+        """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         inputs = [*[_Value(const, Labels()) for const in consts], *values]
         env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
@@ -167,7 +176,7 @@ class _Watcher:
         return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
 
     def _sends(self, eqn: Any) -> bool:
-        """Returns whether an equation holds a jaxpr with a collective."""
+        """Returns whether an equation holds an inner jaxpr (of a scan, a function, ...) with a collective."""
         if id(eqn) not in self._sending:
             inner = [inner_eqn for jaxpr in nested_jaxprs(eqn) for inner_eqn in jaxpr.eqns]
             self._sending[id(eqn)] = any(inner_eqn.primitive.name in COLLECTIVES for inner_eqn in all_equations(inner))
@@ -254,7 +263,15 @@ class _Watcher:
     def _with_inner_sends(
         self, inner: "_Watcher", digests: Sequence[jax.Array], arrays: Sequence[Any], labels: Sequence[Labels]
     ) -> list[_Value]:
-        """Adds the sends of an inner jaxpr to ``sends``; returns its results, labelled with the new names of sends."""
+        """Adds the sends of an inner jaxpr to ``sends``; returns the results of its equation with labels.
+
+        Args:
+          inner: the watcher of the inner jaxpr, for the labels of its sends.
+          digests: for each send of ``inner`` the digest, as a result of the equation.
+          arrays: the results of the equation.
+          labels: the labels of each result within the inner jaxpr; names of sends of ``inner`` are replaced by the
+            names of the sends added here.
+        """
         names = {
             inner.name(index): self._add(digest, send.labels)
             for index, (send, digest) in enumerate(zip(inner.sends, digests, strict=True))
@@ -263,11 +280,11 @@ class _Watcher:
 
 
 def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
-    """Runs the primitive of an equation; returns a list of its results."""
+    """Runs the primitive of an equation on ``values``, with parameters ``params``; returns a list of the results."""
     outputs = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
-    """Pairs arrays with labels; a single entry of labels is used for every array."""
+    """Pairs arrays with labels, in order; a single entry of labels is used for every array."""
     return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]
