@@ -75,7 +75,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """Parses a number from 0 to 1."""
+    """Parses a number from 0 to 1, as 0.02."""
     try:
         fraction = float(text)
     except ValueError:
@@ -239,5 +239,5 @@ def make_parser() -> Parser:
 
 
 def _example(name: str) -> str:
-    """Returns the example in two lines, for terminals of 80 columns."""
+    """Returns the help text with an example of the command ``name``, folded for terminals of 80 columns."""
     return "Example:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")
