@@ -68,7 +68,10 @@ class TracedValue(NamedTuple):
         return float(literal) if is_scalar and np.isrealobj(literal) else None
 
     def made(self) -> ProducingEquation | None:
-        """Returns the producing equation with its operands; None if no equation is known."""
+        """Returns the equation that made the value, with its operands and the index of the value among its results.
+
+        None if no equation is known, as for an argument of the traced function.
+        """
         if self.scope is None:
             if found := equation_of(self.tracer_or_atom):
                 eqn, tracers, number = found
@@ -80,7 +83,11 @@ class TracedValue(NamedTuple):
 
 
 def inside(made: ProducingEquation) -> TracedValue | None:
-    """Returns the result within the jaxpr of a call, a ``scan`` or a ``shard_map``, else None."""
+    """Returns, for a result of a call, a ``scan`` or a ``shard_map``, the same result as a value of the inner jaxpr.
+
+    The walk to origins can continue there: arguments of the inner jaxpr are the operands of the equation. None for
+    equations of other kinds.
+    """
     name, params = name_and_params(made.eqn)
     jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _ENTERED or jaxpr is None:

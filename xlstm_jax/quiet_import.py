@@ -42,7 +42,10 @@ def load_cuda_plugin_quietly() -> None:
 
 @contextlib.contextmanager
 def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
-    """Buffers this process's stderr, including C++ output, and at the end writes the lines without ``noise``."""
+    """Buffers this process's stderr, including C++ output, and writes it at the end of the context, without some lines.
+
+    A line that contains any of ``noise`` is dropped.
+    """
     _flush()
     stderr = os.dup(STDERR)
     with tempfile.TemporaryFile() as captured:
