@@ -70,6 +70,9 @@ CUBE = 4  # side of the cubes that form larger slices of v4, v5p and tpu7x
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
     """Returns the shapes of a TPU's slices up to ``pod``, dims in ascending order: below a cube, then of full cubes.
 
+    Below a cube of 4 x 4 x 4 chips the shapes are fixed. Each side of a larger slice is a multiple of 4, at most the
+    side of ``pod``.
+
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
     """

@@ -57,7 +57,10 @@ def nested_jaxprs(eqn: Any) -> list[Any]:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carries among the inputs of a ``scan``, from its parameters."""
+    """Returns (number of constants, number of carries) among the inputs of a ``scan``; ``params`` are its parameters.
+
+    The inputs are in this order: constants, carries, arrays that the ``scan`` cuts along dim 0.
+    """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     of_consts, of_carry, _ = params["ft_in"].unpack()  # JAX 0.12

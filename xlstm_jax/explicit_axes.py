@@ -254,7 +254,7 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
 def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
     """Returns a context without a set mesh, if leaves of the tree are on a mesh whose size differs from the set mesh's.
 
-    JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
+    Otherwise the context changes nothing. JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
     """
     around = _set_mesh()
     sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}

@@ -98,7 +98,7 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
 
 
 def joined(names: Sequence[str], word: str = "and") -> str:
-    """Joins one or more names: ["a", "b", "c"] -> "a, b and c"."""
+    """Joins one or more names: ["a", "b", "c"] -> "a, b and c"; ``word`` stands before the last name."""
     return f" {word} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
@@ -341,8 +341,9 @@ class Bar(NamedTuple):
 
 
 def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str:
-    """Returns HTML for a class's ``_repr_html_``: the first bars under a title, and the rendering of ``shown``.
+    """Returns HTML for a class's ``_repr_html_``: bars under a title, and then the rendering of ``shown``.
 
+    At most ``MOST_BARS`` bars are drawn, in order; a last line counts the rest. Without bars the title is left out.
     Text keeps the notebook's colour, light or dark. A label is above its bar, so neither needs a fixed width.
     """
     longest = max((bar.size for bar in bars), default=0.0) or 1.0

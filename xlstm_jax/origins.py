@@ -99,8 +99,8 @@ def inside(made: ProducingEquation) -> TracedValue | None:
 def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator[TracedValue]:
     """Yields ``value`` and the values from which ``value`` was computed, directly or indirectly.
 
-    The walk does not continue to the operands of a value for which ``ends`` returns True, does not enter equations
-    within calls, and stops after ``MOST_VALUES`` values.
+    ``value`` comes first, and each value once. The walk does not continue to the operands of a value for which ``ends``
+    returns True, does not enter equations within calls, and stops after ``MOST_VALUES`` values.
     """
     known, waiting = set[int](), [value]
     while waiting and len(known) < MOST_VALUES:

@@ -25,7 +25,10 @@ STDERR = 2
 
 
 def load_cuda_plugin_quietly() -> None:
-    """Loads the plugin's libraries if they would print messages; otherwise does nothing, and does not import JAX."""
+    """Loads the libraries of JAX's CUDA plugin if they would print messages, without these messages.
+
+    Otherwise (no plugin, a silent release, or a GPU at hand) does nothing, and does not import JAX.
+    """
     try:
         is_noisy = version(PLUGIN).startswith(NOISY_RELEASE)
     except PackageNotFoundError:

@@ -30,7 +30,11 @@ if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``."""
+    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``.
+
+    An error is printed to stderr in a line, with exit code 2; an interruption has exit code 130. ``argv`` are the
+    arguments after the program's name; None: those of the process.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
         make_parser().print_help()

@@ -167,7 +167,10 @@ def extras() -> dict[str, list[str]] | None:
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
-    """Returns the missing packages by extra, {"bench": ["clu"]}; None if the extras are unknown."""
+    """Returns the missing packages by extra, {"bench": ["clu"]}; None if ``extras`` is None (unknown).
+
+    ``extras`` has the packages of each extra. An extra without missing packages is left out.
+    """
     if extras is None:
         return None
     lacking = {

@@ -67,7 +67,7 @@ class Factory:
 
     @property
     def accepted_options(self) -> tuple[str, ...]:
-        """Names of the options that reach the function."""
+        """Names of the options that reach the function: its arguments, and those passed on by ``**sharding``."""
         return (*self.argument_names, *(PASSED_ON if self.takes_sharding else ()))
 
     @property

@@ -122,7 +122,11 @@ def difference(got: PyTree, want: PyTree) -> float:
 
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
-    """Returns the check that two trees are equal up to rounding; a NaN fails."""
+    """Returns the check that two trees are equal up to rounding; a NaN fails.
+
+    Each leaf of ``got`` may differ by 1e-4 of the largest entry of the leaf in ``want``, see ``difference``. ``name``
+    is the name of the check in the report.
+    """
     distance = difference(got, want)
     return Check(name, f"{distance:.1e}", f"at most {TOLERANCE:.0e}", distance <= TOLERANCE)
 

@@ -79,7 +79,10 @@ def plan_table(plan: Any) -> Any:
 
 
 def plan_bars(plan: Any) -> list[Bar]:
-    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning."""
+    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning.
+
+    The size of a bar is the bytes per device of the leaves in the line, with gradients and optimizer state.
+    """
     is_replicated = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
     ordered = sorted(is_replicated, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]

@@ -77,8 +77,9 @@ def check_update(
 ) -> UpdateCheck:
     """Compares the update of a step with one device, and then the update of a further step; returns the findings.
 
-    The update is the optimizer's result from the gradients that the step computed, whether these are right or wrong.
-    The further step is not checked if the first has findings.
+    The update is the optimizer's result from the gradients that the step computed, whether these are right or wrong. A
+    finding is a sentence on a mistake. The further step is not checked if the first has findings; its findings begin
+    with "in a second step".
 
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
@@ -109,9 +110,9 @@ class _Update:
         self.params_seen_by_tx = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
-        """Runs the checks of this update, and returns the findings, the unchecked parts and the compared parts.
+        """Runs the checks of this update; returns findings (sentences on mistakes), unchecked parts and compared parts.
 
-        Empty if the step did not call the optimizer exactly once: a different check reports this.
+        The result is empty if the step did not call the optimizer exactly once: a different check reports this.
         """
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
@@ -133,7 +134,7 @@ class _Update:
     def of_given(self) -> Iterator[str]:
         """Yields findings if the step passed the optimizer parameters or a state that differ from the training state.
 
-        At most two sentences: on parameters, and on the optimizer's state.
+        At most two sentences: on parameters, and on the optimizer's state, with the paths of the leaves that differ.
         """
         nothing = {path: 0 * leaf for path, leaf in self.old.items()}
         other = [
@@ -165,7 +166,7 @@ class _Update:
     def of_params(self) -> Iterator[str]:
         """Yields findings if the parameters after the step are not the parameters before plus the optimizer's update.
 
-        A finding for each cause names the leaves and the cause, such as a second update.
+        For each cause, such as a second update, a sentence with the paths of the leaves.
         """
         wrong = [
             path
