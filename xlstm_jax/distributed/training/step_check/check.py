@@ -480,8 +480,8 @@ class Comparison:
 
         Args:
           key: the key of constant draws with which ``mean`` and ``full_batch`` were computed.
-          mean, full_batch: loss and gradients on a single device: averaged over slices (each device's rows in each
-            minibatch), and of the full batch at once.
+          mean, full_batch: loss and gradients without the step: averaged over slices (each device's rows in each
+            minibatch), and of the full batch at once on a single device.
           seen: the observed step; only the dtype of its loss is used, for the tolerance.
           real_key: the key passed to ``check_step``, for losses that draw from further keys.
         Returns:
