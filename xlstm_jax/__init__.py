@@ -27,7 +27,11 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
-        """Imports a package when it is first used: ``import xlstm_jax`` alone takes no seconds."""
+        """Imports a package when it is first used: ``import xlstm_jax`` alone takes no seconds.
+
+        Raises:
+          AttributeError: ``name`` is none of the packages "cli", "distributed" and "forecast".
+        """
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

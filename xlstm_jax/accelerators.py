@@ -70,6 +70,9 @@ CUBE = 4  # side of the cubes that form larger slices of v4, v5p and tpu7x
 def slices_up_to(pod: tuple[int, ...]) -> Shapes:
     """Returns the shapes of a TPU's slices up to ``pod``, dims in ascending order: below a cube, then of full cubes.
 
+    Below a cube of 4 x 4 x 4 chips the shapes are fixed. Each side of a larger slice is a multiple of 4, at most the
+    side of ``pod``.
+
     >>> slices_up_to((4, 4, 8))[-3:]
     ((2, 4, 4), (4, 4, 4), (4, 4, 8))
     """
@@ -224,7 +227,11 @@ def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, An
 
 
 def slice_shape(device: Any) -> tuple[int, ...] | None:
-    """Returns the shape of a TPU's slice, even if a mesh uses part of it; None for GPUs, CPUs and unknown TPUs."""
+    """Returns the shape of the TPU slice that contains ``device``, even if a mesh uses part of the slice.
+
+    In the order of ``in_order``, with an entry per axis of the torus: (4, 4) for a slice v5e-16. None for GPUs, CPUs
+    and unknown TPUs.
+    """
     tpu = tpu_of(device.device_kind)
     if tpu is None:
         return None
@@ -253,7 +260,10 @@ CUDNN = 90800  # cuDNN version of an absent GPU: 9.8, in JAX's encoding
 
 
 def kind_of_mesh(mesh: AbstractMesh) -> str | None:
-    """Returns the ``device_kind`` of a mesh's devices, or else of ``absent_device``; None without both."""
+    """Returns the ``device_kind`` of a mesh's devices; without devices, the kind set by ``absent_device``.
+
+    None without both, and if ``absent_device`` has no TPU's name.
+    """
     # Devices at hand come first, because they run the traced step.
     device = getattr(mesh, "abstract_device", None)
     return device.device_kind if device else _traced_for.value

@@ -16,7 +16,7 @@ _nnx_is_used = False
 
 
 def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Returns the function ``__getattr__`` of a face, which imports a name from its module when first read.
+    """Returns a function ``__getattr__`` for a face (a package's ``__init__.py``): imports a name when first read.
 
     In the face the function stands in the ``else`` of ``if TYPE_CHECKING:``, beside usual imports of the same names:
     type checkers would take any name for an attribute of a module with ``__getattr__``.
@@ -41,14 +41,20 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
 
 
 def import_with_nnx(module: str) -> None:
-    """Imports ``module``, which registers code for NNX: at once if NNX is in use, else when NNX is first used."""
+    """Imports ``module``, a dotted name: at once if ``flax.nnx`` is in use in this program, else when it is first used.
+
+    For modules that register code for NNX.
+    """
     _waiting.append(module)
     if _nnx_is_used:
         import_for_nnx()
 
 
 def import_for_nnx() -> None:
-    """Imports the modules of ``import_with_nnx``, and makes later calls import immediately."""
+    """Imports the modules passed to ``import_with_nnx`` so far, in order, and makes later calls import at once.
+
+    Called when a program first uses NNX.
+    """
     global _nnx_is_used
     _nnx_is_used = True
     while _waiting:

@@ -52,12 +52,15 @@ def name_and_params(eqn: Any) -> tuple[str, dict[str, Any]]:
 
 
 def nested_jaxprs(eqn: Any) -> list[Any]:
-    """Returns the jaxprs in the parameters of an equation."""
+    """Returns the jaxprs in the parameters of an equation, such as the body of a ``scan``; [] without one."""
     return list(core.jaxprs_in_params(name_and_params(eqn)[1]))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carries among the inputs of a ``scan``, from its parameters."""
+    """Returns (number of constants, number of carries) among the inputs of a ``scan``; ``params`` are its parameters.
+
+    The inputs are in this order: constants, carries, arrays that the ``scan`` cuts along dim 0.
+    """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     of_consts, of_carry, _ = params["ft_in"].unpack()  # JAX 0.12
@@ -70,7 +73,10 @@ def nbytes(aval: Any) -> int:
 
 
 def all_equations(eqns: Iterable[Any]) -> list[Any]:
-    """Returns the equations, including equations of nested jaxprs; a jaxpr shared by several equations appears once."""
+    """Returns the equations and, after them, the equations of nested jaxprs at any depth.
+
+    A jaxpr that several equations call contributes its equations once.
+    """
     equations, waiting, known = [], [eqns], set[int]()
     while waiting:
         for eqn in waiting.pop():

@@ -31,7 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether an axis of the mesh is explicit."""
+    """Returns whether any axis of the mesh has the type ``AxisType.Explicit``."""
     return AxisType.Explicit in mesh.axis_types
 
 
@@ -162,7 +162,7 @@ def unsplit_over(x: Any, axes: Container[str]) -> Any:
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:
-    """Returns the axes of an entry of a spec."""
+    """Returns the axes of an entry of a spec as a tuple: () for None, ("fsdp",) for "fsdp"."""
     return entry if isinstance(entry, tuple) else (entry,) * (entry is not None)
 
 
@@ -170,7 +170,8 @@ def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Returns ``sharding``, or the sharding of ``x`` if ``x`` is already on a mesh with the same axes and sizes.
 
     Under ``jax.set_mesh`` every new array is on the set mesh, and ``jax.jit(in_shardings=...)`` does not move such an
-    array.
+    array. The sharding of an array counts if the array is committed; of a tracer, if its mesh has explicit axes. If
+    both shardings split the array alike, the result is ``sharding``.
     """
     if isinstance(x, Tracer):
         its = jax.typeof(x).sharding
@@ -191,7 +192,8 @@ def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
 def on_set_mesh(tree: PyTree) -> PyTree:
     """Returns the tree with its arrays on the set mesh, if this mesh has explicit axes; memory is shared, not copied.
 
-    An array on a mesh of different axes is placed on the set mesh only if the array is replicated.
+    An array on a mesh of different axes is placed on the set mesh only if the array is replicated over the same
+    devices.
     """
     if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return tree
@@ -199,7 +201,11 @@ def on_set_mesh(tree: PyTree) -> PyTree:
 
 
 def _on_set_mesh(leaf: Any) -> Any:
-    """Returns the array with a sharding on the set mesh; unchanged if the array is not on a mesh."""
+    """Returns the array with a sharding on the set mesh, of the same parts; unchanged if the array is not on a mesh.
+
+    Also unchanged if the set mesh has other axes than the array's, except for an array replicated over the same
+    devices.
+    """
     if not _is_on_mesh(leaf):
         return leaf
     sharding = placed(leaf.sharding)
@@ -214,7 +220,10 @@ def _on_set_mesh(leaf: Any) -> Any:
 
 
 def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[Mesh]:
-    """Returns whether the sharding replicates arrays over the devices of the mesh; memory can then be shared."""
+    """Returns whether the sharding replicates arrays over exactly the devices of ``mesh``, in the same order.
+
+    The memory of such an array can be shared with an array on ``mesh``. False without a mesh.
+    """
     own_mesh = sharding.mesh
     same = mesh is not None and isinstance(own_mesh, Mesh) and list(own_mesh.devices.flat) == list(mesh.devices.flat)
     return same and sharding.is_fully_replicated
@@ -245,7 +254,7 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
 def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
     """Returns a context without a set mesh, if leaves of the tree are on a mesh whose size differs from the set mesh's.
 
-    JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
+    Otherwise the context changes nothing. JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
     """
     around = _set_mesh()
     sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}
@@ -264,7 +273,10 @@ def _set_mesh() -> Mesh | None:
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function``, called under ``mesh`` with its arrays on this mesh; results have Auto axes."""
+    """Returns ``function``, called while ``mesh`` is the set mesh, with the arrays of its arguments on this mesh.
+
+    The arrays of the results are on meshes with Auto axes.
+    """
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +288,10 @@ def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_auto_mesh(tree: PyTree) -> PyTree:
-    """Returns the tree with its arrays on meshes with Auto axes; memory is shared, not copied."""
+    """Returns the tree with its arrays on their meshes with each axis of type ``Auto``; memory is shared, not copied.
+
+    Tracers, and leaves that are not on a mesh, are unchanged.
+    """
 
     def on_auto_mesh(leaf: Any) -> Any:
         if not _is_on_mesh(leaf):
@@ -320,7 +335,11 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def _with_type(leaf: Any, sharding: NamedSharding, on_mixed_axes: bool) -> Any:
-    """Returns the array with the sharding in its type, if the mesh of the sharding has explicit axes."""
+    """Returns the traced array with ``sharding`` in its type if the mesh has explicit axes; else unchanged.
+
+    The mesh is that of ``sharding``. If it has axes of type ``Auto``, too, the array gets the type only with
+    ``on_mixed_axes``.
+    """
     types = sharding.mesh.axis_types
     if AxisType.Explicit not in types or (AxisType.Auto in types and not on_mixed_axes):
         return leaf

@@ -98,7 +98,7 @@ def listed(names: Iterable[str], shown: int = 3) -> str:
 
 
 def joined(names: Sequence[str], word: str = "and") -> str:
-    """Joins one or more names: ["a", "b", "c"] -> "a, b and c"."""
+    """Joins one or more names: ["a", "b", "c"] -> "a, b and c"; ``word`` stands before the last name."""
     return f" {word} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
@@ -128,7 +128,7 @@ def kind_of(value: Any) -> str:
 
 
 def one_line(text: object) -> str:
-    """Returns a text, such as an error's message, without line breaks."""
+    """Returns a text, such as an error's message, in a line: line breaks and repeated spaces become single spaces."""
     return " ".join(str(text).split())
 
 
@@ -167,7 +167,10 @@ def how_to_install(extra: str) -> str:
 
 
 def shortened(text: str, limit: int, middle: str = " ... ") -> str:
-    """Shortens a text of more than ``limit`` characters to the beginning and the end."""
+    """Returns the text; if longer than ``limit`` characters, only the beginning and the end, joined by ``middle``.
+
+    Beginning and end have ``limit // 2`` characters each.
+    """
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]}{middle}{text[-half:]}"
 
@@ -229,7 +232,7 @@ class FirstFitting:
         self.tables = tables
 
     def chosen(self, console: Console, options: ConsoleOptions) -> Table:
-        """Returns the table that is drawn at the width of ``options``."""
+        """Returns the first table whose rows fit into a line each at the width of ``options``; else the first table."""
         fitting = (table for table in self.tables if len(_lines(table.columns, console, options)) == 1)
         return next(fitting, self.tables[0])
 
@@ -238,7 +241,11 @@ class FirstFitting:
 
 
 def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions) -> list[dict[int, int]]:
-    """Returns the column widths of each line: a single line if wide enough, else as many columns per line as fit."""
+    """Returns the columns on each line of a row, with their widths: [{index of a column: characters}].
+
+    A single line if the columns fit side by side, with folded headers or cells if necessary. Else as many columns on
+    each line as fit, in order.
+    """
     room, unlimited = options.max_width - EDGES, options.update(width=MAX_CELL)
     unfolded, folded, least = {}, {}, {}  # nothing folded; headers folded; cells, too
     for i, column in enumerate(columns):
@@ -260,7 +267,11 @@ def _lines(columns: Sequence[Column], console: Console, options: ConsoleOptions)
 
 
 def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) -> dict[int, int]:
-    """Returns column widths of a line that fit into ``room``; narrows the widest column first, down to ``least``."""
+    """Returns the widths of a line's columns, reduced until the line fits into ``room`` characters.
+
+    Widths are by index of the column. The widest column is narrowed first. No column becomes narrower than in
+    ``least``, even if the line then does not fit.
+    """
     widths = dict(widths)
     while sum(widths.values()) + GAP * (len(widths) - 1) > room and (
         wide := [i for i in widths if widths[i] > least[i]]
@@ -271,7 +282,12 @@ def _narrowed(widths: Mapping[int, int], least: Mapping[int, int], room: int) ->
 
 
 def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines: Sequence[Mapping[int, int]]) -> Group:
-    """Returns the cells of a row arranged in lines, for ``rich``; a line without content is left out."""
+    """Returns the cells of a row arranged in several lines, for ``rich``; a line with only empty cells is left out.
+
+    Args:
+      cells, columns: a cell for each column, and the columns with their widths.
+      lines: the columns on each line, see ``_lines``.
+    """
     parts = []
     for inside in lines:
         grid = Table.grid(*(columns[i].copy() for i in inside), padding=(0, GAP, 0, 0))
@@ -325,8 +341,9 @@ class Bar(NamedTuple):
 
 
 def notebook_html(shown: RenderableType, title: str, bars: Sequence[Bar]) -> str:
-    """Returns HTML for a class's ``_repr_html_``: the first bars under a title, and the rendering of ``shown``.
+    """Returns HTML for a class's ``_repr_html_``: bars under a title, and then the rendering of ``shown``.
 
+    At most ``MOST_BARS`` bars are drawn, in order; a last line counts the rest. Without bars the title is left out.
     Text keeps the notebook's colour, light or dark. A label is above its bar, so neither needs a fixed width.
     """
     longest = max((bar.size for bar in bars), default=0.0) or 1.0

@@ -35,7 +35,10 @@ _BETWEEN = {__name__.partition(".")[0], "jax", "flax", "optax", "contextlib", "f
 
 
 def _running_functions() -> list[FrameType]:
-    """Returns the frames of the running functions from the caller's caller outwards, innermost first."""
+    """Returns the frames of the running functions, innermost first.
+
+    The first frame is that of the caller's caller: of the function that called ``inside_branch``, say.
+    """
     frame: FrameType | None = sys._getframe(2)  # frame of the caller's caller
     frames = []
     while frame is not None:
@@ -104,10 +107,10 @@ def closure_of_lifted(method: Any) -> dict[str, Any]:
 
 
 def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
-    """Returns whether a module's method of this name is that of ``cls``, without an override or transformation.
+    """Returns whether ``module`` runs the method named ``method`` as class ``cls`` defines it.
 
-    A user's subclass may override the method, and a transformation of the model (such as ``nn.map_variables``) may wrap
-    the method.
+    False if a user's subclass overrides the method, or a transformation of the model (such as ``nn.map_variables``)
+    wraps the method.
     """
     attribute = inspect.getattr_static(type(module), method)
     is_of_class = inspect.unwrap(attribute) is inspect.unwrap(getattr(cls, method))
@@ -115,7 +118,7 @@ def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
 
 
 def scans_over_params(cls: type[nn.Module]) -> bool:
-    """Returns whether ``nn.scan`` made this class, with a layer dim for "params"."""
+    """Returns whether ``nn.scan`` made this class, and ``variable_axes`` has a layer dim for "params"."""
     variables = closure_of_lifted(vars(cls).get("__call__"))
     axes = variables.get("trafo_kwargs", {}).get("variable_axes", {}) if variables.get("transform") is lift.scan else {}
     return axes.get("params") is not None
@@ -142,7 +145,7 @@ MIXED_AXES = re.compile(r"(\S+) can only accept axis_name .* Got input type: (.*
 
 
 def is_for_shapes(tracer: Any) -> bool:
-    """Returns whether ``nn.scan`` traces a layer only for the shapes of its outputs."""
+    """Returns whether ``tracer`` belongs to a trace of ``nn.scan`` that is only for the shapes of a layer's outputs."""
     # JAX exports no name for a trace: in 0.10 the class name identifies it, later the debug info.
     trace = getattr(tracer, "_trace", None)
     while trace is not None:

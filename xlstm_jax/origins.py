@@ -68,7 +68,10 @@ class TracedValue(NamedTuple):
         return float(literal) if is_scalar and np.isrealobj(literal) else None
 
     def made(self) -> ProducingEquation | None:
-        """Returns the producing equation with its operands; None if no equation is known."""
+        """Returns the equation that made the value, with its operands and the index of the value among its results.
+
+        None if no equation is known, as for an argument of the traced function.
+        """
         if self.scope is None:
             if found := equation_of(self.tracer_or_atom):
                 eqn, tracers, number = found
@@ -80,7 +83,11 @@ class TracedValue(NamedTuple):
 
 
 def inside(made: ProducingEquation) -> TracedValue | None:
-    """Returns the result within the jaxpr of a call, a ``scan`` or a ``shard_map``, else None."""
+    """Returns, for a result of a call, a ``scan`` or a ``shard_map``, the same result as a value of the inner jaxpr.
+
+    The walk to origins can continue there: arguments of the inner jaxpr are the operands of the equation. None for
+    equations of other kinds.
+    """
     name, params = name_and_params(made.eqn)
     jaxpr = params.get("jaxpr", params.get("call_jaxpr"))
     if name not in _ENTERED or jaxpr is None:
@@ -92,8 +99,8 @@ def inside(made: ProducingEquation) -> TracedValue | None:
 def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator[TracedValue]:
     """Yields ``value`` and the values from which ``value`` was computed, directly or indirectly.
 
-    The walk does not continue to the operands of a value for which ``ends`` returns True, does not enter equations
-    within calls, and stops after ``MOST_VALUES`` values.
+    ``value`` comes first, and each value once. The walk does not continue to the operands of a value for which ``ends``
+    returns True, does not enter equations within calls, and stops after ``MOST_VALUES`` values.
     """
     known, waiting = set[int](), [value]
     while waiting and len(known) < MOST_VALUES:

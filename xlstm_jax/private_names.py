@@ -60,10 +60,13 @@ __all__ = [
 
 
 def in_shardings_of(traced: Any) -> tuple[Any, ...]:
-    """Returns ``in_shardings`` of ``jax.jit``, leaf by leaf, from ``jax.jit(...).trace(...)``, before compilation."""
+    """Returns the ``in_shardings`` of a traced function, one for each array of its arguments, before compilation.
+
+    ``traced`` is the result of ``jax.jit(...).trace(...)``.
+    """
     return traced._params["in_shardings"][-len(jax.tree.leaves(traced.args_info)) :]
 
 
 def linen_callers() -> list[Any]:
-    """Returns the Linen modules with a running method."""
+    """Returns the Linen modules with a running method in this thread, outermost first, after a first entry None."""
     return list(_context.module_stack)

@@ -25,7 +25,10 @@ STDERR = 2
 
 
 def load_cuda_plugin_quietly() -> None:
-    """Loads the plugin's libraries if they would print messages; otherwise does nothing, and does not import JAX."""
+    """Loads the libraries of JAX's CUDA plugin if they would print messages, without these messages.
+
+    Otherwise (no plugin, a silent release, or a GPU at hand) does nothing, and does not import JAX.
+    """
     try:
         is_noisy = version(PLUGIN).startswith(NOISY_RELEASE)
     except PackageNotFoundError:
@@ -42,7 +45,10 @@ def load_cuda_plugin_quietly() -> None:
 
 @contextlib.contextmanager
 def stderr_without(noise: Sequence[bytes]) -> Iterator[None]:
-    """Buffers this process's stderr, including C++ output, and at the end writes the lines without ``noise``."""
+    """Buffers this process's stderr, including C++ output, and writes it at the end of the context, without some lines.
+
+    A line that contains any of ``noise`` is dropped.
+    """
     _flush()
     stderr = os.dup(STDERR)
     with tempfile.TemporaryFile() as captured:

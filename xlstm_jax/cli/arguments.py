@@ -49,7 +49,11 @@ class Setting(argparse.Action):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Parses ``dp=4,fsdp=64`` to {"dp": 4, "fsdp": 64}; sizes are 1 to ``MAX_SIZE``, and a single size may be -1."""
+    """Parses ``dp=4,fsdp=64`` to {"dp": 4, "fsdp": 64}; sizes are 1 to ``MAX_SIZE``, and a single size may be -1.
+
+    Raises:
+      argparse.ArgumentTypeError: the text has another form, a size is out of range, or an axis repeats.
+    """
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     good = all(axis.strip().isidentifier() and re.fullmatch(r"-1|[1-9]\d{0,9}", size.strip()) for axis, size in pairs)
     mesh = {axis.strip(): int(size) for axis, size in pairs} if good else {}
@@ -62,7 +66,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_bytes(text: str) -> int:
-    """Parses ``14GiB`` to 14 * 2**30 bytes, ``14GB`` to 14 * 10**9, and ``1024`` to 1024; at most ``MAX_BYTES``."""
+    """Parses ``14GiB`` to 14 * 2**30 bytes, ``14GB`` to 14 * 10**9, and ``1024`` to 1024; at most ``MAX_BYTES``.
+
+    Raises:
+      argparse.ArgumentTypeError: the text is no such number, or is 0.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", text.strip(), re.IGNORECASE)
     # "14iB" has no valid unit.
     good = match is not None and (match[2] or not match[3])
@@ -75,7 +83,11 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_fraction(text: str) -> float:
-    """Parses a number from 0 to 1."""
+    """Parses a number from 0 to 1, as 0.02.
+
+    Raises:
+      argparse.ArgumentTypeError: the text is no number, or is out of range or NaN.
+    """
     try:
         fraction = float(text)
     except ValueError:
@@ -86,7 +98,11 @@ def parse_fraction(text: str) -> float:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Parses ``remat=True`` to ("remat", True); the value is a Python literal."""
+    """Parses ``remat=True`` to ("remat", True); the value is a Python literal.
+
+    Raises:
+      argparse.ArgumentTypeError: the name is no identifier, or the value is no literal.
+    """
     name, _, value = text.partition("=")
     try:
         literal = ast.literal_eval(value.strip())
@@ -102,14 +118,18 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def parse_count(text: str) -> int:
-    """Parses an integer from 1 to ``MAX_SIZE``."""
+    """Parses an integer from 1 to ``MAX_SIZE``.
+
+    Raises:
+      argparse.ArgumentTypeError: the text is no integer, or is out of range.
+    """
     if not re.fullmatch(r"[1-9]\d{0,9}", text) or int(text) > MAX_SIZE:
         raise argparse.ArgumentTypeError(f"{_shown(text)} is no positive number up to {MAX_SIZE:,}")
     return int(text)
 
 
 def _shown(text: str) -> str:
-    """Formats an argument for an error: in quotes, and shortened if long."""
+    """Formats a wrong argument for an error: in quotes, and shortened if longer than ``MAX_SHOWN`` characters."""
     return shortened(repr(text), MAX_SHOWN)
 
 
@@ -239,5 +259,5 @@ def make_parser() -> Parser:
 
 
 def _example(name: str) -> str:
-    """Returns the example in two lines, for terminals of 80 columns."""
+    """Returns the help text with an example of the command ``name``, folded for terminals of 80 columns."""
     return "Example:\n  " + EXAMPLES[name].replace(f"{FACTORY} ", f"{FACTORY} \\\n    ")

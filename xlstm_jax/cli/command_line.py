@@ -30,7 +30,11 @@ if TYPE_CHECKING:  # the module imports jax, which takes seconds; --help must no
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``."""
+    """Runs a command and returns the exit code. ``--help`` and SIGTERM raise ``SystemExit``.
+
+    An error is printed to stderr in a line, with exit code 2; an interruption has exit code 130. ``argv`` are the
+    arguments after the program's name; None: those of the process.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     if not argv:
         make_parser().print_help()
@@ -58,7 +62,7 @@ class Terminated(SystemExit):
 def sigterm_raises() -> Iterator[None]:
     """Within the context SIGTERM raises ``Terminated`` with exit code 143, so that ``finally`` blocks run.
 
-    They end child processes and remove folders. Only the main thread may enter the context.
+    The blocks end child processes and remove folders. Only the main thread may enter the context.
     """
 
     def end(number: int, frame: object) -> NoReturn:
@@ -72,7 +76,10 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command, prints the report and returns the exit code."""
+    """Runs the command of the parsed arguments, prints the report, and returns the exit code: 0, or 1 with refusals.
+
+    Refusals are bad news, such as a step that does not fit. Errors pass as exceptions.
+    """
     # Output of the user's code goes to stderr: stdout contains only the report, which a program may parse as JSON.
     with redirect_stdout(sys.stderr), progress() as say:
         say("starting")
@@ -91,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
-    """Returns the report of the command. The library is imported here, so that ``--help`` does not wait for jax."""
+    """Runs the command ``args.command`` and returns its report; ``say`` shows the progress.
+
+    The library is imported here, so that ``--help`` does not wait for jax. An exit of the user's code raises a
+    ``ValueError``.
+    """
     import jax
 
     from xlstm_jax.cli.commands import COMMANDS
@@ -112,7 +123,10 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
 
 
 def error_line(error: Exception) -> str:
-    """Formats an error in one line; for errors from outside of the library with type and the user's line."""
+    """Returns the text of an error in a line, shortened to about ``MAX_ERROR`` characters.
+
+    For an error that the library did not raise: with its type, the line of the user's code, and a hint at --traceback.
+    """
     from xlstm_jax.forecast.training.workload import is_raised_by_library, one_line_text
     from xlstm_jax.formatting import shortened
 
@@ -127,7 +141,11 @@ def console(**options: Any) -> Console:
 
 @contextmanager
 def progress() -> "Iterator[ShowProgress]":
-    """Shows the current activity with a timer on a terminal. With ``stays`` the text is printed in any case."""
+    """Returns a context with a function ``show_progress(text, stays=False)`` that shows the current activity on stderr.
+
+    On a terminal the text stands beside a timer, and disappears at the end. With ``stays`` the text is printed as a
+    line, on a terminal or not. Otherwise nothing is shown without a terminal.
+    """
     on_terminal = sys.stderr.isatty()
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console(stderr=True), transient=True, disable=not on_terminal) as bar:

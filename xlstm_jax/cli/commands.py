@@ -88,7 +88,11 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
 
 def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
-    """Returns the mesh with -1 filled in; raises, with a cure, if the product of sizes differs from the devices."""
+    """Returns the mesh {axis: size} with -1 replaced by the remaining number of the topology's devices.
+
+    Raises:
+      ValueError: no such size exists, or, without -1, the product differs; with a cure.
+    """
     fixed_sizes = {axis: size for axis, size in mesh.items() if size != -1}
     devices, known = topology.num_devices, math.prod(fixed_sizes.values())
     filled = {axis: devices // known if size == -1 else size for axis, size in mesh.items()}
@@ -112,7 +116,11 @@ def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
-    """Raises if no mesh axis splits parameters, which may be a typing error, unless ``--set`` requests it."""
+    """Raises a ``ValueError`` if no axis of the mesh splits parameters, because no name begins with "fsdp".
+
+    Such a mesh may be a typing error. No error if ``--set`` (``chosen``) passes the axes, or the factory does not take
+    them.
+    """
     name = factory.axes_name
     if name is None or name in chosen or Options(mesh).shard_axes:
         return
@@ -126,13 +134,19 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
-    """Returns meshes as axis sizes: ``fit``'s defaults if the factory takes the axes to split over; else one axis."""
+    """Returns the meshes, each {axis: size}, for a topology, the best guess first.
+
+    If the factory takes the axes to split over, these are the default meshes of ``fit``; else a single axis "fsdp".
+    """
     # A factory without this argument has fixed axis names, most likely "fsdp".
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
 
 
 def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProgress) -> None:
-    """Reports, before anything is compiled, the options that do not reach the factory."""
+    """Shows a line on the options in ``varied`` that the factory does not take, before anything is compiled.
+
+    ``varied`` are keys of ``VARIED``, descriptions such as "remat". Nothing is shown if the factory takes every option.
+    """
     if ignored := [option for option in factory.fixed_options if option in varied]:
         say(
             f"{factory.name} has no argument for {', '.join(ignored)}: these keep the factory's values. A factory with "
@@ -142,7 +156,10 @@ def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProg
 
 
 def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Workload:
-    """Returns the user's workload for a mesh; options without ``--set`` keep the factory's defaults."""
+    """Returns the workload that the user's factory makes for a mesh.
+
+    Options without ``--set`` keep the factory's defaults; with ``--offload`` the optimizer state is in host memory.
+    """
     return factory.workload(mesh, dict(args.set), Offload() if args.offload else NO_OFFLOAD)
 
 
@@ -158,7 +175,11 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 
 
 def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPlan, list[str]]:
-    """Returns the forecast, the plan, and notes on the cache."""
+    """Builds and compiles the step of the arguments; returns (forecast, plan of the parameters, notes on the cache).
+
+    For ``--topology`` compiles for absent devices; else for simulated CPU devices, as many as the mesh has, and without
+    notes.
+    """
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
     if args.topology and not args.mesh:
@@ -190,7 +211,10 @@ def _cache(args: Namespace) -> ReportCache | None:
 
 
 def _kept(cache: ReportCache | None) -> list[str]:
-    """Returns notes on programs read from the cache or stored there, with the folder; none without a cache."""
+    """Returns at most one note: whether compiled programs came from the cache or were stored there, with the folder.
+
+    [] without a cache, or if the cache was not asked.
+    """
     if cache is None or not cache.hits + cache.misses:
         return []
     if cache.problem:
@@ -205,7 +229,7 @@ def _kept(cache: ReportCache | None) -> list[str]:
 
 
 def run_plan(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax plan``: prints the plan, the reason of one leaf (``--explain``), or differences (``--diff``).
+    """Runs ``xlstm-jax plan``: reports the plan, the reason of one leaf (``--explain``), or differences (``--diff``).
 
     An exceeded limit, or a difference from the stored plan, is a refusal: the command ends with code 1.
     """
@@ -246,7 +270,11 @@ def _read_plan(path: str) -> ShardingPlan:
 
 
 def run_forecast(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax forecast``, and draws a picture with ``--out``; a step that does not fit is a refusal."""
+    """Runs ``xlstm-jax forecast``: reports memory, traffic and time of the step.
+
+    With ``--out`` also draws a picture. A step that does not fit into the memory of the devices is a refusal: the
+    command ends with code 1.
+    """
     compiled, plan, notes = _forecast(args, say)
     if args.out:
         say("drawing")
@@ -261,7 +289,10 @@ def run_forecast(args: Namespace, say: ShowProgress) -> Report:
 
 
 def run_lint(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax lint``; findings are a refusal.
+    """Runs ``xlstm-jax lint``: reports needless costs of the compiled step.
+
+    Checks the rules of ``--rules``, or every rule. Any finding is a refusal, also a model in which no module is
+    wrapped: the command ends with code 1.
 
     Raises:
       ValueError: ``--rules`` names an unknown rule.
@@ -287,7 +318,11 @@ def run_lint(args: Namespace, say: ShowProgress) -> Report:
 
 
 def run_fit(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax fit``; a search in which nothing fits is a refusal."""
+    """Runs ``xlstm-jax fit``: reports the options with which the step fits, the fastest first.
+
+    Also reports the command that repeats the best forecast. A search in which nothing fits is a refusal: the command
+    ends with code 1.
+    """
     factory, chosen = load_factory(args.factory), dict(args.set)
     meshes = [_mesh(args, factory)] if args.mesh else _meshes_to_try(parse_topology(args.topology), factory)
     _note_ignored_options(factory, list(VARIED), say)
@@ -327,7 +362,10 @@ def run_fit(args: Namespace, say: ShowProgress) -> Report:
 
 
 def run_doctor(args: Namespace, say: ShowProgress) -> Report:
-    """Runs ``xlstm-jax doctor``: a failed check counts as bad news, a missing extra does not."""
+    """Runs ``xlstm-jax doctor``: reports versions, devices, extras and self-tests of this machine.
+
+    A failed self-test is a refusal: the command ends with code 1. A missing extra is not.
+    """
     del args
     diagnosis = examine(say)
     failed = [check.name for check in diagnosis.checks if not check.ok]

@@ -102,7 +102,11 @@ class Diagnosis:
 
 
 def examine(say: Callable[[str], None]) -> Diagnosis:
-    """Examines the machine and runs the self-tests; ``say`` shows the progress."""
+    """Examines this machine, runs the self-tests, and returns the results; ``say`` shows the progress.
+
+    Versions, missing extras, devices at hand, a training on several devices compared with one device, and compilations
+    for absent devices.
+    """
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
     begun = {extra: _begin_compiling(extra) for extra in available_compilers(missing)}
@@ -135,7 +139,10 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 
 def installed() -> dict[str, str | None]:
-    """Returns the versions of Python, of required and optional packages, and of JAX's installed plugins."""
+    """Returns the installed versions by name: of Python, of required and optional packages, and of JAX's CUDA plugins.
+
+    None for a package that is not installed; a plugin that is not installed is left out.
+    """
     plugins = {name: version for name in PLUGINS if (version := installed_version(name))}
     packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
     packages["xlstm_jax"] = __version__  # version of the running code; another version may be installed
@@ -143,7 +150,10 @@ def installed() -> dict[str, str | None]:
 
 
 def extras() -> dict[str, list[str]] | None:
-    """Returns the packages of each extra, from the metadata of the installed library; None if it runs uninstalled."""
+    """Returns the names of the packages of each extra, {"publish": [...]}, from the metadata of the installed library.
+
+    None if the library runs uninstalled. An extra that the installed version lacks has [].
+    """
     if not installed_version("xlstm_jax"):
         return None
     by_extra: dict[str, list[str]] = {extra: [] for extra in USES}
@@ -157,7 +167,10 @@ def extras() -> dict[str, list[str]] | None:
 
 
 def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]] | None:
-    """Returns the missing packages by extra, {"bench": ["clu"]}; None if the extras are unknown."""
+    """Returns the missing packages by extra, {"bench": ["clu"]}; None if ``extras`` is None (unknown).
+
+    ``extras`` has the packages of each extra. An extra without missing packages is left out.
+    """
     if extras is None:
         return None
     lacking = {
@@ -167,7 +180,10 @@ def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list
 
 
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
-    """Yields the check that an installed libtpu has the version that this JAX requires; nothing without libtpu."""
+    """Yields the check that the installed libtpu has the version that this JAX requires; nothing without libtpu.
+
+    ``installed`` is the version of libtpu, or None.
+    """
     # The requirement reads "libtpu==0.0.17.*; extra == 'tpu'".
     wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "").partition(";")[0].strip()
     if installed and wanted:
@@ -176,7 +192,13 @@ def _libtpu_check(installed: str | None) -> Iterator[Check]:
 
 
 def run_child(test: str, environment: dict[str, str], timeout_s: float = CHILD_TIMEOUT_S) -> dict[str, Any]:
-    """Runs a child process of ``self_test`` and returns the result, or {"error": reason}."""
+    """Runs a child process of ``self_test``, and returns its result, parsed JSON, or {"error": reason}.
+
+    Args:
+      test: "devices", "parity" or "simulated".
+      environment: the environment variables of the child.
+      timeout_s: seconds after which the child is ended, which is an error.
+    """
     # The result comes in a file, because JAX and its plugins may write to stdout and stderr.
     with tempfile.TemporaryDirectory(prefix="xlstm_jax_doctor_") as folder:
         path = Path(folder) / "found.json"
@@ -200,7 +222,11 @@ def _checks(name: str, report: dict[str, Any]) -> Sequence[Check]:
 
 
 def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
-    """Returns the extras whose compilers are installed; empty if unknown."""
+    """Returns the extras of ``TOPOLOGIES`` whose compilers are installed: of "forecast" (TPUs) and "forecast-gpu".
+
+    ``missing`` has the missing packages by extra; [] if unknown (None). Without matplotlib, which only draws, a
+    compiler counts as installed.
+    """
     if missing is None:
         return []
     # matplotlib only draws, and is not needed to compile.
@@ -208,7 +234,10 @@ def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str
 
 
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
-    """Starts to compile a small program with the compiler of an extra, or returns the error."""
+    """Starts to compile a small program with the compiler of an extra ("forecast" for TPUs, "forecast-gpu").
+
+    Returns the running compilation, or the ``ImportError`` of a compiler for another version of jaxlib.
+    """
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
     try:
@@ -218,7 +247,10 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
 
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
-    """Returns the check that the program compiles for absent devices."""
+    """Waits for a result of ``_begin_compiling``, and returns the check that a program compiles for ``topology``.
+
+    An error of the compilation, or ``job`` as an ``ImportError``, fails the check.
+    """
     problem: Exception | None = job if isinstance(job, ImportError) else None
     try:
         if isinstance(job, Pending):

@@ -67,7 +67,7 @@ class Factory:
 
     @property
     def accepted_options(self) -> tuple[str, ...]:
-        """Names of the options that reach the function."""
+        """Names of the options that reach the function: its arguments, and those passed on by ``**sharding``."""
         return (*self.argument_names, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
@@ -94,7 +94,10 @@ class Factory:
         return {name: value for name, value in options.items() if name in self.accepted_options} | dict(chosen)
 
     def _unknown(self, name: str) -> FactoryError:
-        """Returns the error for a ``--set`` argument that neither the function nor ``shard_modules`` has."""
+        """Returns the error for ``--set name=...`` if the factory has no argument ``name``, with the nearest argument.
+
+        For a factory with ``**sharding`` the arguments of ``shard_modules`` count, too.
+        """
         names, passed_on = self.argument_names, ""
         if self.takes_sharding:
             names = (*names, *SHARDING)
@@ -143,7 +146,11 @@ class Factory:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """Returns the options as keyword arguments, under every name that a factory may use."""
+    """Returns the options of a search as keyword arguments, under every name that a factory may use.
+
+    The axes to split over are both "shard_axes" and "axis_name"; kept weights are both "keep_gathered" and the inverse
+    "reshard_after_forward".
+    """
     return {
         **dict.fromkeys(AXES, options.shard_axes),
         "min_weight_size": options.min_weight_size,
@@ -180,7 +187,10 @@ def load_factory(name: str) -> Factory:
 
 
 def _as_module(name: str) -> str:
-    """Returns the cure for ``folder/file.py:function``: the module's name, and the folder to run in."""
+    """Returns the advice for ``--factory folder/file.py:function``, a path: "Write folder.file:function."
+
+    For a path that is no module name, the advice is to run the command in the folder of the file.
+    """
     file_name, _, function_name = name.partition(":")
     path = Path(os.path.relpath(file_name)).with_suffix("")
     if not all(part.isidentifier() for part in path.parts):  # above the current directory, for example
@@ -190,7 +200,11 @@ def _as_module(name: str) -> str:
 
 
 def _imported(name: str) -> ModuleType:
-    """Imports the factory's module; raises a ``FactoryError`` with the cause if the import fails."""
+    """Imports the factory's module, whose dotted name is ``name``, and returns it.
+
+    Raises:
+      FactoryError: the import fails; with the cause.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

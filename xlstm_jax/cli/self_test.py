@@ -88,7 +88,10 @@ def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any],
 
 
 def example_batch() -> dict[str, np.ndarray]:
-    """Returns x and y, float32 [16, 16]; the rows of x grow in scale, so that each device has rows of another scale."""
+    """Returns {"x": ..., "y": ...}, NumPy arrays of float32 [16, 16]; the same random numbers in each call.
+
+    The rows of x grow in scale, so that each device has rows of another scale.
+    """
     random = np.random.default_rng(0)
     # With equal scales each local gradient would be near the mean, and a missing mean would look like rounding.
     x, y = (random.normal(size=(ROWS, WIDTH)).astype(np.float32) for _ in range(2))
@@ -96,7 +99,7 @@ def example_batch() -> dict[str, np.ndarray]:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Returns AdamW, chained after a transform that stores the last gradients in its state."""
+    """Returns AdamW, chained after a transform that stores the last gradients: ``opt_state[0]``."""
     # `make_train_step` returns no gradients, so the optimizer's state stores its input.
     seen = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
@@ -119,13 +122,21 @@ def difference(got: PyTree, want: PyTree) -> float:
 
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
-    """Returns the check that two trees are equal up to rounding; a NaN fails."""
+    """Returns the check that two trees are equal up to rounding; a NaN fails.
+
+    Each leaf of ``got`` may differ by 1e-4 of the largest entry of the leaf in ``want``, see ``difference``. ``name``
+    is the name of the check in the report.
+    """
     distance = difference(got, want)
     return Check(name, f"{distance:.1e}", f"at most {TOLERANCE:.0e}", distance <= TOLERANCE)
 
 
 def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
-    """Trains on one device without collectives; returns (initial parameters, first gradients, last parameters)."""
+    """Trains the plain model on one device without collectives; returns (initial, first gradients, last).
+
+    ``initial`` and ``last`` are the parameters before the first and after the last of ``STEPS`` steps on the same
+    batch; trees of NumPy arrays.
+    """
     tx = optimizer()
     first = params = jax.jit(PLAIN.init)(jax.random.key(0), batch["x"])["params"]
     opt_state = tx.init(params)
@@ -143,7 +154,11 @@ def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def parity(mesh: Mesh) -> list[Check]:
-    """Runs the comparisons on a mesh with the axis "fsdp"; every mesh axis splits the batch."""
+    """Trains on the mesh and on one device, and returns the comparisons of parameters and gradients.
+
+    The mesh needs an axis "fsdp"; every axis splits the batch. The last check is the guard: without the mean over
+    devices a difference must show.
+    """
     with jax.default_matmul_precision("highest"):  # accelerators round the inputs of matrix products by default
         batch, axes = example_batch(), tuple(mesh.axis_names)
         first, grads, last = reference(batch)
@@ -165,9 +180,10 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Returns gradients of a hand-written step: with ``sync_gradients``, and without (None for ``check_vma=True``).
+    """Returns two trees of gradients of a hand-written step: with ``sync_gradients``, and without.
 
-    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device.
+    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device. The second tree is None for
+    ``check_vma=True``. Gradients are unsharded NumPy arrays.
     """
     # With check_vma=True JAX sums the gradients of replicated leaves, so a missing mean would not show.
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
@@ -182,7 +198,10 @@ def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tu
 
 
 def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Returns first gradients and last parameters of ``make_train_step``, which donates the state's buffers."""
+    """Returns (gradients of the first step, parameters after ``STEPS`` steps) of ``make_train_step`` on the same batch.
+
+    Both are unsharded NumPy arrays. The step donates the buffers of ``state``, which cannot be used again.
+    """
     rng = jax.random.key(0)
     step = make_train_step(loss_fn, mesh, tuple(mesh.axis_names), check_vma=check_vma)
     state, _ = step(state, batch, rng)
@@ -203,7 +222,10 @@ def largest_mesh() -> Mesh:
 
 
 def main(test: str, path: str) -> None:
-    """Writes the devices, and the results of ``parity`` unless ``test`` is "devices", to ``path`` as JSON."""
+    """Writes the devices, and the results of ``parity`` unless ``test`` is "devices", to the file ``path`` as JSON.
+
+    ``test`` is "devices", "parity" (on the devices at hand) or "simulated" (on 8 simulated CPU devices).
+    """
     if test == "simulated":
         simulate_cpu_devices(MAX_DEVICES)
     devices = jax.local_devices()

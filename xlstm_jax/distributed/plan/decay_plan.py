@@ -78,7 +78,11 @@ def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[Decay
 
 
 def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> list[tuple[str, str]]:
-    """Returns (decays, reason) for each of ``count`` leaves, from up to ``MAX_STEPS`` evaluated steps."""
+    """Returns (decays, reason) for each of the ``count`` leaves of ``params``, in tree order.
+
+    ``decays`` is "yes", "no" or "?"; ``reason`` explains "?", else "". Evaluates up to ``MAX_STEPS`` steps of the
+    optimizer, until a step decides every leaf. A leaf that no step decides has the verdict "?".
+    """
     init = jax.make_jaxpr(tx.init)(params)
     state = jax.eval_shape(tx.init, params)
     update = jax.make_jaxpr(taking_extra_args(tx).update)(params, state, params)

@@ -89,7 +89,15 @@ class ExpertPlan:
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
-    """Returns the plan of the ``Experts`` module at ``path``; ``of_layer`` counts the elements of a layer's experts."""
+    """Returns the placement of the experts of the ``Experts`` module at ``path``.
+
+    Args:
+      path: path of the module in the model.
+      module: the ``Experts`` module, with its options.
+      of_layer: the number of elements of all experts of a single layer.
+      axis_sizes: the axes of the mesh with their sizes.
+      rows: the plan's rows.
+    """
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)
     expert_rows = [row for row in rows if row.collection == PARAMETERS and row.path.startswith(_experts_of(path))]
@@ -103,12 +111,15 @@ def expert_plan(
 
 
 def _experts_of(path: str) -> str:
-    """Returns the path prefix of the experts' parameters, for the module at ``path``."""
+    """Returns the path prefix of the experts' parameters for the module at ``path``: "moe" -> "moe/experts/"."""
     return f"{path}/experts/".lstrip("/")
 
 
 def experts_table(plans: Sequence[ExpertPlan]) -> RenderableType:
-    """Returns a table with a line for each mixture; mixtures whose paths differ only in a number share a line."""
+    """Returns a table with a line for each mixture of experts; mixtures with equal placements share a line.
+
+    A shared line has the path of the first mixture, with ``*`` for its first number.
+    """
     # Layers of a Python loop are alike, and differ in the number in their path.
     named: dict[str, list[str]] = {}
     for plan in plans:

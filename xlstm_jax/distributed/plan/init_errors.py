@@ -28,7 +28,10 @@ class InitError(ValueError):
 
 
 def init_error(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any], error: Exception) -> InitError:
-    """Returns the error for ``plan_sharding`` to raise in place of ``error`` from ``model.init(rng, *inputs)``."""
+    """Returns the error to raise in place of ``error``, which ``model.init(rng, *inputs, **kwargs)`` raised in a plan.
+
+    The message has the shapes of the inputs, the type and text of ``error``, and advice on other inputs.
+    """
     call = "plan_sharding(model, axis_sizes, {})"
     name = getattr(type(model), "__name__", "the model")
     cure = known_cure(model, inputs, kwargs, error, call, "train=False") or general_cure(call, "train=False")
@@ -46,10 +49,16 @@ def known_cure(
     call: str,
     by_keyword: str,
 ) -> str:
-    """Returns advice to pass the arguments that ``error`` reports as missing, or one token less; else "".
+    """Returns a sentence with the inputs to pass instead, if the cause of ``error`` is known; else "".
 
-    Advises one token less if ``model.init`` accepts the shorter input. After "" the mistake may be in the model.
-    ``call`` has a placeholder, ``{}``, for the inputs; ``by_keyword`` shows how to pass a keyword argument.
+    Known causes: missing arguments, and a single array of tokens [b, t + 1] in place of [b, t]; for the latter
+    ``model.init`` is traced on the shorter array. After "" the mistake may be in the model.
+
+    Args:
+      model, inputs, kwargs: the failed call was ``model.init(rng, *inputs, **kwargs)``.
+      error: the error of this call.
+      call: the user's call as text, with a placeholder ``{}`` for the inputs: "plan_sharding(model, axis_sizes, {})".
+      by_keyword: an example of an argument by keyword: "train=False".
     """
     if missing := MISSING.search(one_line(error)):
         names = missing.group(1)
@@ -67,7 +76,10 @@ def known_cure(
 
 
 def general_cure(call: str, by_keyword: str) -> str:
-    """Returns general advice on inputs that fail for an unknown reason; for the arguments see ``known_cure``."""
+    """Returns a sentence with general advice on inputs of ``model.init``, for an error whose cause is unknown.
+
+    ``call`` and ``by_keyword`` are as for ``known_cure``.
+    """
     return (
         "Pass the arguments with which the loss function calls the model; shapes suffice: "
         f"{call.format('jax.ShapeDtypeStruct(shape, dtype)')}; an argument that is no array by keyword, {by_keyword}."
@@ -75,7 +87,7 @@ def general_cure(call: str, by_keyword: str) -> str:
 
 
 def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, Any]) -> Exception | None:
-    """Traces ``model.init`` on the inputs; returns the exception raised, or None."""
+    """Traces ``model.init(key, *inputs, **kwargs)`` for shapes; returns the exception raised, or None."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
         with absent_device():
@@ -86,7 +98,10 @@ def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, An
 
 
 def is_library_error(error: Exception) -> bool:
-    """Returns whether code of this library raised the error, not code of the user, JAX or Flax."""
+    """Returns whether code of this library raised the error, not code of the user, JAX or Flax.
+
+    False for a call without a required argument, which may fail in a wrapper of this library.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     # A call without a required argument fails in the line of the call, which may be in a wrapper of this library.
     called_wrongly = isinstance(error, TypeError) and MISSING.search(one_line(error))

@@ -101,7 +101,7 @@ class LeafPlan:
     host: ByteCount = NO_BYTES
 
     def to_json(self) -> str:
-        """Returns the row as a few lines of a plan's JSON, with the path as the key."""
+        """Returns the row as a few indented lines of a plan's JSON, ``"path": {fields}``, without a last comma."""
         fields = vars(self) | {"reason": self.reason.to_json()}
         if not self.piece_bytes:
             del fields["piece_bytes"]  # version 0.3.0 cannot read this field
@@ -111,7 +111,7 @@ class LeafPlan:
 
     @classmethod
     def from_json(cls, path: str, leaf: dict[str, Any]) -> "LeafPlan":
-        """Returns the row of the leaf at ``path`` from the parsed JSON."""
+        """Returns the row of the leaf at ``path``; ``leaf`` has the fields as parsed from the JSON of ``to_json``."""
         counts = {kind: ByteCount(*leaf[kind]) for kind in (*COUNTED, "host")}
         shapes = {name: tuple(leaf[name]) for name in ("shape", "use_shape")}
         names = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in leaf["names"])
@@ -156,7 +156,10 @@ class LeafPlan:
         return f"'{self.path}' {self.dtype}{list(self.shape)} ({format_bytes(size)})"
 
     def sentence(self, devices: int) -> str:
-        """Returns a sentence with the sharding of the leaf, the reason, the bytes per device and the gathers."""
+        """Returns a sentence with the sharding of the leaf, the reason, the bytes per device and the gathers.
+
+        ``devices`` is the number of devices of the mesh.
+        """
         return f"{self.description} {self._where(devices)}{self._kept()}{self._gathers()}."
 
     def _where(self, devices: int) -> str:
@@ -168,7 +171,10 @@ class LeafPlan:
         return f"is split along {split} into {self.parts} shard{'s' * (self.parts > 1)} ({self.reason}{seen})"
 
     def _kept(self) -> str:
-        """Returns the sentence on the bytes of the leaf that each device keeps."""
+        """Returns the clause on the bytes of leaf, gradient and optimizer state that a device stores.
+
+        As "; a device keeps 128 KiB of it and 128 KiB of its gradient"; "" if a device stores no bytes of the leaf.
+        """
         counts = {
             "of it": self.parameters.per_device + self.other.per_device,
             "of its gradient": self.gradients.per_device,

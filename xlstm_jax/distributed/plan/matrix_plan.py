@@ -46,12 +46,18 @@ class MatrixPlan:
 
     @property
     def idle_fraction(self) -> float:
-        """Fraction of empty places among the owners' places: 0 to 1. An empty place costs as much as a full place."""
+        """Fraction of empty places among the places of the owners (devices that compute updates): 0 to 1.
+
+        An empty place costs as much as a full place.
+        """
         return 1 - self.count / (self.owners * self.per_owner) if self.count else 0.0
 
     @property
     def workless_fraction(self) -> float:
-        """Fraction of the owners without a matrix of this shape, but maybe with one of a different shape: 0 to 1."""
+        """Fraction of the owners (devices that compute updates) without a matrix of this shape: 0 to 1.
+
+        Such an owner may have a matrix of a different shape.
+        """
         # Owners fill their places in order, so the owners without a matrix are the last.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
 
@@ -73,7 +79,11 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Converts optimizers' reports to entries: matrices by shape, most work first; then leaves without matrices."""
+    """Converts the reports of optimizers to entries, optimizer by optimizer.
+
+    For each report: an entry per group of matrices of equal shape, the group with the most work per device first; then
+    an entry per reason for leaves that the optimizer does not treat as matrices.
+    """
     plans = []
     for report in reports:
         for group in report.groups:

@@ -130,9 +130,10 @@ def plan_sharding(
 def _roles(
     params: PyTree, within: Mapping[str, Mapping[str, tuple[str, ...]]], sizes: dict[str, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Returns the roles of each axis, such as ("fsdp", "tensor"), by axis; () for an axis without a role.
+    """Returns how parameters use each mesh axis: {axis: roles}, with () for an axis without a role.
 
-    ``within`` maps the role of a section, such as "experts", to the axes of the role by module path.
+    Roles: "fsdp": parameters are gathered over the axis; "tensor": the model splits layers over the axis. ``within``
+    adds roles of sections, such as "experts": {role: {path prefix of parameters: axes}}.
     """
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
@@ -155,7 +156,15 @@ def _planned_init(
     kwargs: dict[str, Any],
     freeze: Callable[[PyTree], PyTree],
 ) -> PyTree:
-    """Returns the variables of ``model.init`` as shapes, in boxes that record the decisions of the wrappers."""
+    """Returns the variables of ``model.init`` as shapes, in boxes that record the decisions of the wrappers.
+
+    Args:
+      model, rng, inputs, kwargs: the call is ``model.init(rng, *inputs, **kwargs)``; None as ``rng``: any key.
+      mesh: the abstract mesh on which wrapped modules decide how to split.
+      freeze: puts frozen leaves into boxes, and returns the variables.
+    Raises:
+      InitError: ``model.init`` fails on these inputs without mesh and wrappers, too. Other errors pass unchanged.
+    """
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
         with jax.sharding.use_abstract_mesh(mesh), boxes_without_constraints():
@@ -193,7 +202,11 @@ def _decided(
 ) -> tuple[PyTree, str]:
     """Returns the variables in boxes that record how to split each leaf, and the wrapper assumed for a plain model.
 
-    A model with wrappers has recorded the decisions already; the second result is then "".
+    A model with wrappers has recorded the decisions already: its variables are unchanged, and the second result is "".
+    Otherwise the second result is a call as text: "shard_module_params(Dense, 'fsdp', 262144)".
+
+    Raises:
+      ValueError: ``axis_name`` or ``min_weight_size`` is given for a model with wrappers, or an axis is unknown.
     """
     if any(isinstance(leaf, PlannedLeaf) for _, leaf in leaves_with_path(variables)):
         options = {"axis_name": axis_name, "min_weight_size": min_weight_size}
@@ -213,14 +226,17 @@ def _decided(
 
 
 def _gathered_axes(leaf: Sharded) -> set[str]:
-    """Returns the axes over which a wrapper gathers the leaf, without the model's axes (such as tensor parallel)."""
+    """Returns the mesh axes over which wrappers gather the leaf, without the model's axes (such as tensor parallel)."""
     if not isinstance(leaf, PlannedLeaf):
         return set(leaf.gathered_axes)
     return {axis for decision in leaf.decisions if decision.choice.dim is not None for axis in decision.axes}
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    """Returns the row of a leaf in the plan."""
+    """Returns the row of a leaf in the plan, a ``LeafPlan``; ``fields`` are further fields of the row.
+
+    ``sizes`` are the sizes of the mesh axes. The default of ``use_shape`` in ``fields`` is the leaf's shape.
+    """
     shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
     return LeafPlan(
@@ -236,7 +252,7 @@ def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[
 
 
 def _count(axes: Iterable[str], sizes: dict[str, int]) -> int:
-    """Returns the number of devices along the axes."""
+    """Returns the number of devices along the axes: the product of their ``sizes``."""
     return math.prod(sizes[axis] for axis in axes)
 
 
@@ -250,9 +266,10 @@ def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Sharded) -> Reason:
-    """Returns the reason for the split, or else for the last refusal.
+    """Returns the reason for the split of a leaf or, for a leaf that is not split, for the last refusal of a wrapper.
 
-    For wrappers over different axes: the reason for each tuple of axes.
+    For wrappers over different axes: an ``OfSeveral`` with a reason for each tuple of axes. For a leaf that no wrapper
+    saw: that the model boxed the leaf, or that no module is wrapped.
     """
     if not isinstance(leaf, PlannedLeaf):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
@@ -268,7 +285,10 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """Returns the fields of ``LeafPlan`` about gathers of a leaf; ``part`` is set if a module gathers it in pieces."""
+    """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, by name.
+
+    For a leaf that is not gathered, only ``use_shape``. ``part`` is set if a module gathers the leaf in pieces.
+    """
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()
     splits = [(decision, dim) for decision in decisions if (dim := decision.choice.dim) is not None]
@@ -300,7 +320,11 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 
 
 def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """Returns how many entries of dim ``part.along`` a gather returns; 0 if the kernel is gathered at once."""
+    """Returns how many entries of dim ``part.along`` a gather of a piece returns; 0 if the kernel is gathered at once.
+
+    ``last`` is the decision of the wrapper that split the kernel last. The result is a multiple of the number of
+    devices that split the dim, and at most the size of the dim.
+    """
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
     if box.unit_depth != 1 or not set(box.axes) <= set(last.axes) or not part.may_be_sent(box):
@@ -312,7 +336,11 @@ def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[s
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
-    """Returns bytes of optimizer state, [parameter's path]["optimizer" or "host"], and rows for further state."""
+    """Returns the bytes of optimizer state of each parameter, and plan rows for state that belongs to no parameter.
+
+    The first result is {path of the parameter: {"optimizer": bytes in device memory, "host": bytes in host memory}},
+    and reads as {} for a parameter without state. Without an optimizer the list of rows is empty.
+    """
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     other_rows: list[LeafPlan] = []
     if tx is None:

@@ -83,32 +83,42 @@ class Section(Generic[Entry]):
         return nullcontext()
 
     def optimizer(self, tx: optax.GradientTransformation, params: PyTree, /) -> None:
-        """Receives the transform of a plan with an optimizer, and the trained parameters without boxes, abstract."""
+        """Receives the optax transform of the plan, and the trained parameters as abstract arrays without boxes.
+
+        Called once, after ``recording``; not called for a plan without an optimizer.
+        """
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
-        """Returns the entries, built from the records and ``rows``, the plan's rows of parameters and collections.
+        """Returns the entries of the section, from the records of ``recording`` and the rows of the plan.
 
-        The result is a tuple, or ``WhenRead``.
+        Args:
+          axis_sizes: the axes of the mesh with their sizes.
+          rows: the plan's rows of parameters and further collections, without rows of optimizer state.
+        Returns:
+          A tuple, or ``WhenRead`` for entries that are computed when first read.
         """
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
-        """Returns the axes over which the feature splits parameters, by path prefix of the parameters."""
+        """Returns the mesh axes over which the feature splits parameters: {prefix of the parameters' paths: axes}.
+
+        ``entries`` are those of this section. {} for a feature that splits no parameters.
+        """
         return {}
 
     @staticmethod
     def cells(entries: Sequence[Entry], /) -> Mapping[str, str]:
-        """Returns the texts of the section's column, by path; leaves without a text have an empty cell."""
+        """Returns the texts of the section's column in the plan's table, by path; other leaves have empty cells."""
         return {}
 
     @staticmethod
     def table(entries: Sequence[Entry], /) -> RenderableType | None:
-        """Returns the entries (at least one) as a table for ``rich``; None if the column contains all facts."""
+        """Returns the entries (at least one) as a table for ``rich``; None if the section's column shows every fact."""
         raise NotImplementedError
 
     @staticmethod
     def from_json(fields: Mapping[str, Any], /) -> Entry:
-        """Returns the entry with ``fields``, read from JSON."""
+        """Returns the entry whose attributes are ``fields``, as read from JSON: with lists in place of tuples."""
         raise NotImplementedError
 
 
@@ -117,7 +127,10 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Enters the context ``recording`` of every section, in which ``model.init`` and ``tx.init`` are then called."""
+    """Returns a context that enters the context ``recording`` of every section; the caller then initialises the model.
+
+    Within the context, ``model.init`` and ``tx.init`` run, and the sections record the actions of their features.
+    """
     with ExitStack() as stack:
         for section in sections:
             stack.enter_context(section.recording())

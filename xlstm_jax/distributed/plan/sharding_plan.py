@@ -251,7 +251,12 @@ class ShardingPlan:
 
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":
-        """Returns the plan of parsed JSON; raises a ``ValueError`` for another format version."""
+        """Returns the plan of parsed JSON.
+
+        Raises:
+          ValueError: ``data`` is not a dict of this format version, or its totals are not the sums over its leaves.
+          KeyError, TypeError: a field is missing or has another type, say; ``from_json`` converts the error.
+        """
         version = data.get("format") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise ValueError(

@@ -50,7 +50,11 @@ class Line:
 
 
 def plan_table(plan: Any) -> Any:
-    """Returns the tables of a ``ShardingPlan`` for ``rich``; called by ``ShardingPlan.table``."""
+    """Returns the tables of a ``ShardingPlan`` as a ``rich`` group; called by ``ShardingPlan.table``.
+
+    In order: the leaves by module, a summary, the replicated leaves with reasons, and a table per section (experts,
+    say).
+    """
     columns = _section_columns(plan)
     lines = _lines(plan.rows, columns)
     other = f", other collections {format_bytes(plan.other.per_device)}" if plan.other.total else ""
@@ -75,7 +79,10 @@ def plan_table(plan: Any) -> Any:
 
 
 def plan_bars(plan: Any) -> list[Bar]:
-    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning."""
+    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning.
+
+    The size of a bar is the bytes per device of the leaves in the line, with gradients and optimizer state.
+    """
     is_replicated = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
     ordered = sorted(is_replicated, key=lambda line: -line.all_bytes.per_device)
     sizes = [(line, line.all_bytes.per_device) for line in ordered]
@@ -86,7 +93,10 @@ def plan_bars(plan: Any) -> list[Bar]:
 
 
 def _section_columns(plan: Any) -> dict[str, Mapping[str, str]]:
-    """Returns the columns of the sections: [name][path of a leaf]."""
+    """Returns the columns that sections add to the plan's table: {column: {path of a leaf: text of the cell}}.
+
+    A section without a column, or without entries in this plan, is left out.
+    """
     return {
         kind.column: kind.cells(getattr(plan, kind.name))
         for kind in SECTIONS
@@ -97,7 +107,8 @@ def _section_columns(plan: Any) -> dict[str, Mapping[str, str]]:
 def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = NO_COLUMNS) -> list[Line]:
     """Returns the lines of a table: rows with equal fields share a line if their paths differ only in the first number.
 
-    ``columns`` has the cells of further columns, which must be equal, too: [name][path of a leaf].
+    ``columns`` has the cells of further columns, {name: {path of a leaf: text}}, which must be equal, too. The lines
+    are in the order of their first rows.
     """
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
@@ -135,14 +146,21 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
 
 
 def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> FirstFitting:
-    """Returns the table of leaves with all columns, and with fewer columns for narrower terminals."""
+    """Returns the table of leaves, which leaves out columns on terminals too narrow for a row in a line.
+
+    ``of_sections`` are the names of the sections' columns, left out first; then those of ``LEFT_OUT``, in their order.
+    """
     names = [name for name in COLUMNS if name != HOST or plan.host.total] + of_sections
     optional = of_sections + [name for name in LEFT_OUT if name in names]
     return FirstFitting(*(_leaves(plan, lines, names, optional[:count]) for count in range(len(optional) + 1)))
 
 
 def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str]) -> Any:
-    """Returns the table of leaves without the columns of ``left_out``, which its caption names."""
+    """Returns the table of leaves as a ``rich`` table, without the columns ``left_out``, which its caption names.
+
+    Modules and, within a module, leaves are sorted by total bytes, largest first; the last row is the total. ``names``
+    are the names of every column, in order.
+    """
     mesh, shown = ", ".join(f"{axis} {size}" for axis, size in plan.axis_sizes.items()), _Columns(names, left_out)
     captions = [f"No module is wrapped; planned as {plan.assumed}."] if plan.assumed else []
     captions += [f"A wider terminal also shows: {', '.join(left_out)}."] if left_out else []
@@ -176,14 +194,15 @@ class _Columns(NamedTuple):
     left_out: list[str]
 
     def shown_cells(self, cells: Sequence[Any]) -> list[Any]:
-        """Returns the cells of a row that are shown."""
+        """Returns the cells of a row without the columns in ``left_out``; ``cells`` has a cell for each column."""
         return [cell for name, cell in zip(self.names, cells, strict=True) if name not in self.left_out]
 
 
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Returns the cells of a line of sums: total bytes of the values, then bytes per device of the values and the rest.
+    """Returns the cells of a row with the sums over lines, as text: "1 MiB", or "" for 0 bytes.
 
-    Values are parameters and further collections; the rest are gradients, optimizer state and host memory.
+    In order: total bytes of the values (parameters and further collections), then bytes per device of the values, of
+    the gradients, of the optimizer state, and, if ``offloads``, of the optimizer state in host memory.
     """
     values = [line.bytes_of("parameters") + line.bytes_of("other") for line in lines]
     kinds = ["gradients", "optimizer", *["host"] * offloads]
@@ -193,7 +212,10 @@ def _sums(lines: list[Line], offloads: bool) -> list[str]:
 
 
 def _cells(line: Line, offloads: bool) -> list[Any]:
-    """Returns the cells of a row of the plan."""
+    """Returns the cells of the row for a line of the plan's table, one for each column.
+
+    ``offloads``: whether the table has the column for optimizer state in host memory.
+    """
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))
     split = " ".join(f"{dim}:{'+'.join(entry_axes(row.names[dim]))}" for dim in row.dims)

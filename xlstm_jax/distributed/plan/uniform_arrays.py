@@ -90,7 +90,11 @@ REARRANGING = frozenset(
 
 
 def uniform_value(array: Any) -> Uniform:
-    """Returns the value of a uniform array, such as a constant of a program; else ``FINITE`` or ``UNKNOWN``."""
+    """Returns the common value of an array whose entries are equal: a bool, an int or a ``np.float64``.
+
+    ``FINITE`` for unequal entries that are finite. ``UNKNOWN`` for other entries, and for arrays that are empty or
+    complex, or keys of random numbers.
+    """
     try:
         values = np.asarray(array)
     except TypeError:  # keys of random numbers
@@ -103,7 +107,15 @@ def uniform_value(array: Any) -> Uniform:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Uniform]) -> list[Uniform]:
-    """Returns the value of each result of a jaxpr; ``values`` are the values of its arguments, in order."""
+    """Returns for each result of a jaxpr, in order, the value that its entries share.
+
+    A number, or ``FINITE`` or ``UNKNOWN`` if no such number is known.
+
+    Args:
+      jaxpr: an open jaxpr (``ClosedJaxpr.jaxpr``).
+      consts: the arrays of its constants, in order.
+      values: for each argument the value of its entries: a number, ``FINITE`` or ``UNKNOWN``.
+    """
     found = dict(zip(jaxpr.invars, values, strict=True))
     found |= {var: uniform_value(const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
 
@@ -213,7 +225,10 @@ def _equal(several: list[list[Uniform]]) -> list[Uniform]:
 
 
 def _same(values: list[Uniform]) -> Uniform:
-    """Returns the common value; ``FINITE`` if every value is ``FINITE``, and ``UNKNOWN`` for different values."""
+    """Returns the common value of several values if they are equal, for a result that may be any of them.
+
+    ``FINITE`` if every value is ``FINITE``; else ``UNKNOWN``, also if only some are ``FINITE``.
+    """
     if any(isinstance(value, _Unknown) for value in values):
         return FINITE if all(value is FINITE for value in values) else UNKNOWN
     return values[0] if all(value == values[0] for value in values) else UNKNOWN

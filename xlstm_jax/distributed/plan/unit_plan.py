@@ -39,7 +39,10 @@ class UnitPlan:
 
 
 def units_table(plans: Sequence[UnitPlan]) -> RenderableType:
-    """Returns a table with a line for each unit; units whose paths differ only in a number share a line."""
+    """Returns a table with a line for each unit, a module that gathers its parameters together.
+
+    Units share a line if their paths differ only in the first number, and their reasons and bytes are equal.
+    """
     alike: dict[tuple[str, str, int], list[UnitPlan]] = {}
     for plan in plans:
         alike.setdefault((path_pattern(f"{plan.path}/")[:-1], plan.reason, plan.gathered_bytes), []).append(plan)

@@ -156,7 +156,11 @@ def check_step(
 
 
 def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function with the arguments of a step that calls ``step`` without the key."""
+    """Returns a function ``(state, batch, rng, *rest, **extra_trees)`` that calls ``step`` without the key ``rng``.
+
+    The call is ``step(state, batch, **extra_trees)`` or, with further arguments, ``step(state, batch, None, *rest,
+    **extra_trees)``.
+    """
 
     def keyless(state: Any, batch: PyTree, rng: jax.Array, *rest: Any, **extra_trees: Any) -> Any:
         del rng
@@ -166,7 +170,12 @@ def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of(params: PyTree) -> Mesh:
-    """Returns the mesh of the parameters; raises a ``ValueError`` without a mesh, or with several processes."""
+    """Returns the mesh of the first parameter on devices, with every axis of type ``Auto``.
+
+    Raises:
+      ValueError: ``params`` has no leaves, or a leaf up to this parameter is on no mesh, or on devices of several
+        processes.
+    """
     for path, leaf in trees.sharded_leaves(params):
         sharding = getattr(leaf.value, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -184,7 +193,12 @@ def _mesh_of(params: PyTree) -> Mesh:
 
 
 def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree | None) -> BatchLayout:
-    """Guesses the layout of a custom step's batch: rows split over axes without tensor parallelism, if divisible."""
+    """Returns the ``BatchLayout`` of a custom step's batch: how each leaf is split over the mesh.
+
+    The layout is that of ``batch_spec``. If ``batch_spec`` is None, guesses: dim 0 of every leaf is split over every
+    mesh axis of more than one device, except axes over which the model splits a parameter (tensor parallelism,
+    experts). If these devices do not divide dim 0 of every leaf, the guess is a replicated batch.
+    """
     if batch_spec is not None:
         return batch_layout(mesh, None, batch_spec)
     # Devices along an axis that splits layers receive the same rows.
@@ -241,9 +255,12 @@ class Comparison:
         self.parts = self.axis_sizes | minibatches  # number of parts by axis, and by minibatches
 
     def check_ready_step(self) -> StepCheck:
-        """Checks a step of ``make_train_step``.
+        """Checks a step of ``make_train_step``, and returns the result for ``check_step``.
 
-        Compares the step with the slices (each device's rows in turn, same draws), and the slices with the full batch.
+        Compares the step with the mean over slices: the rows of each device in each minibatch, computed on a single
+        device in turn, with the draws of that device. Then compares the mean over slices with the full batch, both with
+        equal draws: this shows whether the loss is a mean over rows. The reported ratios are the product: step over
+        full batch.
         """
         one_device, rng = self.one_device, self.step_args[1]
         key = jax.random.fold_in(rng, self.state.step)  # the same folding as in the step
@@ -275,7 +292,12 @@ class Comparison:
         return self.checked(findings, step.seen, method, total, ratio)
 
     def of_communicating_loss(self, key: PyTree, full_batch: Reference) -> StepCheck:
-        """Checks a step of ``make_train_step`` whose loss communicates: compares the step with the full batch."""
+        """Checks a step of ``make_train_step`` whose loss has collectives: compares the step with the full batch.
+
+        Args:
+          key: a key of constant draws, equal for every device and row, with which the step runs.
+          full_batch: loss and gradients of the full batch on a single device, with the same key.
+        """
         if not full_batch.is_finite:
             return self.checked([report.not_finite(full_batch)], self.observed(key, full_batch))
         step = self.compared_with(key, full_batch)
@@ -289,7 +311,12 @@ class Comparison:
         return self.checked(findings, step.seen, BATCH_AT_ONCE, step.leaves, step.loss_ratio)
 
     def check_own_step(self) -> StepCheck:
-        """Checks a custom step: compares it with the full batch, with constant draws; else means over many keys."""
+        """Checks a custom step (not of ``make_train_step``), and returns the result for ``check_step``.
+
+        The step runs with a key of constant draws, equal for every device and row, and is compared with the full batch
+        on a single device. If the step fails with such a key, or differs and may draw from other keys, means over many
+        ordinary keys are compared instead.
+        """
         one_device = self.one_device
         key, full_batch = self.with_same_draws(self.step_args[1])
         try:
@@ -320,7 +347,12 @@ class Comparison:
     # ------------------------------------------------------------------------------------------------------ compared
 
     def with_same_draws(self, key: PyTree) -> tuple[Any, Reference]:
-        """Returns a key of constant draws with finite, nonzero gradients, and the loss of the full batch."""
+        """Returns (a key of constant draws, loss and gradients of the full batch on a single device with this key).
+
+        A constant key replaces each key in the tree ``key``; every draw is then the same fraction u of its range. Tries
+        each u of ``CHOICES`` until loss and gradients are finite and a gradient is nonzero; if none succeeds, returns
+        the last u. A loss without draws needs only the first u.
+        """
         first, *others = CHOICES
         same_key = constant_like(key, first)
         reference = self.one_device.on_full_batch(same_key)
@@ -333,12 +365,21 @@ class Comparison:
         return same_key, reference
 
     def observed(self, rng: PyTree, expected: Reference) -> SeenStep:
-        """Runs the step with key ``rng``, and returns the observation; ``expected`` has the correct gradients."""
+        """Runs the step once on the mesh with the key ``rng``, and returns the observation of the run.
+
+        The observation has the gradients passed to the optimizer, the loss, and the states before and after. The
+        gradients of ``expected`` take the place of gradients that cannot be observed.
+        """
         batch, _, *rest = self.step_args
         return observe(self.step, self.state, (batch, rng, *rest), self.one_device.tree(expected.grads), self.mesh)
 
     def compared_with(self, rng: PyTree, expected: Reference, seen: SeenStep | None = None) -> StepComparison:
-        """Compares a run of the step with the reference ``expected``: ``seen``, or if None a new run with ``rng``."""
+        """Compares a run of the step with the reference ``expected``: gradients, loss, and number of optimizer calls.
+
+        The run is the observation ``seen``; if None, the step runs now with the key ``rng``. ``expected`` must be
+        computed with the same key. For a step that bypasses the state's optimizer, the optimizer state is compared,
+        too, unless an earlier comparison fails.
+        """
         seen, leaves = self.compared(seen or self.observed(rng, expected), expected)
         of_model, findings = self.loss_differs(rng, seen, expected)
         if seen.updates != 1:
@@ -377,7 +418,11 @@ class Comparison:
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, expected: Reference) -> list[str]:
-        """Compares the optimizer state of a step that bypasses the state's optimizer; returns findings."""
+        """Compares the optimizer state after a step that bypasses ``state.tx``; returns findings.
+
+        Without a difference the result is []. The reference is the new state that ``state.tx`` computes on a single
+        device from the gradients of ``expected``. Notes in ``compared_state`` that the state was compared.
+        """
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
         return list(
@@ -391,12 +436,21 @@ class Comparison:
         )
 
     def of_leaves(self, leaves: list[LeafCheck], seen: SeenStep, of_loss: Multiple) -> list[str]:
-        """Returns a finding for each cause of wrong gradients, given the compared leaves and the loss's ratio."""
+        """Returns a sentence for each cause of wrong gradients among ``leaves``; [] if every leaf is right.
+
+        ``seen`` names the compared values ("gradients", "updates"). ``of_loss`` is the ratio of the step's loss to the
+        correct loss: gradients wrong by the same ratio get that cause.
+        """
         model_axes = self.one_device.model_axes(self.step_args[1])
         return list(report.of_leaves(leaves, seen.value_kind, self.parts, of_loss, model_axes))
 
     def loss_differs(self, key: PyTree, seen: SeenStep, expected: Reference) -> tuple[bool, list[str]]:
-        """Compares the losses. Returns whether the split model computes a different loss, and findings."""
+        """Compares the loss of an observed step with the reference ``expected``. Returns (of_model, findings).
+
+        For a difference beyond rounding ``findings`` has one sentence, else none. ``of_model`` is True if the step is
+        not the cause: the split model (tensor parallel, say) has the same wrong loss on the mesh without the step.
+        (False, []) if the step returns no loss.
+        """
         if seen.loss is None:
             return False, []
         # A loss returned in bfloat16 has the rounding error of bfloat16.
@@ -411,16 +465,29 @@ class Comparison:
         return False, [report.of_loss(times, self.one_device.loss.weighted)]
 
     def is_of_model(self, key: PyTree, loss: float, eps: float) -> bool:
-        """Returns whether ``loss`` is also the loss of the split model on the mesh, computed without the step."""
+        """Returns whether ``loss``, the step's loss, is also the loss of the split model on the mesh, without the step.
+
+        The losses may differ by rounding: by 64 ``eps``, or by the effect of slightly perturbed inputs. ``key`` is the
+        key of the step.
+        """
         reference = self.one_device.on_mesh(key, self.one_device.num_minibatches)
         return same_number(loss, reference.loss, lambda: reference.perturbed().loss, eps)[0]
 
     def objective(
         self, key: PyTree, mean: Reference, full_batch: Reference, seen: SeenStep, real_key: PyTree
     ) -> tuple[Multiple, list[LeafCheck], list[str]]:
-        """Checks that the loss is a mean over rows, by the ``mean`` over slices and by the ``full_batch``.
+        """Checks that the loss is a mean over rows: that the mean over slices equals the loss of the full batch.
 
-        Returns their ratio, their compared gradients, and findings.
+        Args:
+          key: the key of constant draws with which ``mean`` and ``full_batch`` were computed.
+          mean, full_batch: loss and gradients without the step: averaged over slices (each device's rows in each
+            minibatch), and of the full batch at once on a single device.
+          seen: the observed step; only the dtype of its loss is used, for the tolerance.
+          real_key: the key passed to ``check_step``, for losses that draw from further keys.
+        Returns:
+          The ratio of the loss of ``mean`` to the loss of ``full_batch``, interpreted as a number of devices where
+          possible; the compared gradients, a ``LeafCheck`` per leaf; and sentences on the mistake, [] for a mean over
+          rows.
         """
         if self.one_device.num_minibatches > 1 and self.one_device.overwritten():
             mean = self.one_device.slices(key, minibatches=1)  # scales change between minibatches
@@ -457,7 +524,11 @@ class Comparison:
         )
 
     def own_objective(self, key: PyTree, seen: SeenStep, full_batch: Reference) -> list[str]:
-        """Returns findings on the loss if a custom step equals the mean over slices, not the full batch; else []."""
+        """Returns findings on the loss if a custom step's gradients are the mean over slices, not of the full batch.
+
+        Slices are the rows of each device. Returns [] if the batch is not split, or if the step's gradients differ from
+        the mean over slices, too: the loss then does not explain the difference. ``key`` is a key of constant draws.
+        """
         if not self.one_device.axes:
             return []
         mean = self.one_device.slices(key)
@@ -466,7 +537,12 @@ class Comparison:
         return self.objective(key, mean, full_batch, seen, self.step_args[1])[2]
 
     def without_gradient(self, key: PyTree, expected: Reference) -> list[str]:
-        """Returns findings about leaves on which the loss does not depend, or if every gradient is 0."""
+        """Returns a finding about trainable leaves on which the loss does not depend, or [].
+
+        If every gradient is 0 for any parameters, the finding says so. Returns [] if no leaf of ``expected``, the
+        gradients on a single device, is 0 in every entry. Gradients that are 0 by chance do not count: the loss is
+        computed with other parameters and draws, and its equations are read.
+        """
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
@@ -478,7 +554,11 @@ class Comparison:
     # ------------------------------------------------------------------------------------------ draws from other keys
 
     def why_other_draws(self, key: PyTree) -> str:
-        """Returns the reason why the step may have drawn from keys different from its ``rng``, or ""."""
+        """Returns the reason why loss or step may draw from keys other than their argument, as a clause; else "".
+
+        The equations of loss and step, traced with the constant key ``key``, show the draws. A step that cannot be
+        traced is a reason, too.
+        """
         if self.one_device.traced(key).draws_from_other_keys:
             return "loss_fn draws from another key than the one that it is given"
         batch, _, *rest = self.step_args
@@ -491,9 +571,11 @@ class Comparison:
         return "it cannot be traced, so that its draws are unknown"
 
     def by_many_keys(self, why: str) -> StepCheck:
-        """Compares means of the step and of one device over many keys; ``why``: the reason against constant draws.
+        """Checks a custom step by means over many keys, and returns the result for ``check_step``.
 
-        The step counter is advanced for each key, since a step may fold the counter into its key.
+        The means of the step's gradients and loss are compared with the means of a single device. ``why`` is the reason
+        against constant draws, for the text of the result. The verdict is "cannot tell" if the means of a leaf stay too
+        uncertain. The step counter is advanced for each key, since a step may fold the counter into its key.
         """
         cache: dict[str, Any] = {}
 
@@ -540,7 +622,15 @@ class Comparison:
         loss_ratio: float | None = None,
         verdict: str | None = None,
     ) -> StepCheck:
-        """Runs the remaining checks (update, collections, padded rows), and returns the result with all findings."""
+        """Runs the remaining checks (collections, padded rows, optimizer), and returns the result with all findings.
+
+        Args:
+          findings: sentences of the earlier checks.
+          seen: the observed step.
+          method, leaves, loss_ratio: fields of the ``StepCheck``, for its text.
+          verdict: ``CANNOT_TELL`` if the earlier checks are inconclusive. None: wrong with any finding, else right; if
+            the update cannot be compared and nothing is wrong, "cannot tell".
+        """
         findings = [*findings, *drifting(seen.collections), *padded_row_findings(self.one_device, *self.step_args[:2])]
         mesh = dict(self.mesh.shape)
         update = self.update_of(seen, is_right=not findings)
@@ -556,7 +646,11 @@ class Comparison:
         )
 
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
-        """Checks the optimizer's update from the gradients; with ``is_right`` also the update of a second step."""
+        """Compares the optimizer's update in the step with the update on a single device, from the same gradients.
+
+        With ``is_right`` (no finding so far), compares also the update of a second step, and the collections. For a
+        step that bypasses the state's optimizer, only frozen leaves are checked here.
+        """
         if seen.value_kind != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
             unknown = () if self.shows_gradients(seen) else (report.NOTHING_SHOWS,)
@@ -571,13 +665,21 @@ class Comparison:
         return update
 
     def knows_collections(self, rng: PyTree) -> bool:
-        """Returns whether collections after the step can be compared: one device computes the same statistics."""
+        """Returns whether the collections after the step can be compared with those that a single device computes.
+
+        True if the state has collections, the loss draws nothing, there is one minibatch, and the loss sees the
+        statistics of the full batch: the batch is not split, or the loss communicates over the axes of the batch. False
+        for a state with scales of fp8 products.
+        """
         collections, one_device = collections_of(self.state), self.one_device
         is_whole = one_device.num_minibatches == 1 and (one_device.devices == 1 or one_device.needs_all_devices(rng))
         return bool(collections) and OVERWRITTEN not in collections and is_whole and not one_device.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
-        """Compares collections after the step with the collections of one device; returns findings."""
+        """Compares the collections after the step with those after the full batch on a single device; returns findings.
+
+        [] if they are equal up to rounding. ``rng`` is the key for the single device.
+        """
         actual, before = (
             by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state))
         )
@@ -587,7 +689,11 @@ class Comparison:
         )
 
     def shows_gradients(self, seen: SeenStep) -> bool:
-        """Returns whether the compared values depend on the gradients: then equal values prove equal gradients."""
+        """Returns whether other gradients would change the observed values: then equal values prove equal gradients.
+
+        False only for a step with a custom optimizer whose updates and state are the same for gradients of 0 and of 1,
+        as with a learning rate of 0.
+        """
         of_state = seen.state_of_gradients
         if seen.value_kind != "updates" or of_state is None:
             return True

@@ -64,7 +64,7 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Returns whether the correct gradient is 0 up to rounding, so that no ratio can be computed."""
+        """Returns whether the correct gradient is 0 up to rounding: ``ratio`` is then 1 or infinite."""
         return self.tolerance == NO_RATIO
 
     @property
@@ -76,7 +76,10 @@ Gradients = Mapping[str, np.ndarray]
 
 
 def flat(grads: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns the values of each leaf as a float64 vector; complex values become two reals."""
+    """Returns the values of each leaf as a float64 vector, by path.
+
+    n complex values become 2 n reals, first the real parts, then the imaginary parts.
+    """
 
     def values(leaf: Any) -> np.ndarray:
         of_leaf = np.asarray(leaf).ravel()
@@ -94,10 +97,14 @@ def compare_leaves(
     perturbed: Callable[[], Gradients],
     eps: float,
 ) -> list[LeafCheck]:
-    """Returns a ``LeafCheck`` for each leaf of ``expected``.
+    """Returns a ``LeafCheck`` for each leaf of ``expected``, in the same order.
 
-    ``wire`` is the norm of the rounding by the communication of a leaf. ``perturbed`` computes ``expected`` from
-    perturbed inputs, and is called only if needed. ``eps`` is that of float32, or of float64 if every leaf is float64.
+    Args:
+      got, expected: the values of the step and of the reference: a vector for each path, see ``flat``.
+      axes: the mesh axes that split each leaf, by path; copied to the result.
+      wire: norms to add to the tolerance, by path, such as of the rounding by communication in a narrow dtype.
+      perturbed: computes ``expected`` from slightly perturbed inputs, a bound for rounding; called only if needed.
+      eps: eps of float32, or of float64 if every leaf is float64.
     """
     # A gradient near 0 is a sum of terms that cancel: its rounding error depends on the size of other gradients.
     total = math.sqrt(sum(float(leaf @ leaf) for leaf in expected.values()))
@@ -119,7 +126,15 @@ def compare_leaves(
 def _compared(
     path: str, axes: tuple[str, ...], got: np.ndarray, right: np.ndarray, norm: float, allowed: float
 ) -> LeafCheck:
-    """Compares a leaf's gradient ``got`` with ``right`` by least squares; equal if both are only rounding."""
+    """Returns the comparison of a leaf's gradient ``got`` with the correct gradient ``right``, as ratio and rest.
+
+    The ratio is a least-squares fit of ``got`` by ``right``. If ``norm``, the norm of ``right``, is at most
+    ``allowed``, the correct gradient is only rounding: the ratio is 1 if ``got`` is as small, else infinite.
+
+    Args:
+      path, axes: path of the leaf, and the mesh axes that split the leaf.
+      allowed: the norm of a difference that rounding explains.
+    """
     size = float(np.linalg.norm(got))
     if norm <= allowed:
         return LeafCheck(path, axes, 1.0 if size <= 2 * allowed else math.inf, 0.0, NO_RATIO)
@@ -130,7 +145,11 @@ def _compared(
 
 
 def same_number(actual: float, expected: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Returns whether the loss ``actual`` equals ``expected`` to rounding, and the relative tolerance."""
+    """Returns whether the loss ``actual`` equals ``expected`` up to rounding, and the relative tolerance.
+
+    Allowed are 64 ``eps`` of ``expected``; if exceeded, in addition 8 times the change of ``perturbed()``, the expected
+    loss from slightly perturbed inputs.
+    """
     allowed = ORDER_EPS * eps * abs(expected)
     if not abs(actual - expected) <= allowed:
         allowed += SHAKEN * abs(perturbed() - expected)
@@ -138,10 +157,11 @@ def same_number(actual: float, expected: float, perturbed: Callable[[], float], 
 
 
 def of_wire(params: PyTree, reference: Reference) -> dict[str, float]:
-    """Returns, for each leaf whose gradient is sent in a narrow dtype, the norm of the rounding by the dtype.
+    """Returns, by path, a bound for the rounding error (a norm) of gradients that are sent in a narrow dtype.
 
-    Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be as large as
-    those of the devices are on average. For the mean over replicas, ``Copies`` provides the bound.
+    The bound is 0 for a leaf whose gradient is sent in its full dtype. A leaf that has no gradient in ``reference`` is
+    left out. Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be
+    as large as those of the devices are on average. For the mean over replicas, ``Copies`` provides the bound.
     """
     bounds = {}
     for path, box in trees.sharded_leaves(params):
@@ -167,12 +187,17 @@ class Multiple(NamedTuple):
 
     @property
     def is_count(self) -> bool:
-        """Returns whether the ratio is a number of devices, or its inverse."""
+        """Returns whether the ratio is a number of devices or minibatches above 1, or the inverse of such a number."""
         return self.kind in ("summed", "divided")
 
     @classmethod
     def of(cls, ratio: float, sizes: dict[str, int], tolerance: float) -> "Multiple":
-        """Interprets ``ratio``; ``sizes`` are the sizes of axes and of other parts of a batch (``num_minibatches``)."""
+        """Returns the interpretation of ``ratio``, the value of a step over the correct value.
+
+        "equal" for 1; "summed" for the product of some of ``sizes``; "divided" for the inverse; else "other". ``sizes``
+        are the sizes of mesh axes by name, and the number of minibatches as "num_minibatches". ``tolerance`` is
+        relative.
+        """
         if abs(ratio - 1) <= tolerance:
             return cls("equal")
         subsets = (itertools.combinations(sizes, count) for count in range(1, len(sizes) + 1))
@@ -205,9 +230,11 @@ class Ratio(NamedTuple):
 
 
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
-    """Draws ``sample(i)``, the values of the step and of one device with key i, until every ratio is known.
+    """Calls ``sample(i)`` for keys i = 1, 2, ... until the ratio of step to reference is known for each leaf.
 
-    Returns the ratios, and the number of keys.
+    ``sample(i)`` returns (values of the step, values of a single device), vectors by path, with key i. The number of
+    keys is 8, 16, ... up to 256. Returns (ratios of the means by path, number of keys); a ratio may be unknown after
+    256.
     """
     actual, expected = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
     by_path: dict[str, Ratio] = {}
@@ -226,7 +253,12 @@ def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
 
 
 def _ratio(actual: np.ndarray, expected: np.ndarray) -> Ratio:
-    """Estimates the ratio of arrays [keys, values]; projects each half of the keys onto the mean of the other half."""
+    """Returns the ratio of the mean of ``actual`` over keys to the mean of ``expected``, with residual and uncertainty.
+
+    Both arrays have the shape [keys, values], for a single leaf. The values of each half of the keys are projected onto
+    the mean of ``expected`` over the other half. If ``expected`` is 0 the ratio is 1 or infinite; NaN with an infinite
+    uncertainty if noise hides the mean of ``expected``.
+    """
     # The noise of the halves is independent. Projected onto itself, a mean would count its noise as signal, and the
     # ratio would be too small.
     half, count = len(expected) // 2, len(expected)

@@ -19,7 +19,11 @@ MIN_RELATIVE_CHANGE = 1e-4  # relative change of the loss; rounding is far small
 
 
 def with_other_copies(batch: PyTree) -> PyTree | None:
-    """Returns the batch with changed values in the padded rows of ``shard_batch``; None without padded rows."""
+    """Returns the batch with other rows in place of the rows that ``shard_batch`` appended as padding.
+
+    ``shard_batch`` pads with copies of rows, which have weight 0; row i of the padding becomes row i + 1 of the true
+    rows (modulo their number). None without padding, or with a single true row. Leaves without padding are unchanged.
+    """
     counts = [of_leaf for leaf in jax.tree.leaves(batch) if (of_leaf := padded_rows_of(leaf))]
     if not counts or counts[0][0] < 2:
         return None
@@ -30,7 +34,11 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
 
 
 def padded_row_findings(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
-    """Yields a finding if the loss changes with the values of padded rows."""
+    """Yields one finding if the loss on a single device changes by more than 1e-4 with the values of padded rows.
+
+    Padded rows are the copies that ``shard_batch`` appended. Yields nothing without padding, or if a loss is not
+    finite. Keys in ``rng`` are replaced by keys of constant draws.
+    """
     other = with_other_copies(batch)
     if other is None:
         return

@@ -34,24 +34,31 @@ _DRAWING = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", 
 
 
 def constant_key(u: float = CHOICES[0]) -> jax.Array:
-    """Returns a typed key; draws from this and derived keys are the fraction ``u`` of their range."""
+    """Returns a typed key (not uint32[2]) whose draws are the fraction ``u`` of their range.
+
+    The same holds for draws of keys split or folded from this key. After 64 splits in sequence the draws vary, so that
+    rejection loops end.
+    """
     return jax.random.key(np.uint32(u * 2**32), impl=_constant())
 
 
 def is_key(leaf: Any) -> bool:
-    """Returns whether a leaf is a typed key, or an old-style key, uint32[2]."""
+    """Returns whether a leaf is an array of typed keys, or a single old-style key, uint32[2]."""
     if not hasattr(leaf, "dtype"):
         return False
     return is_prng_key(leaf) or (leaf.dtype == jnp.uint32 and jnp.shape(leaf) == (_WORDS,))
 
 
 def folded(rng: PyTree, data: Any) -> Any:
-    """Applies ``jax.random.fold_in`` to each key in a tree."""
+    """Returns the tree ``rng`` with ``jax.random.fold_in(key, data)`` in place of each key; other leaves unchanged."""
     return jax.tree.map(lambda leaf: jax.random.fold_in(leaf, data) if is_key(leaf) else leaf, rng)
 
 
 def constant_like(rng: PyTree, u: float = CHOICES[0]) -> Any:
-    """Returns the tree with each key replaced by a constant key."""
+    """Returns the tree ``rng`` with ``constant_key(u)`` in place of each key; other leaves unchanged.
+
+    An array of typed keys becomes an array of the same shape; an old-style key, uint32[2], becomes a single typed key.
+    """
 
     def constant(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -70,7 +77,7 @@ def _constant() -> Any:
 
 
 def _seed(word: Any) -> jax.Array:
-    """Returns a key: [the number of previous splits, the 32 bits of each draw]."""
+    """Returns a key's data, uint32[2]: the number of previous splits, 0, and ``word``, the 32 bits of each draw."""
     return jnp.stack([jnp.uint32(0), jnp.asarray(word, jnp.uint32)])
 
 
@@ -108,7 +115,7 @@ class Traced(NamedTuple):
 
 
 def traced(jaxpr: core.Jaxpr) -> Traced:
-    """Reads the equations of a jaxpr, including nested jaxprs."""
+    """Returns facts on a traced function from the equations of its jaxpr and of nested jaxprs; see ``Traced``."""
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0

@@ -42,6 +42,8 @@ def why_no_mean(
 ) -> Iterator[str]:
     """Yields a sentence with the kind of a loss that is not a mean over rows (a sum, say), and a cure.
 
+    Slices are the rows of each device in each minibatch.
+
     Args:
       one_device, rng: the loss, and the key with which ``mean`` and ``full_batch`` were computed.
       mean, full_batch: the loss and gradients of the slices, and of the full batch.
@@ -81,7 +83,12 @@ def why_no_mean(
 
 
 def _is_not(mean: Reference, full_batch: Reference, leaves: list[LeafCheck]) -> str:
-    """Returns the first part of a finding: the two losses, or the gradients if losses agree, as numbers in text."""
+    """Returns the first clause of a finding on a loss that is no mean over rows, with both losses as numbers.
+
+    As "the loss is no mean over rows: 1.5 as the mean of its slices, 3 of the batch". If the losses agree to six
+    digits, the clause is about the gradients, with the leaf that differs most. ``leaves`` are the gradients of the
+    slices compared with those of the batch.
+    """
     of_slices, of_batch = f"{mean.loss:.6g}", f"{full_batch.loss:.6g}"
     if of_slices != of_batch:
         return f"the loss is no mean over rows: {of_slices} as the mean of its slices, {of_batch} of the batch"
@@ -118,10 +125,11 @@ _OF_TOKENS = (
 
 
 def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
-    """Returns the ratio of the slices' loss to the batch's, averaged over draws; None if gradients have no ratio.
+    """Returns the ratio of the slices' loss to the batch's loss, both averaged over draws; None without a clear ratio.
 
-    The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and batch
-    then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
+    A clear ratio is 1, a number of devices or minibatches (see ``sizes``), or an inverse, and holds for the gradients,
+    too. The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and
+    batch then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one_device.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
@@ -145,8 +153,8 @@ def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int
 def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
     """Returns whether the sum of the losses of the batch's halves stays equal if the halves exchange every other row.
 
-    This holds if the loss is a mean or a sum over rows, even if a row's draws depend on its position, and for no other
-    loss.
+    Gradients must stay equal, too. This holds if the loss is a mean or a sum over rows, even if a row's draws depend on
+    its position, and for no other loss.
     """
 
     def half(rest: int, other: int) -> Reference:
@@ -170,7 +178,12 @@ def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
 
 
 def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Reference) -> str:
-    """Returns the kind of a loss that is not a mean over rows, such as "part" or "negatives": a key of ``_CURES``."""
+    """Returns the kind of a loss that is not a mean over rows, a key of ``_CURES``.
+
+    "reduced": the loss has collectives over the batch. "part": a part of the loss is a sum over rows. "negatives": rows
+    are compared with each other. "weights": a mean with weights. "function": a function of a mean. "statistic":
+    anything else.
+    """
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one_device.needs_all_devices(rng):
         return "reduced"

@@ -68,9 +68,16 @@ class SeenStep(NamedTuple):
 
 
 def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step with a recording optimizer, or, if this fails, with the state's optimizer.
+    """Runs the step once, and returns the observed gradients, loss and states: see ``SeenStep``.
 
-    ``grads`` are the correct gradients, or any arrays in the same tree.
+    The step runs with an optimizer that records its calls. If the step fails with this optimizer, or does not call it,
+    the step runs with the state's optimizer, and first moments or updates are observed instead of gradients. If the
+    step changes the record itself, the result has ``grads`` in place of the unknown gradients.
+
+    Args:
+      step, state, step_args: the call is ``step(state, *step_args)``, on copies.
+      grads: the correct gradients, or any arrays in the same tree, on a single device.
+      mesh: the mesh of the state.
     """
     before = recorded_state(state, mesh)
     try:
@@ -92,7 +99,11 @@ def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTr
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree) -> SeenStep:
-    """Runs a step that bypasses the state's optimizer; observes first moments, if any, then updates."""
+    """Runs a step that bypasses the state's optimizer; returns its first moments or, without moments, its updates.
+
+    An observation of first moments has the updates as ``next_observation``. Before the run, first moments are set to 0.
+    Only the devices of ``grads``, a tree on a single device, are used, for the state's optimizer to compute references.
+    """
 
     # Start first moments from zeros, so that they come from this step alone.
     def fresh_leaf(path: str, leaf: Any) -> Any:
@@ -136,7 +147,10 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, g
 
 
 def _run(step: Callable[..., Any], state: State, step_args: PyTree) -> tuple[State, ReportedLoss | None]:
-    """Returns state and loss after the step. Passes copies, because the step may donate its arguments."""
+    """Runs the step on copies of its arguments, and returns the new state and the loss.
+
+    The loss is "loss" of the metrics, or a scalar in place of metrics; None without such a value.
+    """
     after, metrics, *_ = step(
         *jax.tree.map(lambda x: jnp.copy(x) if isinstance(x, jax.Array) else x, (state, *step_args))
     )
@@ -160,7 +174,7 @@ def _by_path(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
-    """Returns the first moments in an optimizer's state, by the paths of their parameters."""
+    """Returns the first moments (``mu`` or ``trace`` of optax) in an optimizer state, by the parameters' paths."""
     # optax stores moments in trees like the parameters: the end of a path identifies the parameter.
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}
@@ -168,7 +182,10 @@ def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
 
 
 def drifting(collections: PyTree) -> Iterator[str]:
-    """Yields a finding about collections that should be replicated, but differ between devices after the step."""
+    """Yields one finding if a leaf of ``collections`` has a shard whose copies differ between devices.
+
+    ``collections`` are those of the state after the step.
+    """
     if differ := [path for path, leaf in trees.sharded_leaves(collections) if copies_differ(leaf.value)]:
         yield (
             f"the collections {listed(differ)} are not the same on all devices that should hold the same: each device "
@@ -178,7 +195,10 @@ def drifting(collections: PyTree) -> Iterator[str]:
 
 
 def copies_differ(value: jax.Array) -> bool:
-    """Returns whether devices hold different values of a shard that they should share; reads shards on the host."""
+    """Returns whether copies of a shard differ: devices that should hold the same part of ``value`` hold other numbers.
+
+    Reads the shards of this process on the host. False if no two devices share a shard.
+    """
     # Shards with the same index are copies of each other.
     seen: dict[str, np.ndarray] = {}
     for shard in value.addressable_shards:
@@ -189,7 +209,10 @@ def copies_differ(value: jax.Array) -> bool:
 
 
 def differ_along(value: jax.Array) -> tuple[str, ...]:
-    """Returns the mesh axes along which devices hold different values of a shard that they should share."""
+    """Returns the mesh axes along which copies of a shard of ``value`` differ between devices, in mesh order.
+
+    () if copies are equal, or if ``value`` is on no mesh.
+    """
     mesh = getattr(value.sharding, "mesh", None)
     if mesh is None or not copies_differ(value):
         return ()

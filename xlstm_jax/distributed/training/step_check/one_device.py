@@ -63,7 +63,7 @@ class Reference(NamedTuple):
 
     @property
     def not_finite(self) -> list[str]:
-        """Returns the paths of gradients that are not finite."""
+        """Returns the paths of gradients with an infinite or NaN entry; [] if every gradient is finite."""
         values = {path: np.asarray(leaf, np.complex128) for path, leaf in self.grads.items()}
         return [path for path, leaf in values.items() if not np.all(np.isfinite(leaf))]
 
@@ -73,7 +73,7 @@ class Reference(NamedTuple):
 
     @property
     def has_gradient(self) -> bool:
-        """Returns whether any gradient is nonzero."""
+        """Returns whether any gradient has a nonzero entry."""
         return any(np.any(np.asarray(leaf)) for leaf in self.grads.values())  # np.any of a JAX array would compile
 
 
@@ -141,45 +141,75 @@ class OneDevice:
 
     @property
     def devices(self) -> int:
-        """Returns the number of devices that the batch is split over."""
+        """Returns the number of parts into which the mesh splits the batch: devices along the axes of the batch."""
         return num_shards(self.mesh, self.axes)
 
     def slice_of(self, batch: PyTree, device: Any, minibatch: Any, minibatches: int) -> PyTree:
-        """Returns the rows of a device in a minibatch, from a global batch in the order of ``BatchLayout.reorder``."""
+        """Returns a slice of a global batch: the rows of a device in a minibatch.
+
+        Args:
+          batch: a global batch with tokens in the order of ``BatchLayout.reorder``.
+          device: the row-major index of the device over the axes of the batch, an int or traced.
+          minibatch, minibatches: the index of the minibatch, and the number of minibatches.
+        """
         return rows_at(split_rows(self.layout.part(batch, device), minibatches), minibatch)
 
     def all_slices(self) -> Iterator[PyTree]:
-        """Yields the batch of each device in each minibatch."""
+        """Yields the rows of each device in each minibatch, as a batch; the first device's minibatches come first."""
         batch = self.layout.reorder(self.batch)
         for device, minibatch in itertools.product(range(self.devices), range(self.num_minibatches)):
             yield self.slice_of(batch, device, minibatch, self.num_minibatches)
 
     def tree(self, grads: dict[str, jax.Array]) -> PyTree:
-        """Returns gradients by path as a tree of the parameters, in the form for an optimizer."""
+        """Returns gradients by path as a tree like the parameters, with None for leaves that take no gradient.
+
+        ``grads`` has an entry for each trainable leaf. Optimizers take gradients in this form.
+        """
         return self._put_back([grads[path] for path in self.paths], fill_other=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
-        """Returns two trees for an optimizer: gradients that are all 0, and gradients that are all 1."""
+        """Returns two trees of gradients in the form for an optimizer: every entry 0, and every entry 1."""
         trainable_values = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in trainable_values.items()}) for value in (0, 1)]
 
     def slices(self, rng: PyTree, minibatches: int | None = None) -> Reference:
-        """Returns loss and gradients averaged over the slices, each with the key of its device and minibatch."""
+        """Returns loss and gradients averaged over slices, the rows of each device in each minibatch.
+
+        Each slice uses ``rng`` folded with the device and the minibatch, as in the step. Slices run in sequence on a
+        single device; if the loss communicates over the axes of the batch, they run on the mesh.
+
+        Args:
+          rng: the key of the step.
+          minibatches: the number of minibatches; None: that of the step.
+        """
         count = self.num_minibatches if minibatches is None else minibatches
         if self.needs_all_devices(rng):
             return self.on_mesh(rng, count)
         return self._run(self._mean_in_turn, (self.devices, count), rng)
 
     def on_mesh(self, rng: PyTree, minibatches: int) -> Reference:
-        """Returns loss and gradients averaged over the slices, which run on the mesh with unsharded weights."""
+        """Returns loss and gradients averaged over slices (a device's rows in a minibatch) that run on the mesh.
+
+        Parameters are unsharded on each device, except over the model's axes (tensor parallel), and JAX differentiates
+        the ``shard_map``. ``minibatches`` is the number of minibatches.
+        """
         return self._run(self._mean_on_mesh, (minibatches,), rng)
 
     def on_full_batch(self, rng: PyTree, batch: PyTree = None, elsewhere: int = 0) -> Reference:
-        """Returns loss and gradients of the full batch, or of ``batch``; ``elsewhere``: seed of other parameters."""
+        """Returns loss and gradients of the full batch at once on a single device, without slices.
+
+        Args:
+          rng: the key of the step.
+          batch: a global batch in place of the batch of the check; None: the batch of the check.
+          elsewhere: if not 0, a seed: the gradients are those at other, randomly moved parameters.
+        """
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
-        """Returns the collections after the loss of the full batch; with ``shake``, from perturbed inputs."""
+        """Returns the collections, such as batch statistics, after the loss of the full batch on a single device.
+
+        With ``shake`` parameters and batch are perturbed by the size of rounding.
+        """
         trainable_values, weights, batch, collections = self._inputs
         trainable_values, batch = (
             perturbed((trainable_values, batch), self.eps(rng)) if shake else (trainable_values, batch)
@@ -193,7 +223,10 @@ class OneDevice:
         return jax.jit(run)(*self._put((trainable_values, weights, batch, collections, rng), self._one))
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
-        """Returns a function from trainable parameters to the full batch's loss, for optimizers with line searches."""
+        """Returns a function from parameters to the loss of the full batch, for optimizers with line searches.
+
+        The function takes a tree with only the trainable leaves, and returns a scalar. The draws are those of ``rng``.
+        """
         _, weights, batch, collections = self._inputs
 
         def value(params: PyTree) -> jax.Array:
@@ -211,7 +244,15 @@ class OneDevice:
         elsewhere: int = 0,
         shake: bool = False,
     ) -> Reference:
-        """Runs the function ``make(*parts)``, compiled once, on the inputs, changed as the options say."""
+        """Compiles ``make(*parts)``, a function for loss and gradients, and returns the result for the check's inputs.
+
+        Args:
+          make: ``_mean_in_turn`` or ``_mean_on_mesh``; the compiled function is kept for each pair of ``make`` and
+            ``parts``.
+          parts: the arguments of ``make``, such as the numbers of devices and minibatches.
+          rng, batch, elsewhere: see ``on_full_batch``.
+          shake: whether parameters and batch are perturbed by the size of rounding.
+        """
         trainable_values, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
         trainable_values, batch = (
@@ -232,12 +273,19 @@ class OneDevice:
     # ------------------------------------------------------------------------------------ facts read off the equations
 
     def eps(self, rng: PyTree) -> float:
-        """Returns the eps of the narrowest dtype in which the loss is computed on these devices."""
+        """Returns the eps of the narrowest dtype in which the loss is computed on these devices.
+
+        At most the eps of bfloat16. Counts the dtypes in the traced loss, and the reduced precision of float32 matrix
+        products on TPUs and GPUs.
+        """
         platform = self.mesh.devices.flat[0].platform
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
 
     def traced(self, rng: PyTree) -> Traced:
-        """Traces the loss on the mesh, once per kind of key; returns facts read off the equations."""
+        """Traces the loss on the mesh, and returns facts read off the equations: draws, mesh axes, narrowest dtype.
+
+        ``rng`` is a key like that of the step; the loss is traced once for each type of key.
+        """
         trainable_values, *other_inputs = self._inputs
         if (key := str(jax.tree.map(jax.typeof, rng))) not in self._traced:
             jaxpr = jax.make_jaxpr(self._terms_on_mesh(1))(trainable_values, *other_inputs, rng)
@@ -245,7 +293,10 @@ class OneDevice:
         return self._traced[key]
 
     def unconnected(self, rng: PyTree) -> list[str]:
-        """Returns the leaves on which the loss does not depend; their gradient is constant 0."""
+        """Returns the paths of trainable leaves on which the loss does not depend: the gradient is always 0.
+
+        Reads the equations of the gradients: a leaf is listed if its gradient depends on neither parameters nor batch.
+        """
         trainable_values, weights, batch, collections = self._inputs
         flat, treedef = jax.tree.flatten((trainable_values, batch))
 
@@ -258,20 +309,26 @@ class OneDevice:
         return [path for path, of in zip(self.paths, of_grads, strict=True) if not of]
 
     def uses_mesh_axes(self, rng: PyTree) -> bool:
-        """Returns whether the loss communicates along a mesh axis, or reads a device index."""
+        """Returns whether the loss has a collective along any mesh axis, or reads a device index along an axis."""
         return bool(self.traced(rng).axes)
 
     def needs_all_devices(self, rng: PyTree) -> bool:
-        """Returns whether the loss communicates along an axis of the batch, so that slices cannot run in sequence."""
+        """Returns whether the loss has a collective, or reads a device index, along an axis of the batch.
+
+        Slices (the rows of a device) then cannot run in sequence on a single device.
+        """
         return bool(self.traced(rng).axes & set(self.axes))
 
     def model_axes(self, rng: PyTree) -> tuple[str, ...]:
-        """Returns the axes of a split model: the loss communicates along them, and the batch is not split over them."""
+        """Returns the mesh axes over which the model is split (tensor parallel, experts), in mesh order.
+
+        These are the axes of more than one device that the loss uses in collectives, and that do not split the batch.
+        """
         model_axes = self.traced(rng).axes - set(self.axes)
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in model_axes)
 
     def overwritten(self) -> list[str]:
-        """Returns the names of the collections whose gradient is their next value."""
+        """Returns the names of the collections whose gradient is their next value, as the scales of fp8 products."""
         return [name for carry in carries_of(Inputs(self.axes, *self._inputs[3])) for name in carry.overwritten]
 
     # ------------------------------------------------------------------------------------- one part after another
@@ -279,7 +336,15 @@ class OneDevice:
     def _terms(
         self, trainable_values: list[Any], weights: _Weights, batch: PyTree, rng: PyTree, collections: Any
     ) -> tuple[Any, Any]:
-        """Returns (sum of losses, (weight, updated collections)) of a batch; (mean, (1, ...)) for a mean."""
+        """Returns (sum of losses, (sum of weights, updated collections)) of a batch, for a weighted loss.
+
+        For a loss that is a mean: (mean, (1, updated collections)). Sum and weight are in float32 or wider.
+
+        Args:
+          trainable_values, weights: the trainable parameters, a list of unsharded arrays, and the further parameters.
+          batch, rng: a batch or a slice, and its key.
+          collections: (collections by name,), or () for a model without collections.
+        """
         at_start = zip(self._leaves, trainable_values, weights.base, weights.rounded, strict=True)
         frozen_values = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], fill_other=lambda leaf: next(frozen_values))
@@ -292,7 +357,12 @@ class OneDevice:
         return jnp.asarray(loss.total, wide), (lax.stop_gradient(weight), collections)
 
     def _mean_in_turn(self, devices: int, minibatches: int) -> Callable[..., Any]:
-        """Returns a function for loss and gradients, averaged over slices that run in sequence on one device."""
+        """Returns a function that computes loss and gradients of slices in sequence on a single device.
+
+        A slice is the rows of one of ``devices`` devices in one of ``minibatches`` minibatches. The function takes
+        (trainable values, further parameters, global batch, collections, key), and returns (loss, gradients, absolute
+        values of the slices' gradients), the last two as lists, each averaged over slices by weight.
+        """
         parts = devices * minibatches
 
         def mean(live: Any, weights: _Weights, batch: PyTree, collections: Any, rng: PyTree) -> Any:
@@ -342,7 +412,11 @@ class OneDevice:
     # ------------------------------------------------------------------------------------------------- on the mesh
 
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """Returns a function, run on the mesh, for each device's loss sum and weight, averaged over minibatches."""
+        """Returns a function that computes, on the mesh, each device's sum of losses and sum of weights.
+
+        The function takes the arguments of the function of ``_mean_in_turn``, and returns two arrays with an entry per
+        device, averaged over ``minibatches``.
+        """
         devices, axes = self.devices, trees.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
         collections = self._inputs[3]
@@ -368,7 +442,10 @@ class OneDevice:
         return of_all
 
     def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """Returns a function for loss and gradients averaged over slices that run on the mesh."""
+        """Returns a function like the result of ``_mean_in_turn``, whose slices run on the mesh, on each device.
+
+        The absolute values of the slices' gradients are estimated from the mean gradient.
+        """
         terms = self._terms_on_mesh(minibatches)
 
         def mean(live: Any, *rest: Any) -> Any:
@@ -387,14 +464,18 @@ class OneDevice:
 def _split(collections: Any, names: Collection[str]) -> tuple[list[jax.Array], Callable[[Any, list[jax.Array]], Any]]:
     """Returns the differentiable leaves of the collections ``names``, and a function that puts leaves into collections.
 
-    ``collections`` is a tuple of one mapping, or () without collections.
+    The function takes ``collections`` and a list of new leaves, and returns ``collections`` with these leaves.
+    ``collections`` is a tuple of one mapping, or () without collections; ``names`` must then be empty.
     """
     scales, put_back = trees.split_differentiable({name: collections[0][name] for name in names})
     return scales, lambda collections, leaves: ({**collections[0], **put_back(leaves)},) if names else collections
 
 
 def _key_of(rng: PyTree, device: Any, minibatch: Any, minibatches: int) -> Any:
-    """Returns the key of a slice: ``rng`` folded with the device, and, with several minibatches, with the minibatch."""
+    """Returns the key of a slice: ``rng`` folded with the index of the device, then with the index of the minibatch.
+
+    With a single minibatch, folded with the device alone, as in ``make_train_step``.
+    """
     device_key = folded(rng, device)
     return device_key if minibatches == 1 else folded(device_key, minibatch)
 
@@ -405,7 +486,11 @@ def _means(total: Any, weight: Any, grads: list[Any], sizes: list[Any]) -> tuple
 
 
 def perturbed(tree: PyTree, eps: float) -> PyTree:
-    """Multiplies floats by 1 + u eps, u random in (-1, 1): the possible effect of rounding to a dtype with this eps."""
+    """Returns the tree with each float entry multiplied by 1 + u eps, u random in (-1, 1).
+
+    The change is the possible effect of rounding to a dtype with this eps. Integers, bools and keys are unchanged. The
+    random numbers are the same in each call.
+    """
     # Always the same perturbation, so that the same step has the same verdict.
     rng = np.random.default_rng(0)
 
@@ -419,7 +504,11 @@ def perturbed(tree: PyTree, eps: float) -> PyTree:
 
 
 def _other_parameters(live: list[Any], seed: int) -> list[Any]:
-    """Returns other parameters of similar size; zeros become values of size 1/10."""
+    """Returns the arrays plus normal random numbers, of half the root mean square of each array.
+
+    For an array of zeros, of standard deviation 0.1. ``live`` are the values of the trainable parameters; ``seed``
+    chooses the random numbers.
+    """
     rng = np.random.default_rng(seed)
 
     def moved(x: Any) -> Any:
@@ -439,7 +528,12 @@ def _spec_of_model(leaf: Sharded) -> PartitionSpec:
 
 
 def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
-    """Returns the value in its gather dtype; with ``rounded``, the value after an 8-bit gather."""
+    """Returns the unsharded ``value`` of a parameter as a module reads it after the gather.
+
+    The value is cast to the gather dtype; a leaf that is not gathered is unchanged. For a leaf with an 8-bit gather
+    ``rounded`` is the result of the gather for the value ``start``: returns ``rounded + value - start``, so that the
+    gradient is that of the unrounded value. ``rounded`` is None for further leaves.
+    """
     if rounded is not None:
         # Value of the rounded weight, gradient of the unrounded weight: as in the gather.
         return rounded + (value - lax.stop_gradient(start))
@@ -447,13 +541,19 @@ def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
 
 
 def _arrived(leaf: Sharded, mesh: Mesh) -> Any:
-    """Returns an unsharded leaf of a further tree, as modules read it."""
+    """Returns the unsharded value of a leaf of an extra tree, as modules read it after the gather, rounding included.
+
+    A frozen leaf is not rounded.
+    """
     value = true_value(leaf)
     return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf.trainable else value
 
 
 def _rounded_on_mesh(leaf: Sharded, mesh: Mesh) -> Any:
-    """Returns a leaf after its 8-bit gather, whose rounding depends on the shards; None for other leaves."""
+    """Returns the unsharded value of a leaf after its 8-bit gather on the mesh; None without an 8-bit gather.
+
+    The rounding depends on the shards, so the gather runs as in the step. The result stays split over the model's axes.
+    """
     over = leaf.gathered_axes
     if not over or leaf.communication.format_of(leaf.value) is None:
         return None

@@ -44,7 +44,7 @@ class Record(NamedTuple):
     seals: tuple[Any, Any]
 
     def is_intact(self) -> bool:
-        """Returns whether only the optimizer has changed the record, not the step itself: whether seals are 1."""
+        """Returns whether both seals are still 1: then the step itself has not changed the optimizer's record."""
         return all(float(seal) == 1 for seal in self.seals)
 
 
@@ -78,12 +78,20 @@ class Recorded:
         return len(self.inner)
 
     def _replace(self, **fields: Any) -> "Recorded":
-        """Replaces fields of the optimizer's state, if the state is a ``NamedTuple``."""
+        """Returns a ``Recorded`` with fields of the inner optimizer state replaced, and with the same record.
+
+        For an inner state that is a ``NamedTuple``, so that a step may call ``opt_state._replace(...)``.
+        """
         return Recorded(self.inner._replace(**fields), self.record)
 
 
 def recorded_state(state: Any, mesh: Mesh) -> Any:
-    """Returns a ``TrainState`` with an optimizer that updates like the state's, and records its calls."""
+    """Returns the ``TrainState`` with a recording optimizer in place of ``state.tx``.
+
+    ``opt_state`` becomes a ``Recorded``: the present state and the record. The new optimizer updates like ``state.tx``.
+    Each call replaces the record: gradients, parameters and state passed in, the returned updates, and the number of
+    calls so far. ``mesh`` is the mesh of the state.
+    """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(state, Recorded):  # a state initialised by the step itself
@@ -110,7 +118,10 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
 
 def _first_record(state: Any, mesh: Mesh) -> Record:
-    """Returns an empty record, with the shardings of a record after a step."""
+    """Returns a record of zero calls: zeros for gradients, parameters and updates, sharded as the record after a step.
+
+    ``opt_state`` of the record has the leaves of the present state by path.
+    """
 
     def nothing(params: PyTree) -> Record:
         grads, given, updates = (jax.tree.map(jnp.zeros_like, params) for _ in range(3))

@@ -61,7 +61,11 @@ class StepCheck:
 
     @property
     def noise(self) -> float:
-        """Returns the largest relative difference explained by rounding, or by noise for means over keys."""
+        """Returns the largest relative difference explained by rounding; 0 without leaves.
+
+        The value is the largest ``tolerance`` of the leaves. If means over many keys were compared, the difference is
+        that explained by the random draws.
+        """
         return max((leaf.tolerance for leaf in self.leaves), default=0.0)
 
     def __repr__(self) -> str:
@@ -71,7 +75,10 @@ class StepCheck:
         )
 
     def _repr_html_(self) -> str:
-        """Shows a bar per leaf, wrong leaves first, above the text."""
+        """Returns HTML for notebooks: a bar per leaf, wrong leaves first; then the text.
+
+        A bar shows the ratio of a leaf's gradient to the correct gradient.
+        """
         bars = sorted(map(_bar, self.leaves), key=lambda bar: (not bar.warns, -bar.size))
         return notebook_html(Text(str(self)), f"Of each leaf the {self.compared} over those of one device", bars)
 
@@ -92,7 +99,12 @@ class StepCheck:
 
 
 def _compared(subject: str, update: Sequence[str]) -> str:
-    """Returns a text on the parts of a step that were compared, besides gradients, and on parts that were not."""
+    """Returns a sentence for the text of a right verdict: the compared and the uncompared parts of the step.
+
+    Args:
+      subject: the compared values: "gradients"; or "first moments" or "updates", for a step with a custom optimizer.
+      update: the compared parts of the update, the field ``update`` of ``StepCheck``.
+    """
     if subject != "gradients":
         state = " and state" if update else ""
         return (
@@ -124,10 +136,10 @@ def of_leaves(
     of_loss: Multiple,
     model_axes: tuple[str, ...] = (),
 ) -> Iterator[str]:
-    """Yields a sentence for each cause of wrong gradients.
+    """Yields a sentence for each cause of wrong gradients, with the number of affected leaves and the first paths.
 
     Args:
-      leaves: the comparison of every leaf.
+      leaves: the comparison of every leaf; nothing is yielded for right leaves.
       subject: the name of the compared values, such as "gradients".
       sizes: the sizes of the axes with more than one device.
       of_loss: the loss of the step over the correct loss; gradients with the same ratio need no other cause.
@@ -151,7 +163,10 @@ def _counted(leaves: Sequence[object]) -> str:
 
 
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes: tuple[str, ...]) -> str:
-    """Returns the sentence on the cause of a leaf's wrong gradient; equal causes give equal sentences."""
+    """Returns the end of a sentence, after "gradients of ... are", with the likely cause of a wrong leaf and a cure.
+
+    Equal causes give equal texts. ``sizes``, ``of_loss`` and ``model_axes`` are as in ``of_leaves``.
+    """
     # The order matters: copies that differ have no single ratio, and a leaf with a rest is not a multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)
     axes = multiple.axes
@@ -202,7 +217,10 @@ _LEAF_CAUSES = {
 
 
 def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
-    """Yields a finding about trainable leaves whose gradient is 0 for any parameters."""
+    """Yields one finding about the leaves ``paths``, whose gradient is 0 for any parameters; nothing without paths.
+
+    ``all_leaves`` is the number of trainable leaves: if ``paths`` are as many, the finding is about the loss function.
+    """
     if paths and len(paths) == all_leaves:
         yield (
             "all gradients are 0, whatever the parameters are: the loss does not depend on its argument params. "
@@ -218,7 +236,10 @@ def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
 
 
 def not_finite(reference: Reference) -> str:
-    """Returns the finding that loss or gradients are not finite on one device."""
+    """Returns the finding that the reference, computed on a single device, has an infinite or NaN loss or gradient.
+
+    Names the loss, or, if the loss is finite, the leaves with such gradients.
+    """
     loss_is_finite = math.isfinite(reference.loss)
     subject = f"the gradients of {listed(reference.not_finite)}" if loss_is_finite else f"the loss ({reference.loss})"
     return f"{subject} are not finite on one device either: nothing can be compared. Look at the loss function first."
@@ -236,7 +257,13 @@ NOT_FINITE_SLICES = (
 
 
 def unknown_lines(paths: Sequence[str], why: str, count: int) -> str:
-    """Returns the reason why means over keys are too uncertain, and the changes that make a verdict possible."""
+    """Returns the text for the verdict "cannot tell": the reason, the leaves, and changes that help.
+
+    Args:
+      paths: the leaves for which means over keys are too uncertain.
+      why: the reason for comparing means over keys, as the beginning of a sentence.
+      count: the number of keys.
+    """
     return (
         f"{why}, and means over {count} keys are too uncertain for {listed(paths)}. For a verdict, pass a loss and a "
         "step without random numbers (dropout off), a step that draws from its argument rng alone, or a larger batch."
@@ -244,7 +271,10 @@ def unknown_lines(paths: Sequence[str], why: str, count: int) -> str:
 
 
 def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
-    """Returns the finding that a split model computes another loss than on one device."""
+    """Returns the finding that the split model computes another loss than the model on a single device.
+
+    ``model_axes`` are the axes along which the model is split. ``times`` is the ratio of the two losses.
+    """
     axes = format_axes(tuple(model_axes))
     return (
         f"the loss is {times.times} that of one device for the same rows: the model, which communicates along {axes}, "
@@ -254,7 +284,11 @@ def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
 
 
 def of_loss(times: Multiple, weighted: bool) -> str:
-    """Returns the finding that a loss is a wrong multiple of the loss of one device."""
+    """Returns the finding that the step's loss is wrong, with a cause and a cure.
+
+    ``times`` is the loss over the loss of a single device. ``weighted``: ``loss_fn`` returns (sum, weight), for which
+    the cures differ.
+    """
     causes = _WEIGHTED_CAUSES if weighted else _LOSS_CAUSES
     return f"the loss is {times.times} that of one device: {causes[times.kind].format(times.axes)}"
 

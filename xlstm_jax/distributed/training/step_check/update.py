@@ -75,7 +75,11 @@ def check_update(
     run_second_step: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
-    """Compares the update of a step with one device, and then the update of a further step.
+    """Compares the update of a step with one device, and then the update of a further step; returns the findings.
+
+    The update is the optimizer's result from the gradients that the step computed, whether these are right or wrong. A
+    finding is a sentence on a mistake. The further step is not checked if the first has findings; its findings begin
+    with "in a second step".
 
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
@@ -106,7 +110,10 @@ class _Update:
         self.params_seen_by_tx = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
-        """Runs the checks of this update, and returns their findings."""
+        """Runs the checks of this update; returns findings (sentences on mistakes), unchecked parts and compared parts.
+
+        The result is empty if the step did not call the optimizer exactly once: a different check reports this.
+        """
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
         if int(self.record.calls) - int(self.before.opt_state.record.calls) != 1:
@@ -125,7 +132,10 @@ class _Update:
     # -------------------------------------------------------------------------------------------- the optimizer's input
 
     def of_given(self) -> Iterator[str]:
-        """Yields findings if the optimizer received other parameters or another state than the training state has."""
+        """Yields findings if the step passed the optimizer parameters or a state that differ from the training state.
+
+        At most two sentences: on parameters, and on the optimizer's state, with the paths of the leaves that differ.
+        """
         nothing = {path: 0 * leaf for path, leaf in self.old.items()}
         other = [
             path
@@ -154,7 +164,10 @@ class _Update:
     # ------------------------------------------------------------------------------------------- the updated parameters
 
     def of_params(self) -> Iterator[str]:
-        """Yields findings if the parameters after the step are not the parameters before plus the update."""
+        """Yields findings if the parameters after the step are not the parameters before plus the optimizer's update.
+
+        For each cause, such as a second update, a sentence with the paths of the leaves.
+        """
         wrong = [
             path
             for path, new in self.new.items()
@@ -175,12 +188,20 @@ class _Update:
             yield f"the step returns something else than the optimizer makes of {_leaves(paths)}: {cause}"
 
     def is_sum(self, path: str, new: np.ndarray, old: np.ndarray, update: np.ndarray) -> bool:
-        """Returns whether ``new`` is ``old + update``, to the rounding of both to the parameter's dtype."""
+        """Returns whether each entry of ``new`` is ``old + update``, up to rounding.
+
+        Rounding is to the dtype of the parameter at ``path``. False if ``new`` has another shape than ``old``. The
+        arrays are in double precision.
+        """
         allowed = self.eps[path] * (np.abs(old) + np.abs(update)) + jnp.finfo(np.float32).tiny
         return new.shape == old.shape and bool(np.all(np.abs(new - (old + update)) <= allowed))
 
     def multiple(self, paths: Sequence[str]) -> str:
-        """Explains wrong leaves by a single factor, of the update or of the parameters; "" if no factor fits."""
+        """Returns the cause of wrong parameters at ``paths`` as text, if a single factor explains every leaf; else "".
+
+        The factor is of the update (0: the step returns the old parameters), of the old parameters, or of the updated
+        parameters, as with weight decay by hand.
+        """
         if any(self.new[path].shape != self.params_seen_by_tx[path].shape for path in paths):
             return ""
         each = (self.new, self.params_seen_by_tx, self.updates)
@@ -210,7 +231,10 @@ class _Update:
         return ""
 
     def misplaced(self, path: str) -> str:
-        """Explains a wrong leaf by another shape or by the values of another leaf; "" if neither fits."""
+        """Returns the cause of the wrong parameter at ``path`` as text; "" if neither of two causes fits.
+
+        The causes: the parameter has a new shape, or has the new values of another leaf.
+        """
         new, old = self.new[path], self.params_seen_by_tx[path]
         if new.shape != old.shape:
             return f"its shape is {new.shape}, and was {old.shape}. Return each leaf in its place."
@@ -230,7 +254,10 @@ class _Update:
         )
 
     def of_count(self) -> Iterator[str]:
-        """Yields a finding if a Flax ``TrainState`` (or subclass) counts its steps otherwise than by one."""
+        """Yields a finding if ``state.step`` after the step is neither the same as before nor greater by 1.
+
+        Only for a Flax ``TrainState`` or a subclass.
+        """
         if not isinstance(self.before, TrainState):
             return
         before, after = int(self.before.step), int(self.after.step)
@@ -242,7 +269,11 @@ class _Update:
             )
 
     def of_copies(self) -> Iterator[str]:
-        """Yields findings about values that differ between devices although the gradients do not."""
+        """Yields findings about copies of a shard that differ between devices after the update.
+
+        At most two sentences: on parameters, and on the optimizer state. Nothing if copies of the gradients differ
+        already.
+        """
         if any(copies_differ(leaf.value) for _, leaf in trees.sharded_leaves(self.record.grads)):
             return
         for noun, tree in (("parameters", self.after.params), ("optimizer's state", self.after.opt_state.inner)):
@@ -257,7 +288,12 @@ class _Update:
     # ---------------------------------------------------------------------------------------------------- the optimizer
 
     def of_optimizer(self) -> UpdateCheck:
-        """Compares the optimizer's updates and state with those of one device, from the same gradients."""
+        """Compares the updates and the state that the optimizer returned in the step with those of a single device.
+
+        The single device runs the same optimizer on the recorded gradients, state and parameters. An optimizer that
+        cannot run there gives an entry in ``unknown`` instead of a finding. The state is compared only if the updates
+        are right.
+        """
         try:
             expected, perturbed, eps = self.on_one_device()
         except Exception as error:  # optimizers that need arguments which only the step has may raise anything
@@ -276,9 +312,12 @@ class _Update:
         return UpdateCheck(tuple(findings), (), ("updates", "the optimizer's state"))
 
     def on_one_device(self) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
-        """Runs the optimizer on one device, with the gradients of the mesh.
+        """Runs the state's optimizer on a single device, with the recorded gradients, state and parameters of the step.
 
-        Returns (updates, state), a function that repeats the run with slightly perturbed inputs, and their eps.
+        Returns:
+          ((updates, new state), ``perturbed``, eps). ``perturbed()`` returns (updates, new state) for inputs multiplied
+          by 1 + u eps, with random u in (-1, 1); eps is that of the narrowest dtype in the optimizer, at most that of
+          bfloat16.
         """
         params = bare(self.record.params) if int(self.record.has_params) else trainable(self.before.params)
         # Structure of the state, values as recorded by the optimizer.
@@ -323,12 +362,15 @@ class _Update:
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
-    """Returns by path the parameters that take no gradient."""
+    """Returns the parameters that take no gradient, as ``Sharded`` leaves by path: frozen leaves, integers, keys."""
     return {path: leaf for path, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable}
 
 
 def of_frozen(before: Any, after: Any) -> Iterator[str]:
-    """Yields a finding about frozen leaves that a step has changed."""
+    """Yields one finding if parameters without gradient (frozen, integers) differ in a bit between two states.
+
+    ``before`` and ``after`` are the states passed to a step and returned by the step.
+    """
     now = dict(trees.leaves_with_path(after.params))
     changed = [path for path, leaf in frozen_leaves(before).items() if not same_bits(now[path], leaf)]
     if changed:
@@ -339,9 +381,10 @@ def of_frozen(before: Any, after: Any) -> Iterator[str]:
 
 
 def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays], eps: float) -> Iterator[str]:
-    """Yields a finding if the updates ``actual`` differ from ``expected``, those of the optimizer on one device.
+    """Yields one finding if the updates ``actual`` of the step differ from ``expected``, those of a single device.
 
-    Allows rounding: ``perturbed()`` repeats the updates on one device with inputs changed by ``eps``, see the module.
+    Both are arrays by path. ``perturbed()`` returns the updates of a single device for slightly perturbed inputs, as a
+    bound for rounding; for ``eps`` see ``compare_each_leaf``.
     """
     wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
@@ -355,7 +398,16 @@ def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays]
 def of_state(
     actual: Arrays, expected: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
 ) -> Iterator[str]:
-    """Yields a finding if the optimizer state ``actual`` after a step is not ``expected``; ``before``: before it."""
+    """Yields at most one finding: how the optimizer state ``actual`` after a step differs from ``expected``.
+
+    Leaves of ``inject_hyperparams`` are not compared. Floats may differ by rounding; integers and keys must be equal.
+
+    Args:
+      actual, expected: leaves by path, without boxes: of the step, and of the optimizer on a single device.
+      before: the state passed to the step, to recognise a state that stays unchanged.
+      again: returns ``expected`` computed from slightly perturbed inputs, as a bound for rounding.
+      eps: see ``compare_each_leaf``.
+    """
     if actual.keys() != expected.keys():
         other = sorted(actual.keys() ^ expected.keys())
         yield (
@@ -396,7 +448,16 @@ def of_state(
 def of_collections(
     got: Arrays, right: Arrays, before: Arrays, again: Callable[[], Arrays], eps: float
 ) -> Iterator[str]:
-    """Yields a finding if collections after the step are not ``right``, the statistics of the full batch."""
+    """Yields at most one finding: that collections after a step differ from ``right``, those of a single device.
+
+    Compares the floats that both have, by path; ``right`` is computed from the full batch.
+
+    Args:
+      got, right: leaves by path, without boxes: of the step, and of a single device.
+      before: the collections passed to the step, to recognise collections that stay unchanged.
+      again: returns ``right`` computed from slightly perturbed inputs, as a bound for rounding.
+      eps: eps of float32, or of float64 if every parameter is float64.
+    """
     paths = [path for path in right if path in got and is_inexact(right[path])]
     ours, wanted = (flat({path: tree[path] for path in paths}) for tree in (got, right))
     checks = compare_leaves(ours, wanted, {}, {}, lambda: flat({path: again()[path] for path in paths}), eps)
@@ -414,7 +475,17 @@ def of_collections(
 
 
 def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
-    """Compares leaf by leaf, each with a bound from its norm alone, since both sides have the same inputs."""
+    """Returns a ``LeafCheck`` for each leaf of ``expected``, with a tolerance from the norm of that leaf alone.
+
+    For results of the same function of the same inputs, such as an optimizer's updates; gradients need a wider
+    tolerance.
+
+    Args:
+      actual, expected: arrays by path, of the step and of a single device.
+      again: returns ``expected`` computed from slightly perturbed inputs; called only for leaves that differ by more
+        than sums in another order.
+      eps: used for leaves wider than 32 bits, in place of eps of float32.
+    """
     checks = []
     for path, leaf in expected.items():
         dtype = value_dtype(leaf)
@@ -439,7 +510,7 @@ def _one_leaf(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
 
 
 def bare(tree: PyTree) -> PyTree:
-    """Returns the tree without boxes and padding."""
+    """Returns the tree with each box replaced by the true value of the leaf, without padding."""
     return trees.map_leaves(true_value, tree)
 
 
@@ -448,7 +519,7 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def values_of(tree: PyTree) -> dict[str, np.ndarray]:
-    """Returns the values of each leaf by path, as NumPy arrays in double precision."""
+    """Returns the values of the leaves by path, without boxes and padding, as NumPy arrays of float64 or complex128."""
 
     def value(leaf: Any) -> np.ndarray:
         array = np.asarray(true_value(leaf))
@@ -462,7 +533,10 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Returns whether two leaves, boxed or not, contain the same bits."""
+    """Returns whether two leaves store arrays of equal shape and equal bytes.
+
+    Boxes are removed before; padding is compared, too.
+    """
 
     def stored(leaf: Any) -> list[np.ndarray]:
         arrays = jax.tree.leaves(trees.stored_values(leaf))
@@ -478,7 +552,10 @@ def _is_set_by_hand(path: str) -> bool:
 
 
 def _multiple(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> float | None:
-    """Returns the factor by which ``actual`` is ``expected``, or None if it is not a multiple."""
+    """Returns the real factor f with ``actual`` = f ``expected``; None if no factor fits, or if ``expected`` is 0.
+
+    ``tolerance`` is the allowed norm of the rest, relative to the norm of ``expected``.
+    """
     size = _size(expected)
     if not size:
         return None
@@ -496,7 +573,10 @@ def _leaves(paths: Sequence[str]) -> str:
 
 
 def _times(wrong: Sequence[LeafCheck]) -> str:
-    """Returns a text with the common ratio of wrong leaves or, without a common ratio, their relative error."""
+    """Returns the end of a sentence on wrong leaves: "2 x these", or "off by up to 0.3 of their norm".
+
+    The first form is for leaves with a common ratio; the second has the largest relative error.
+    """
     ratios = [leaf.ratio for leaf in wrong]
     if max(leaf.error for leaf in wrong) <= FITS and max(ratios) - min(ratios) <= FITS:
         return f"{ratios[0]:.3g} x these"
