@@ -207,14 +207,17 @@ class StepCall:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Returns a key path in readable form, ``0/params/head/kernel``."""
+    """Formats a key path of a pytree as text: ``0/params/head/kernel``.
+
+    A last attribute ``value`` is left out: an array in a box of Flax or a variable of NNX gets the path of the box.
+    """
     # An array inside of a Flax box or an NNX variable gets the path of the box.
     named = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return jax.tree_util.keystr(named, simple=True, separator="/")
 
 
 def _is_sharded(sharding: Any) -> bool:
-    """Returns whether a sharding names a mesh or several devices."""
+    """Returns whether a sharding places an array on a mesh (of any size) or on several devices; False for None."""
     return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
 
 
@@ -336,10 +339,14 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
 
 
 def _export(call: StepCall, topology: Topology) -> export.Exported:
-    """Exports the step as a function of its leaves, because an export can only store registered pytree types.
+    """Exports the step for the compiler of the topology, as a function of its argument leaves.
 
-    The export keeps operation names but no source lines, so a new caller or an added comment does not change the
-    program.
+    The exported function takes the leaves as positional arguments and returns a tuple of leaves, because an export can
+    only store registered pytree types. The export keeps operation names but no source lines, so a new caller or an
+    added comment does not change the program.
+
+    Raises:
+      ValueError: the step calls back into Python, or has an operation that JAX partitions by a call into Python.
     """
     try:
         outside = outside_other_mesh((call.args, dict(call.kwargs)))
@@ -365,10 +372,17 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """Converts the compiler's texts to a ``Compiled``.
+    """Converts the texts that the child process wrote for one compilation to a ``Compiled``.
 
+    Names that the export added are removed from the program: an argument ``args[3]`` gets its name in the step again.
+
+    Args:
+      texts: texts by name: the child's result (JSON), the program ("hlo"), "buffers" and "live_ranges", if written.
+      topology: the devices of the compilation.
+      settings: request of the compilation: mesh axes, compiler options.
+      arguments: names of the step's argument leaves, in order.
     Raises:
-      CompileError: the compiler refused the step, for another reason than the size of the program.
+      CompileError: the compiler refused the step for another reason than the program's size, or wrote no program.
     """
     result = json.loads(texts[RESULT])
     error = result["error"]

@@ -166,7 +166,11 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def element(tuple_instruction: Instruction, index: int) -> Instruction:
-    """Returns the get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
+    """Builds the ``get-tuple-element`` instruction for element ``index`` of the result of ``tuple_instruction``.
+
+    Newer compilers write no such instruction, but abbreviate it to an operand: ``%while.3#1`` is element 1 of
+    ``%while.3``. The name of the built instruction is "while.3#1".
+    """
     return Instruction(
         name=f"{tuple_instruction.name}#{index}",
         opcode="get-tuple-element",
@@ -177,7 +181,11 @@ def element(tuple_instruction: Instruction, index: int) -> Instruction:
 
 
 def _closing(line: str, start: int) -> int:
-    """Returns the position of the parenthesis that closes the one before ``start``."""
+    """Returns the index in ``line`` of the ")" that closes the "(" directly before index ``start``.
+
+    Raises:
+      ValueError: the parenthesis is not closed in this line.
+    """
     # Jumps between closing parentheses instead of reading each character, since a line may have megabytes (constants,
     # Pallas kernels).
     end, at, depth = line.find(")", start), start, 1
