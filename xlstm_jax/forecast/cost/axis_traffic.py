@@ -60,9 +60,10 @@ class AxisTraffic:
 
 
 def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
-    """Returns the traffic of a step by set of axes, largest ``wire_bytes`` first.
+    """Returns the traffic of a step's collectives, an entry for each set of mesh axes, largest ``wire_bytes`` first.
 
-    Collectives over no axis (a single device) are left out.
+    Collectives whose groups follow no set of axes share the entry with ``axes=None``. Collectives over no axis (a
+    single device) are left out.
     """
     by_axes: dict[tuple[str, ...] | None, list[Collective]] = defaultdict(list)
     for collective in collectives:

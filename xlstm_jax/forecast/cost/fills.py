@@ -64,7 +64,11 @@ def find_fills(program: Program) -> Fills:
 
 
 def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
-    """Yields (trips, fill) for each operand of an all-reduce with zeros outside of the device's shard."""
+    """Yields (trips, fill) for each instruction that fills an array with zeros to replace a gather by an all-reduce.
+
+    The fill is a broadcast of 0, or the fusion around it; ``trips`` is the number of runs of the all-reduce in a step.
+    Each fill is yielded once, even if two all-reduces read its array.
+    """
     seen: set[tuple[str, str]] = set()
     for site in sites(program):
         if site.kind != "all-reduce":
@@ -78,7 +82,7 @@ def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
 
 
 def _sent(program: Program, site: Site) -> tuple[str, ...]:
-    """Returns the names, in the schedule, of the arrays that a collective sends."""
+    """Returns the names, in the computation of ``site.scheduled``, of the arrays that a collective sends."""
     if site.scheduled.operands:
         return site.scheduled.operands
     # A start on a TPU's SparseCore has no operands; the update between start and done has the arrays.
@@ -87,7 +91,11 @@ def _sent(program: Program, site: Site) -> tuple[str, ...]:
 
 
 def _fill_behind(program: Program, computation: Computation, name: str) -> Instruction | None:
-    """Returns the instruction that filled an array with zeros before the device's shard was inserted, or None."""
+    """Returns the instruction that made the zeros into which the device's shard was inserted; None without zeros.
+
+    ``name`` is the name of the array in ``computation``. The result is a broadcast of 0, or the fusion that makes the
+    zeros and inserts the shard at once.
+    """
     at = computation.by_name[name]
     while at.opcode in _SAME_ARRAY:
         at = computation.by_name[at.operands[0]]
@@ -111,7 +119,7 @@ def _fill_behind(program: Program, computation: Computation, name: str) -> Instr
 
 
 def _zeros(computation: Computation, at: Instruction) -> Instruction | None:
-    """Returns the broadcast of 0 that an array is a copy of; None for an array of different origin."""
+    """Returns the broadcast of 0 that ``at`` is, or is a copy of; None for an array of another origin."""
     while at.opcode in _SAME_ARRAY:
         at = computation.by_name[at.operands[0]]
     if at.opcode != "broadcast":

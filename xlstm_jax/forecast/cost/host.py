@@ -48,7 +48,10 @@ class HostTraffic:
 
 
 def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
-    """Returns the host traffic of a program; None without data in host memory."""
+    """Returns the transfers between host memory and device in a step, with times by the rate of the chip's host link.
+
+    None if the program has no argument in host memory and transfers nothing.
+    """
     arguments = program.entry.parameters.values()
     # The memory space of an argument shows whether it is in host memory.
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
@@ -66,7 +69,10 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 
 
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
-    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation."""
+    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation.
+
+    Transfers come in scheduled order. ``IN`` is from host memory to the device, ``OUT`` the opposite.
+    """
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
             if nbytes:

@@ -46,5 +46,5 @@ def _values_of(eqn: Any) -> list[Any]:
 
 
 def _variables(atoms: Any) -> list[Any]:
-    """Returns a jaxpr's operands without literals, which take no memory beside the program."""
+    """Returns the variables among a jaxpr's operands, without literals, which take no memory beside the program."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]

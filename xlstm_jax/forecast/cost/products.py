@@ -87,7 +87,10 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a convolution: two per output entry, input feature of a group, and tap of the window."""
+    """Returns the FLOP of a ``convolution``: 2 x outputs x input features of a group x taps of the window.
+
+    Only taps on an input value count, not taps on padding or between dilated values.
+    """
     left, kernel, out = (*operand_shapes(computation, instruction)[:2], instruction.shapes[0])
     labels = _DIM_LABELS.search(instruction.attributes)
     assert labels  # every convolution has them
@@ -124,7 +127,10 @@ def target_of(instruction: Instruction) -> str:
 
 
 def cudnn_attention_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a custom call of cuDNN's attention, forward or backward."""
+    """Returns the FLOP of a custom call of cuDNN's attention, forward or backward, for all heads and sequences.
+
+    0 for attention in fp8, whose call does not list the size of the scores. ``computation`` contains the call.
+    """
     scores, settings = _SCORES.search(instruction.attributes), dict(_SETTINGS.findall(instruction.attributes))
     if scores is None:  # fp8 attention has another format
         return 0
@@ -153,7 +159,10 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
-    """Yields a sentence for each unknown custom call, whose work counts as zero: part of the step is uncertain."""
+    """Yields a sentence for each target of custom calls with unknown work, which counts as zero in the forecast.
+
+    The sentence has the number of calls in a step, and their share of ``moved``, the HBM bytes of the step.
+    """
     calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for computation, trips, instruction in scheduled(program):
         target = target_of(instruction)
@@ -170,5 +179,5 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
 
 
 def is_known(target: str) -> bool:
-    """Returns whether the work of a custom call is counted, or the call is internal to the compiler."""
+    """Returns whether a custom call with this target is counted by the forecast, or is internal to the compiler."""
     return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(COMPILER_TARGETS.match(target))
