@@ -112,7 +112,11 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    """Returns bytes and times of the collectives that exchange tokens for one mixture of experts."""
+    """Returns the bytes and times of the all-to-alls of one mixture of experts, and the time of the experts' products.
+
+    The time of the products is for the mean number of rows per device, or for every slot if there is a capacity. It is
+    None if the forecast has no chip or no ``tokens``. ``experts`` is the mixture's entry in ``plan``.
+    """
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)
     waited_s = total_seconds((collective.count, collective.exposed_s) for collective in serving)
@@ -129,6 +133,6 @@ def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, im
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:
-    """Returns whether a collective is an all-to-all within the module of a mixture of experts."""
+    """Returns whether a collective is an all-to-all (ragged or not) in the module of a mixture of experts or below."""
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within

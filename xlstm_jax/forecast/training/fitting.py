@@ -322,8 +322,9 @@ def fit(
         meshes by estimate.
     Raises:
       ValueError: the topology is unknown; ``meshes`` and ``model_axes`` are both given; the budget, the number of jobs
-        or a limit is not positive; there is no mesh, or no step can be built on any mesh of ``model_axes``; or the
-        forecast of the very first options fails, chained to the reason.
+        or a limit is not positive; there is no mesh, or no step can be built on any mesh of ``model_axes``; the
+        forecast of the very first options fails, chained to the reason, unless the compiler refuses the step; or no
+        variant of the first mesh has a forecast.
       ImportError: the compiler for the topology is not installed.
     """
     parsed = parse_topology(topology)
@@ -377,7 +378,18 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Estimates the meshes that ``model_axes`` allows; returns the meshes, best first, the few to compile marked."""
+    """Estimates every mesh that ``model_axes`` allows, and returns the meshes, best first, the few to compile marked.
+
+    Each mesh's step is built and traced, with remat and weights gathered again, but not compiled. A mesh on which
+    ``build_step`` raises has the reason in place of an estimate.
+
+    Args:
+      build_step, model_axes: as for ``fit``.
+      topology: the devices.
+      budget: bytes that a step may take on a device.
+    Raises:
+      ValueError: no step can be built on any mesh.
+    """
     estimates: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
@@ -427,7 +439,16 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
-        """Runs the search and returns every trial, in the order of ``Fit.trials``."""
+        """Runs the search on ``meshes`` in order, and returns every trial, in the order of ``Fit.trials``.
+
+        The first mesh is tried with weights kept, gathered again, and with remat; then, while nothing fits, with 2, 4,
+        ... minibatches. Each other mesh is tried with the best options, or while nothing fits with the smallest and
+        more minibatches. If still nothing fits, the meshes are tried with offload. The best options are tried with
+        another ``min_weight_size``.
+
+        Raises:
+          ValueError: every variant of the first mesh fails; or the first does, not by a refusal of the compiler.
+        """
         self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
         compiled = [trial for trial in self.trials if trial.forecast]
         if not compiled:
@@ -475,9 +496,12 @@ class Search:
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """Forecasts several options in parallel, appends the trials to ``trials``, and returns the last.
+        """Forecasts several options in parallel, appends the trials to ``trials`` in order, and returns the last trial.
 
-        Raises a ``ValueError`` if the first trial of the search has no forecast.
+        Calls ``on_done`` with each trial.
+
+        Raises:
+          ValueError: the first trial of the search has no forecast, for another reason than a refusal of the compiler.
         """
         # A generator: the next step is traced while the previous steps compile.
         begun = (self._begun(options) for options in several)
@@ -489,7 +513,11 @@ class Search:
         return self.trials[-1]
 
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
-        """Builds a step and prepares the compilation: (compilation, (options, None)), or (None, (options, error))."""
+        """Builds the step of ``options`` and prepares its compilation, without starting the compiler.
+
+        Returns (pending compilation, (options, None)); or (None, (options, error)) if the user's code raises, or the
+        options are invalid. Calls ``on_trial`` before.
+        """
         if self.on_trial is not None:
             self.on_trial(options)
         try:
@@ -502,7 +530,15 @@ class Search:
             return None, (options, error)
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
-        """Returns the trial of ``options``: the forecast of the compiled job, or the error in place of a forecast."""
+        """Returns the trial of ``options``, after the wait for the compilation: with a forecast, or with the problem.
+
+        Args:
+          job: the compilation; None if no step could be built.
+          options: options of the trial.
+          error: reason why there is no job; else None.
+        Raises:
+          ValueError: the first trial of the search has a problem, other than that the compiler refuses the step.
+        """
         try:
             forecast = job.result() if job is not None else None
         except (ValueError, CompileError, TimeoutError) as raised:  # other exceptions do not depend on the options
@@ -545,7 +581,11 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
 
 
 def batch_spec_of(call: StepCall) -> PartitionSpec | None:
-    """Returns the PartitionSpec of the batch, the arguments after the state; None if split leaves differ."""
+    """Returns the PartitionSpec that all split leaves of a step's batch share; else None.
+
+    The batch is every argument after the first, the state. Scalars and replicated leaves do not count. None also for a
+    batch without split leaves.
+    """
     # Scalars and keys are replicated, however the batch is split.
     placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
     specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}
