@@ -220,7 +220,10 @@ class Forecast:
 
     @property
     def cycle_seconds(self) -> float | None:
-        """Compute time without communication: the compiler's cycles at the chip's clock, plus ``pallas_seconds``."""
+        """Compute time without communication: the compiler's cycles at the chip's clock, plus ``pallas_seconds``.
+
+        None without an estimate of cycles, or without a clock (GPUs).
+        """
         # The compiler's cycles exclude Pallas kernels, so their time is added.
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None

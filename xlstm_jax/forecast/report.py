@@ -85,7 +85,10 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes."""
+    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes.
+
+    A remark that does not apply is left out.
+    """
     lines = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:

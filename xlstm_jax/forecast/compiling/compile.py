@@ -171,18 +171,25 @@ class StepCall:
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """Paths of the arguments' leaves, as JAX writes them."""
+        """Paths of the argument leaves, in the order of ``jax.jit``, in JAX's form: ``state.params['head']``."""
         return self.traced.jaxpr.jaxpr.debug_info.arg_names
 
     @cached_property
     def leaves(self) -> list[tuple[str, Any]]:
-        """Returns (path, leaf) pairs in the order of ``jax.jit``; a static argument counts as one leaf or several."""
+        """Returns (path, leaf) for each leaf of ``args``, then of ``kwargs``; a path has the form ``0/params/head``.
+
+        A static argument counts as one leaf or several.
+        """
         trees = (self.args, dict(self.kwargs))
         return [(_name(path), leaf) for tree in trees for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings by leaf from ``jax.jit(in_shardings=...)``; JAX has no public name for them before compilation."""
+        """Shardings of ``jax.jit(in_shardings=...)``, one for each argument leaf.
+
+        A leaf without sharding has JAX's mark for "unspecified". JAX has no public name for these shardings before
+        compilation.
+        """
         return in_shardings_of(self.traced)
 
     @property
@@ -225,7 +232,10 @@ def _is_sharded(sharding: Any) -> bool:
 
 
 def compile_here(call: StepCall) -> Compiled:
-    """Compiles a step in this process, for the devices of the step's mesh.
+    """Compiles a step in this process, for the devices that hold its arguments, and returns the compiler's output.
+
+    The output has no texts of buffers and live ranges. On a CPU the memory sizes are those that its backend counts
+    right.
 
     Raises:
       ValueError: the arguments are on an ``AbstractMesh``, which has no devices; or the arguments are on no mesh, but

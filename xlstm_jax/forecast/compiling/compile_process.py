@@ -161,8 +161,9 @@ class Pending(Generic[T]):
 
     @functools.cached_property
     def key(self) -> str:
-        """Digest of the step, its settings, the compiler's environment variables, and the identity of the compiler.
+        """Digest (SHA-256, hex digits) of everything that determines the compiler's texts; the name of the cache entry.
 
+        The digest is of the step, its settings, the compiler's environment variables, and the identity of the compiler.
         The identity is the versions of the packages, the text of the program that runs in the child process, and, if
         ``TPU_LIBRARY_PATH`` names a libtpu, the path, size and date of this file.
         """
@@ -180,12 +181,12 @@ class Pending(Generic[T]):
         return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
     def then(self, more: Callable[[T], U]) -> "Pending[U]":
-        """Returns the same compilation, not yet started, with the result ``more(result)``."""
+        """Returns a compilation of the same step, not yet started, whose result is ``more(result)``."""
         finish = self.finish
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
-        """Reads the cache, or starts the child; returns ``self``."""
+        """Reads the compiler's texts from the cache or, without an entry, starts the child; returns ``self``."""
         self._started = time.monotonic()
         self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
@@ -203,13 +204,18 @@ class Pending(Generic[T]):
         return self
 
     def is_done(self) -> bool:
-        """Returns whether ``result`` returns without waiting."""
+        """Returns whether ``result`` returns, or raises, without waiting.
+
+        True for a result from the cache, if the child has ended, and if the child is past its time limit.
+        """
         # A child past its time limit counts as done; `result` then raises TimeoutError.
         is_late = time.monotonic() - self._started > self.timeout_s
         return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
-        """Waits for the compilation, returns the result, and closes.
+        """Waits for the started compilation, and returns the result of ``finish``. Kills a running child at the end.
+
+        A new outcome that the compiler would repeat is written to the cache.
 
         Raises:
           CompileError: the compiler refused the step.

@@ -62,7 +62,10 @@ class ReportCache:
     warned: bool = False
 
     def read(self, key: str) -> Texts | None:
-        """Returns the compiler's texts stored under ``key``; None if the entry is missing or unusable."""
+        """Returns the compiler's texts stored under ``key``; None if the entry is missing or unusable.
+
+        Counts the call as a hit or a miss. The first unusable entry (damaged, or writable by others) gives a warning.
+        """
         path, texts = self._path(key), None
         try:
             texts = _unpacked(key, _content(path))
@@ -98,7 +101,7 @@ class ReportCache:
         return self.folder / f"{key}{SUFFIX}"
 
     def _remove_oldest(self) -> None:
-        """Removes the entries that were not read for longest, until the rest fits into ``max_bytes``."""
+        """Removes the entries of the folder that were not read for longest, until the rest fits into ``max_bytes``."""
         entries = []
         for path in self.folder.glob(f"*{SUFFIX}"):  # includes temporary files of killed writers
             with contextlib.suppress(OSError):  # another process has just removed the file
@@ -135,7 +138,11 @@ class _UnusableError(Exception):
 
 
 def _unusable(reason: str) -> NoReturn:
-    """Raises the ``_UnusableError`` that ends reading or writing an entry; users see a warning or ``problem``."""
+    """Raises an ``_UnusableError`` with this reason, which ends the read or the write of a cache entry.
+
+    ``ReportCache`` catches the error: the user sees a warning (read), or ``ReportCache.problem`` has the reason
+    (write).
+    """
     raise _UnusableError(reason) from None
 
 

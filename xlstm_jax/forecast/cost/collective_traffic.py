@@ -231,7 +231,7 @@ def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
 
 
 def executions(collectives: Iterable[Collective]) -> int:
-    """Returns how many collectives a step executes."""
+    """Returns how many collectives a step executes: the sum of ``count``, loops multiplied out."""
     return sum(collective.count for collective in collectives)
 
 
@@ -255,7 +255,11 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Returns the bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
+    """Returns the bytes that each device sends in one execution of a collective, by the ring algorithm.
+
+    With n = ``group_size`` these are (n - 1) / n of the payload (the unsharded array); twice as many for an all-reduce;
+    the full payload for a permute or a broadcast.
+    """
     # A device does not send to itself: n - 1 of n shares are sent.
     round_ = (group_size - 1) / group_size
     rounds = {"all-reduce": 2 * round_, "collective-permute": 1.0, "collective-broadcast": 1.0}

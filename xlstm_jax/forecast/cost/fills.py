@@ -44,17 +44,20 @@ class Fills:
     written: int
 
     def excess_s(self, clock_hz: float, bandwidth: float) -> float:
-        """Returns the seconds by which the compiler's estimate exceeds ``written`` / bandwidth; never negative."""
+        """Returns the seconds by which ``cycles`` at the clock exceed ``written`` bytes / bandwidth; 0 or more."""
         return excess_s(self.cycles / clock_hz, self.written, bandwidth)
 
 
 def excess_s(seconds: float, written: float, bandwidth: float) -> float:
-    """Returns the seconds by which an estimate exceeds bytes / bandwidth; never negative."""
+    """Returns the seconds by which an estimate exceeds ``written`` bytes / bandwidth (bytes/s); 0 or more."""
     return max(0.0, seconds - written / bandwidth)
 
 
 def find_fills(program: Program) -> Fills:
-    """Returns the sum of a step's zero-fills; fills within a loop count once per trip."""
+    """Sums a step's zero-fills: arrays of zeros that a TPU compiler makes to execute a gather as an all-reduce.
+
+    Fills within a loop count once per trip. Fills without an estimate of cycles are left out.
+    """
     found = [(trips, fill) for trips, fill in _fills(program) if fill.estimated_cycles]
     return Fills(
         count=sum(trips for trips, _ in found),

@@ -227,7 +227,7 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """Returns the operations of a jaxpr with effects or with needed outputs; the compiler drops all others."""
+    """Returns the equations of a jaxpr that have effects or needed outputs, in order; the compiler drops all others."""
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):

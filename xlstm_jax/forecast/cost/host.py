@@ -82,9 +82,10 @@ def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterat
 
 
 def host_buffers(program: Program) -> frozenset[str]:
-    """Returns the device buffers of host transfers in both directions, by name in the live ranges.
+    """Returns the names of the values in device memory that are received from the host, or sent to the host.
 
-    A name consists of the instruction and the element of the result: "fusion.3{1}".
+    The names are those of XLA's live ranges, instruction and element of the result: "fusion.3{1}". A received value is
+    listed under each name that it may have.
     """
     names: set[str] = set()
     for computation, _, instruction in scheduled(program):

@@ -169,7 +169,7 @@ def read_memory(
     host_buffers: Collection[str] = (),
     points: int = TIMELINE_POINTS,
 ) -> Memory:
-    """Reads XLA's two texts (see the top of this file).
+    """Computes the memory of a program, at the peak and over time, from XLA's buffer assignment and live ranges.
 
     Args:
       buffer_assignment: text of ``*after_optimizations-buffer-assignment.txt``.

@@ -66,7 +66,11 @@ def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> f
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a matrix product or convolution; 0 for any other instruction."""
+    """Returns the FLOP of one execution of a product, convolution or cuDNN attention; 0 for any other instruction.
+
+    A product is a ``dot`` or a custom call of cuBLAS or cuDNN. A fusion counts 0: its products lie inside.
+    ``computation`` contains the instruction.
+    """
     target = target_of(instruction)
     if target.startswith(ATTENTION):
         return cudnn_attention_flops(computation, instruction)
@@ -113,7 +117,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
 
 
 def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """Returns the shape of each operand; for a tuple, the shape of its first element."""
+    """Returns the shape of each operand, in order; for a tuple, the shape of its first element."""
     return [computation.by_name[name].shapes[0] for name in instruction.operands]
 
 
@@ -121,7 +125,7 @@ def operand_shapes(computation: Computation, instruction: Instruction) -> list[S
 
 
 def target_of(instruction: Instruction) -> str:
-    """Returns the target of a custom call; "" for any other instruction."""
+    """Returns the ``custom_call_target`` of a custom call, such as "tpu_custom_call"; "" for any other instruction."""
     match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
     return match[1] if match else ""
 
@@ -144,9 +148,10 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
 
 
 def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
-    """Returns the time of all Pallas kernels on TPUs by their roofline; None if the program has none.
+    """Returns the seconds in a step of all Pallas kernels on TPUs, by their roofline; None if the program has none.
 
-    The compiler estimates no cycles for them. FLOP come from the jaxpr, so one roofline covers all kernels together.
+    The larger time counts: of the kernels' FLOP, or of their operands and results in HBM. The compiler estimates no
+    cycles for these kernels. FLOP come from the jaxpr, so one roofline covers all kernels together.
     """
     # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [

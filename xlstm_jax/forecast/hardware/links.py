@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 
     @property
     def hops(self) -> int:
-        """Hops to the farthest chip."""
+        """Hops to the farthest chip; half of the ring if the ring is closed."""
         return self.stride * (self.chips // 2 if self.closed else self.chips - 1)
 
 
@@ -102,9 +102,10 @@ class Links:
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """Returns NCCL's algorithm for a GPU collective with its time; None for a single device.
+        """Returns the algorithm and protocol that NCCL chooses for a GPU collective over ``axes``, with its time.
 
-        Returns None for TPUs, too, whose collectives have one algorithm.
+        None for a single device, and for TPUs, whose collectives have one algorithm. ``kind`` is XLA's name of the
+        collective, ``sent`` the bytes that each GPU sends.
         """
         if not self.networks(axes):
             return None
@@ -158,12 +159,13 @@ class Links:
         return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
 
     def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
-        """Returns the bytes/s sent by a device along each torus dim on which the devices of a group differ.
+        """Returns the bytes/s that a device sends along each torus dim on which the devices of a group differ.
 
-        If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
-        goes both ways. On an open line data must return along the same line, so a single direction is left. The devices
-        of a chip share its links: groups with one device of each chip have half of the bandwidth on TPU7x. A group
-        within a chip uses the connection between its devices, as dim ``CHIP``.
+        Keys are indices of torus dims. The group is one of a collective over ``axes``. If neighbours in a group are s
+        chips apart, s groups share the links between them. Around a closed ring data goes both ways. On an open line
+        data must return along the same line, so a single direction is left. The devices of a chip share its links:
+        groups with one device of each chip have half of the bandwidth on TPU7x. A group within a chip uses the
+        connection between its devices, as dim ``CHIP``.
         """
         devices, chips = len(self._coords(axes)), len(np.unique(self._coords(axes), axis=0))
         if chips == 1 < devices and self.chip.chip_bandwidth:

@@ -187,7 +187,7 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 
 
 def _carries_several(instruction: Instruction) -> bool:
-    """Returns whether the instruction is a collective of several arrays, with one result element per array."""
+    """Returns whether an instruction is a collective of several arrays; its result is a tuple with one for each."""
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 

@@ -105,7 +105,7 @@ class Instruction:
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether the instruction computes or moves data; False if it names values or is part of an async pair."""
+        """Whether the instruction computes or moves data; False if it only names values or is part of an async pair."""
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
@@ -138,12 +138,12 @@ class Instruction:
 
     @cached_property
     def tuple_index(self) -> int:
-        """Index of a get-tuple-element; number of a parameter."""
+        """Index of the element that a get-tuple-element takes; number of a parameter. Only for these two opcodes."""
         return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses a line; returns None if the line is no instruction.
+    """Parses a line of HLO text, ``%name = type opcode(operands), attributes``; None if the line is no instruction.
 
     Raises:
       ValueError: the line begins as an instruction, but is malformed.

@@ -57,7 +57,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Readers by instruction name, as (reader, operand index)."""
+        """Readers of each instruction, by its name: pairs of the reader and the index among the reader's operands."""
         readers = defaultdict(list)
         for instruction in self.instructions:
             for position, name in enumerate(instruction.operands):
@@ -91,7 +91,10 @@ class Program:
         return ((computation, self.trips[computation.name]) for computation in self._callers_first)
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
-        """Returns ``executed`` without asynchronous computations, whose work counts at the start instruction."""
+        """Returns ``executed`` (computations with their number of runs in a step) without asynchronous computations.
+
+        The work of an asynchronous computation counts at its start instruction.
+        """
         return (
             (computation, trips) for computation, trips in self.executed() if computation.name not in self.asynchronous
         )
@@ -132,7 +135,7 @@ class Program:
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names of the computations that an async-start or call-start runs asynchronously."""
+        """Names of the computations that an async-start or call-start runs, and of the computations that those run."""
         # Callers come first, so a single pass also finds the callees of asynchronous computations.
         asynchronous: set[str] = set()
         for computation in self._callers_first:
@@ -177,7 +180,7 @@ class Program:
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
-        """Returns all executed computations, each after its callers."""
+        """Returns all computations that run as scheduled code, each after its callers; the entry is the first."""
         # Depth first: a computation is appended after its callees, and the list is reversed at the end. The stack is
         # explicit, because nested loops may exceed Python's recursion limit.
         order, seen = [], set()
@@ -333,7 +336,7 @@ def _element(computation: Computation, name: str, index: int) -> str:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the integer of the constant, or copied constant, called ``name``; None for another instruction."""
+    """Returns the integer of the constant called ``name``, possibly through copies; None for any other instruction."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _constant(computation, instruction.operands[0])

@@ -254,7 +254,10 @@ class Fit:
         )
 
     def to_json(self) -> str:
-        """Returns the trials with their totals as JSON; for a full forecast see ``Forecast.to_json``."""
+        """Returns the trials with their totals, and the code for the best trial, as JSON.
+
+        For a full forecast see ``Forecast.to_json``.
+        """
         rows = []
         for trial in self.trials:
             least, expected, most = (trial.forecast and trial.forecast.step_time) or (None, None, None)
@@ -471,7 +474,10 @@ class Search:
         return min((trial for trial in self.trials if trial.fits), key=_rank, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """Tries meshes in order, each with increasing minibatches, until a trial fits; returns the remaining meshes."""
+        """Tries meshes in order with ``options``, each with increasing minibatches, until a trial fits.
+
+        Returns the meshes that were not tried. Tries nothing if a trial has fitted before.
+        """
         rest = list(meshes)
         while rest and self.best is None:
             options = dataclasses.replace(options, mesh=rest.pop(0))
@@ -479,10 +485,11 @@ class Search:
         return rest
 
     def try_minibatches(self, trial: Trial) -> None:
-        """Doubles the minibatches until a trial fits or fails, the maximum is reached, or minibatches cannot help.
+        """Tries the options of ``trial`` with twice the minibatches, again and again, until a trial fits.
 
-        Parameters, optimizer state and the batch take the same memory for any number of minibatches. If ``trial`` is
-        the best, but near the limit of memory, the next number of minibatches is tried.
+        Ends without a fit if a trial fails, the maximum is reached, or minibatches cannot help: parameters, optimizer
+        state and the batch take the same memory for any number of minibatches. If ``trial`` is the best, but near the
+        limit of memory, the next number of minibatches is tried. Nothing is tried if another trial fits.
         """
         while (
             (self.best is None or (self.best is trial and trial.tight))

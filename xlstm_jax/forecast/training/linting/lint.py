@@ -73,7 +73,7 @@ class LintError(ValueError):
 
 
 def table(findings: Sequence[Finding]) -> RenderableType:
-    """Returns the findings as a table for ``rich``."""
+    """Returns a table for ``rich`` with a row for each finding: rule, place, text and cure, bytes."""
     rows = [
         [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
         for finding in findings

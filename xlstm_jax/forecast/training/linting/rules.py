@@ -177,10 +177,11 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 
 
 def _kept_layers(step: Step, row: LeafPlan) -> int:
-    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward.
+    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward; 0 for none.
 
-    Vectors do not count: the backward pass of a sum does not read them. A single layer, such as an embedding, does not
-    count either: a step gathers it once.
+    These are the layers that a step gathers in forward and not again in backward. Vectors do not count: the backward
+    pass of a sum does not read them. Frozen leaves and gathers of several layers at once do not count either. ``row``
+    is the leaf's row in the plan.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
@@ -218,7 +219,7 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    """Returns the cure for the reason of a replicated leaf; "" for the rule's default cure."""
+    """Returns the cure, a sentence, for the reason of a replicated leaf; "" where the rule's default cure applies."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.all_reasons if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
