@@ -395,7 +395,11 @@ def forecast(
 
 
 def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
-    """Prepares ``forecast`` for a topology up to the compilation, which may run in parallel (see ``side_by_side``)."""
+    """Prepares ``forecast`` for a topology: traces and exports the step, and returns the compilation, not yet started.
+
+    Its ``result`` is the forecast. Several compilations can run in parallel (see ``side_by_side``). Raises as
+    ``begin_for_topology``. ``tokens`` is the number of tokens in the global batch.
+    """
     jaxpr = call.traced.jaxpr
     return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
 

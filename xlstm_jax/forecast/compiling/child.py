@@ -118,7 +118,10 @@ def main(folder: Path) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the parent ends for any reason: the parent keeps our stdin open and writes nothing."""
+    """Waits until the parent process ends for any reason, and then ends this process; runs in a thread.
+
+    The parent keeps the stdin of this process open and writes nothing, so a read returns when the parent ends.
+    """
     os.read(0, 1)  # not sys.stdin: a daemon thread may not hold the lock of sys.stdin when Python exits
     os._exit(1)
 

@@ -288,6 +288,13 @@ def compile_for_topology(
 ) -> Compiled:
     """Compiles a step for absent TPUs or GPUs, as ``begin_for_topology`` does, and waits for the result.
 
+    Args:
+      step: a ``jax.jit`` function.
+      *args: arguments of the step: arrays or ``ShapeDtypeStruct`` with shardings on a mesh of the topology's size.
+      topology: name such as "v5e:16x16" or "h100:32x8".
+      compiler_options: XLA options; None: XLA's defaults.
+      timeout_s: time limit of the compilation in seconds.
+      cache: cache of the compiler's texts; None: no cache.
     Raises:
       ImportError, ValueError: as ``begin_for_topology``.
       CompileError: the compiler refuses the step, for another reason than memory.

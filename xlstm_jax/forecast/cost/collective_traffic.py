@@ -236,7 +236,7 @@ def executions(collectives: Iterable[Collective]) -> int:
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
-    """Returns every collective that a program executes.
+    """Returns every collective that a program executes, in scheduled order, callers before called computations.
 
     Args:
       program: result of ``hlo.parse``.

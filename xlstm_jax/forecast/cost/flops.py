@@ -154,9 +154,10 @@ class _Seen:
         """Updates the search for attention scores by an equation of the jaxpr; called for each equation in order.
 
         A batched product that may be scores is appended to ``pairs``, and its output is traced forward through
-        equations whose outputs have the same size, up to the next product. ``summed`` and ``weighing`` record the
-        products whose exponential is summed (softmax), and whose exponential weighs values in a product over queries or
-        keys. Operations of the backward pass record neither. ``name`` is the name of the equation's operation.
+        equations whose outputs have the same size, up to the next product. ``summed`` and ``weighing`` collect indices
+        of ``pairs``: of products whose exponential is summed (softmax), and of products whose exponential weighs values
+        in a product over queries or keys. Operations of the backward pass add none. ``name`` is JAX's name of the
+        operation.
         """
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}

@@ -43,7 +43,10 @@ class HostTraffic:
 
     @property
     def hidden_fraction(self) -> float:
-        """Fraction of ``seconds``, 0 to 1, hidden by compute or by transfers in the opposite direction."""
+        """Fraction of ``seconds``, 0 to 1, hidden by compute or by transfers in the opposite direction.
+
+        0 without transfers.
+        """
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0
 
 

@@ -91,14 +91,20 @@ class Links:
         return max(busy.values(), default=0.0)
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the networks of a GPU collective over these axes: NVLink, the network, or both; () for TPUs."""
+        """Returns the networks of a GPU collective over mesh axes: ("NVLink",), ("network",) between hosts, or both.
+
+        () for TPUs, and for a group of a single GPU.
+        """
         if self.chip.torus_axes:
             return ()
         group = self._group(axes)
         return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
-        """Returns the bytes through each GPU's adapter to other hosts, if each GPU sends ``sent``; 0 for TPUs."""
+        """Returns the bytes through each GPU's adapter to other hosts, if each GPU sends ``sent`` bytes around a ring.
+
+        0 for a group on one host, and for TPUs.
+        """
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:

@@ -106,7 +106,8 @@ def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
 def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which the devices of each group differ; None if the groups follow no set of axes.
 
-    Axes of size 1 are left out, because nothing is sent along them.
+    Groups have device ids, positions in the flattened mesh of ``axis_sizes``. The axes are in mesh order; () for groups
+    of a single device. Axes of size 1 are left out, because nothing is sent along them.
     """
     sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

@@ -56,7 +56,10 @@ class Dispatch:
 
     @property
     def padding(self) -> float:
-        """Ratio of sent rows, with padding, to needed rows: one for each expert that a token chose."""
+        """Ratio of sent rows, with padding, to needed rows: one for each expert that a token chose.
+
+        1 for a ragged exchange, which sends only rows.
+        """
         return 1.0 if self.is_ragged else self.experts.padding
 
     @property
@@ -66,7 +69,7 @@ class Dispatch:
 
     @property
     def imbalance_s(self) -> float | None:
-        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead."""
+        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead; None if unknown."""
         if self.experts.capacity_factor is not None:
             return 0.0
         return None if self.expert_s is None else (self.imbalance - 1) * self.expert_s
