@@ -210,7 +210,7 @@ def _unpacked(key: str, data: bytes) -> Texts:
 
 
 def _digest(key: str, content: bytes) -> bytes:
-    """Returns a digest of the content and of the entry's name, so that a renamed entry is refused."""
+    """Returns the SHA-256 digest (32 bytes) of an entry's name and content, so that a renamed entry is refused."""
     return hashlib.sha256(key.encode() + content).digest()
 
 

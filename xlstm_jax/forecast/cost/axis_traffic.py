@@ -52,7 +52,7 @@ class AxisTraffic:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown."""
+        """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown, or if ``seconds`` is 0."""
         if not self.seconds or self.waited_s is None:
             return None
         # A GPU's collective also waits for earlier collectives on its links, longer than for its own bytes.

@@ -38,7 +38,7 @@ class HbmBytes:
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:
-    """Counts the HBM bytes that the scheduled instructions read and write, loops multiplied out.
+    """Counts the HBM bytes that a device's scheduled instructions read and write in a step, loops multiplied out.
 
     On a CPU, and in programs without memory spaces, all memory counts as HBM.
     """

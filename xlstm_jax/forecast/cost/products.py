@@ -53,7 +53,11 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^
 
 
 def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
-    """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out."""
+    """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out.
+
+    Products inside of fusions count, too; ``counts`` is called with the instruction of each product, and of any other
+    work.
+    """
     return float(
         sum(
             trips * product_flops(within, instruction)

@@ -112,7 +112,10 @@ class Instruction:
 
     @cached_property
     def callees_by_role(self) -> dict[str, tuple[str, ...]]:
-        """Names of called computations by role: calls, body, condition, to_apply, branches."""
+        """Names of the called computations by role: calls, body, condition, to_apply, branches, as far as present.
+
+        A loop has {"condition": ("cond.1",), "body": ("body.1",)}, a conditional a name for each branch.
+        """
         roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
             # A conditional over a bool names two computations; a conditional over an index has a list.

@@ -172,7 +172,11 @@ class Program:
         return callers
 
     def schedule_of(self, computation: Computation) -> str:
-        """Returns the name of the computation whose schedule runs ``computation``, possibly through fusions."""
+        """Returns the name of the computation whose schedule runs ``computation``.
+
+        For the inside of a fusion, also nested, this is the computation with the outermost fusion; else ``computation``
+        itself.
+        """
         # A fused computation has a single caller. Other computations have a schedule.
         while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
             computation = calls[0]

@@ -199,7 +199,7 @@ class Fit:
 
     @property
     def why_offload(self) -> str:
-        """Sentence on the cost of the best trial's offload, and why it is needed; "" without offload."""
+        """Sentence on the cost of the best trial's offload, and why it is needed; "" without offload or best trial."""
         if self.best is None or not self.best.forecast or self.best.options.offload == NO_OFFLOAD:
             return ""
         host = self.best.forecast.host
@@ -238,7 +238,7 @@ class Fit:
 
     @property
     def why_mesh(self) -> str:
-        """Sentence on the best trial's mesh among the meshes of ``model_axes``; "" without ``model_axes``."""
+        """Sentence on the best trial's mesh among those of ``model_axes``; "" without them or a best trial."""
         if not self.considered or self.best is None:
             return ""
         compiled = [choice for choice in self.considered if choice.compiled]
