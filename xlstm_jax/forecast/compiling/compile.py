@@ -232,9 +232,9 @@ def _is_sharded(sharding: Any) -> bool:
 
 
 def compile_here(call: StepCall) -> Compiled:
-    """Compiles a step in this process, for the devices that hold its arguments, and returns the compiler's output.
+    """Compiles a step in this process, for the devices that hold the arguments, and returns the compiler's output.
 
-    The output has no texts of buffers and live ranges. On a CPU the memory sizes are those that its backend counts
+    The output has no texts of buffers and live ranges, and on a CPU only the memory sizes that the compiler counts
     right.
 
     Raises:

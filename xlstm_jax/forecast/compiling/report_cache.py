@@ -158,11 +158,11 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """Returns the bytes of a cache entry, after checks that no other user can have written the file.
+    """Returns the bytes of a cache entry, after checks that only this user can have written the file.
 
     Raises:
-      _UnusableError: the file is no regular file, its owner or permissions or those of its folder are unsafe, or the
-        file is larger than ``MAX_ENTRY_BYTES``.
+      _UnusableError: the file is no regular file, is larger than ``MAX_ENTRY_BYTES``, or the owner or the permissions
+        of the file or of the folder are unsafe.
       OSError: the file is missing or unreadable.
     """
     _check_owner(path.parent, os.stat(path.parent))

@@ -390,18 +390,19 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
 
 
 def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
-    """Returns the path of the module that each array of a collective belongs to; "" for an array outside of modules.
+    """Returns, for each array of a collective, the path of the module that the array belongs to; "" outside of modules.
 
-    The module comes from the array's name in ``names``. The gathers and gradient reductions of the library are named
-    after an outer module, because parameters are gathered before the scope of their module is entered. Their module,
-    and that of a nameless collective, comes from the nearest operation in a module: after the collective for a gather,
-    before the collective for any other kind. Only without such an operation does the name count.
+    Usually the path comes from the array's name in ``names``. But a gather by the library is named after an outer
+    module, because parameters are gathered before the scope of their module is entered; the same holds for the
+    averaging of gradients. For these collectives, and for nameless collectives, the path comes from the nearest
+    operation in a module: after the collective for a gather, before the collective for any other kind. Without an
+    operation in a module the name counts.
 
     Args:
       program: the compiled program.
       site: place at which the program executes the collective.
-      names: JAX's names of the operations behind the collective; one for each array, or the first for all.
-      gathers: whether the collective is an all-gather, or an all-reduce in place of one.
+      names: JAX's names of the operations behind the collective; a name for each array, or the first for every array.
+      gathers: whether the collective is an all-gather, or an all-reduce in place of an all-gather.
     """
     names = names if len(names) == len(site.arrays) else names[:1] * len(site.arrays)
     own_paths = tuple(module_path(name)[0] for name in names)

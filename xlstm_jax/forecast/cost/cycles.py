@@ -96,9 +96,9 @@ def _nbytes(shapes: Iterable[Shape], space: int | None = None) -> int:
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
-    """Returns the shapes of the arrays that an instruction writes: its result, with tuples flattened.
+    """Returns the shapes of the arrays that an instruction writes as the result, with tuples flattened.
 
-    The type of a ``-start`` instruction also lists its operands, which are left out; for a ``copy-start`` also a
+    The type of a ``-start`` instruction also lists the operands, which are left out; for a ``copy-start`` also a
     context.
     """
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":

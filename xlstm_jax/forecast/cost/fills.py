@@ -69,8 +69,8 @@ def find_fills(program: Program) -> Fills:
 def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
     """Yields (trips, fill) for each instruction that fills an array with zeros to replace a gather by an all-reduce.
 
-    The fill is a broadcast of 0, or the fusion around it; ``trips`` is the number of runs of the all-reduce in a step.
-    Each fill is yielded once, even if two all-reduces read its array.
+    The fill is a broadcast of 0, or the fusion around the broadcast; ``trips`` is the number of runs of the all-reduce
+    in a step. Each fill is yielded once, even if two all-reduces read the array.
     """
     seen: set[tuple[str, str]] = set()
     for site in sites(program):

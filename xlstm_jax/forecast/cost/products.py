@@ -152,10 +152,10 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
 
 
 def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
-    """Returns the seconds in a step of all Pallas kernels on TPUs, by their roofline; None if the program has none.
+    """Returns the seconds in a step of the Pallas kernels on TPUs, by their roofline; None for a program without them.
 
-    The larger time counts: of the kernels' FLOP, or of their operands and results in HBM. The compiler estimates no
-    cycles for these kernels. FLOP come from the jaxpr, so one roofline covers all kernels together.
+    The result is the larger of two times: of the kernels' FLOP, and of their operands and results in HBM. The compiler
+    estimates no cycles for Pallas kernels. FLOP come from the jaxpr, so a single roofline covers every kernel together.
     """
     # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [

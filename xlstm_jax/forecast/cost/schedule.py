@@ -102,7 +102,7 @@ def _timed_in(
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:
-    """Returns the times of a GPU collective alone on its links, as if the schedule waited from its start to its end."""
+    """Returns the times of a GPU collective alone on the links, as if the schedule waited from start to end."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

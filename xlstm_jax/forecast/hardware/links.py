@@ -108,10 +108,10 @@ class Links:
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """Returns the algorithm and protocol that NCCL chooses for a GPU collective over ``axes``, with its time.
+        """Returns the algorithm and protocol that NCCL chooses for a GPU collective over ``axes``, and the time.
 
         None for a single device, and for TPUs, whose collectives have one algorithm. ``kind`` is XLA's name of the
-        collective, ``sent`` the bytes that each GPU sends.
+        collective, ``sent`` the bytes sent by each GPU.
         """
         if not self.networks(axes):
             return None

@@ -145,8 +145,8 @@ def _chain(inner: Instruction) -> str | None:
 def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
     """Returns the role of a fusion in a collective that is spread over a chain of fusions: "start", "middle" or "done".
 
-    "start" and "done" begin and end the collective; a "middle" fusion sends a piece beside its own work. None for a
-    fusion that is part of no such collective.
+    "start" and "done" begin and end the collective; a "middle" fusion sends a piece beside other work. None for a
+    fusion outside of a chain.
     """
     for name in fusion.callees_by_role.get("calls", ()):
         for instruction in program.computations[name].instructions:

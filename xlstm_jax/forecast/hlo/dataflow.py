@@ -94,15 +94,15 @@ def origin(program: Program, value: Value) -> Value:
 
 
 def sources(program: Program, value: Value) -> list[Value]:
-    """Returns the values that a value is directly computed from, the main input first; empty for a constant.
+    """Returns the direct inputs of a value, the main input first; empty for a constant.
 
-    A ``Value`` is the result of an instruction in a computation, or an element of such a result. Its direct inputs are:
+    A ``Value`` is the result of an instruction in a computation, or an element of the result. The direct inputs are:
 
-    - element i of a ``tuple``: operand i; a ``get-tuple-element``: the element of the operand
-    - a fusion, call or loop: the result of the called computation; a conditional: the results of all branches
-    - a parameter: the values that callers pass; none for a parameter of the program
-    - a slice: the sliced array, without indices; an update in place: the update, then the updated array
-    - any other instruction: the operands
+    - of element i of a ``tuple``: operand i; of a ``get-tuple-element``: the element of the operand
+    - of a fusion, call or loop: the result of the called computation; of a conditional: the results of its branches
+    - of a parameter: the values passed by callers; empty for a parameter of the program
+    - of a slice: the sliced array, without indices; of an update in place: the update, then the updated array
+    - of any further instruction: the operands
     """
     computation, instruction, element = value.computation, value.instruction, value.element
     opcode, operands = instruction.opcode, instruction.operands

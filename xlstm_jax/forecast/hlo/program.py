@@ -135,7 +135,7 @@ class Program:
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names of the computations that an async-start or call-start runs, and of the computations that those run."""
+        """Names of the computations run by an async-start or call-start, directly or through calls and loops."""
         # Callers come first, so a single pass also finds the callees of asynchronous computations.
         asynchronous: set[str] = set()
         for computation in self._callers_first:

@@ -56,9 +56,9 @@ class Dispatch:
 
     @property
     def padding(self) -> float:
-        """Ratio of sent rows, with padding, to needed rows: one for each expert that a token chose.
+        """Ratio of sent rows, with padding, to needed rows: a row for each expert that a token chose.
 
-        1 for a ragged exchange, which sends only rows.
+        1 for a ragged exchange, without padding.
         """
         return 1.0 if self.is_ragged else self.experts.padding
 
@@ -115,9 +115,9 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    """Returns the bytes and times of the all-to-alls of one mixture of experts, and the time of the experts' products.
+    """Returns the bytes and times of the all-to-alls of a mixture of experts, and the time of the experts' products.
 
-    The time of the products is for the mean number of rows per device, or for every slot if there is a capacity. It is
+    The time of the products is for the mean number of rows per device, or for every slot if the mixture has a capacity;
     None if the forecast has no chip or no ``tokens``. ``experts`` is the mixture's entry in ``plan``.
     """
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]

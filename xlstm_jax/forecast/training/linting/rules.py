@@ -240,8 +240,8 @@ def _replication_cure(row: LeafPlan) -> str:
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes.
 
-    First those that the compiler substituted, if they send over 7.5 % of the step's bytes; then averages of unsharded
-    gradients (see ``_unreduced_gradients``).
+    First come the all-reduces made by the compiler, if they send over 7.5 % of the step's bytes; then averages of
+    unsharded gradients (see ``_unreduced_gradients``).
     """
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
@@ -274,9 +274,9 @@ def _narrower(members: Iterable[Collective]) -> str:
 def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
 
-    An all-reduce may combine many arrays, so the size decides. From its values the leaves that belong in an all-reduce
-    are subtracted; other leaves of the same modules are returned, largest first, as far as they fit into the rest.
-    Empty for any other collective.
+    An all-reduce may combine many arrays, so the size decides. From the number of averaged values the leaves that
+    belong in an all-reduce are subtracted; the remaining leaves of the same modules are returned, largest first, as far
+    as they fit into the rest. Empty for any collective that averages no gradients.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
