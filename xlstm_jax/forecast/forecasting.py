@@ -203,7 +203,10 @@ class Forecast:
 
     @property
     def exposed_bandwidth_seconds(self) -> float | None:
-        """The least wait for collectives: published rates alone, without latency."""
+        """The least wait of a step for collectives: by published rates alone, without latency; None without figures.
+
+        GPUs: from the schedule simulated at published rates. TPUs: equal to ``exposed_seconds``.
+        """
         if not self.on_gpus:
             return self.exposed_seconds
         return sum(c.count * c.timing.waited_by_bandwidth_s for c in self.collectives if c.timing)
@@ -217,7 +220,10 @@ class Forecast:
 
     @property
     def cycle_seconds(self) -> float | None:
-        """Compute time without communication: the compiler's cycles at the chip's clock, plus ``pallas_seconds``."""
+        """Compute time without communication: the compiler's cycles at the chip's clock, plus ``pallas_seconds``.
+
+        None without an estimate of cycles, or without a clock (GPUs).
+        """
         # The compiler's cycles exclude Pallas kernels, so their time is added.
         clock_hz = self.chip.clock_hz if self.chip else None
         return self.cycles / clock_hz + (self.pallas_seconds or 0.0) if self.cycles and clock_hz else None
@@ -389,14 +395,22 @@ def forecast(
 
 
 def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
-    """Prepares ``forecast`` for a topology up to the compilation, which may run in parallel (see ``side_by_side``)."""
+    """Prepares ``forecast`` for a topology: traces and exports the step, and returns the compilation, not yet started.
+
+    Its ``result`` is the forecast. Several compilations can run in parallel (see ``side_by_side``). Raises as
+    ``begin_for_topology``. ``tokens`` is the number of tokens in the global batch.
+    """
     jaxpr = call.traced.jaxpr
     return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """Computes the forecast of a compiled step from the compiler's texts; ``flops`` come from the jaxpr.
+    """Computes the forecast of a compiled step from the compiler's texts and numbers.
 
+    Args:
+      compiled: the compiled step. Of a device without published figures the forecast has no times.
+      flops: FLOP of the step, counted in its jaxpr.
+      tokens: tokens in the global batch; None: unknown.
     Raises:
       CompileError: the compiler refuses the step as too large, although the planned buffers fit: another reason.
     """
@@ -437,7 +451,16 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
-    """Completes a forecast by the times, roofline and host traffic, which need the chip's published figures."""
+    """Fills in the times of a forecast: of collectives, waits, roofline, host transfers; GPUs: kernels; TPUs: fills.
+
+    These times need the published figures of the chip. Other fields stay as they are.
+
+    Args:
+      forecast: forecast without times.
+      program: the compiled program.
+      moved: HBM bytes that the program reads and writes in a step.
+      links: links between the devices of the mesh, and their chip.
+    """
     chip, flops = links.chip, forecast.flops
     if forecast.platform == "gpu":
         least, expected = Kernels(program, chip), Kernels(program, chip.reached)
@@ -475,7 +498,11 @@ def rates_note(chip: Chip) -> str:
 
 
 def links_of(compiled: Compiled, chip: Chip) -> Links:
-    """Returns the links between the devices; for TPUs at hand the coordinates determine the torus."""
+    """Returns the links between the devices of a compiled step.
+
+    For TPUs at hand, which have no topology, the torus follows from their coordinates: the size of a dim is the largest
+    coordinate plus 1.
+    """
     topology = compiled.topology
     if topology is None and chip.torus_axes:
         spans = [max(line) + 1 for line in zip(*compiled.coords, strict=True)]
@@ -484,9 +511,10 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 
 
 def shared_flops(program: Program, flops: Flops) -> float:
-    """Returns the FLOP of a device's matrix products outside of ``shard_map``.
+    """Returns the FLOP per device and step of the matrix products outside of ``shard_map`` in a compiled program.
 
-    Products whose names the compiler dropped count only as far as the program's total exceeds the named products.
+    Products whose names the compiler dropped count only as far as the program's total exceeds the jaxpr's FLOP inside
+    of ``shard_map`` plus the named products outside. ``flops`` has the FLOP of the jaxpr.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
     # The compiler drops names when it merges or rewrites products, including products of the model. Only FLOP beyond
@@ -497,7 +525,10 @@ def shared_flops(program: Program, flops: Flops) -> float:
 
 
 def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:
-    """Yields caveats for the reader of a forecast."""
+    """Yields caveats for the reader of a forecast, a sentence or two each, for ``Forecast.notes``.
+
+    They concern CPUs, absent GPUs, rates of GPUs, an argument without sharding, and operations with unknown FLOP.
+    """
     if compiled.platform == "cpu":
         yield CPU_NOTE
     if compiled.platform == "gpu" and compiled.topology:

@@ -35,7 +35,10 @@ COLORS = {"forward": "#4c78a8", "backward": "#e45756", "recompute": "#f2a541", "
 
 
 def tables(forecast: Any) -> RenderableType:
-    """Returns all tables of a ``Forecast``, with headline and closing remarks, for ``rich``."""
+    """Returns all tables of a ``Forecast``, between headline and closing remarks, to print with ``rich``.
+
+    Tables of temporaries and of waits are left out if the forecast has none.
+    """
     parts: list[RenderableType] = [_memory_table(forecast)]
     parts += [_temporaries_table(forecast)] if forecast.memory.temporaries else []
     parts += [_axes_table(forecast), _collectives_table(forecast)]
@@ -82,7 +85,10 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes."""
+    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes.
+
+    A remark that does not apply is left out.
+    """
     lines = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
     if ridge:
@@ -101,7 +107,11 @@ def closing(forecast: Any) -> list[str]:
 
 
 def _memory_table(forecast: Any) -> RenderableType:
-    """Returns the table of bytes per device: arguments, results and temporaries."""
+    """Returns the table of bytes per device: arguments, outputs, temporaries, constants, the sum; host memory, if used.
+
+    On a CPU, where the rest is unknown, only arguments and outputs are listed. A column has the fraction of the
+    device's memory.
+    """
     memory, available = forecast.memory, forecast.available_bytes
     counts = {
         "arguments (parameters, optimizer, batch)": memory.argument_bytes,
@@ -119,7 +129,10 @@ def _memory_table(forecast: Any) -> RenderableType:
 
 
 def _temporaries_table(forecast: Any) -> RenderableType:
-    """Returns the table of the temporaries that are live at the peak of memory."""
+    """Returns the table of the temporaries that are live at the peak of memory, largest sum of bytes first.
+
+    Temporaries of equal module, direction and shape share a row; a last row sums up the rest.
+    """
     alike: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for temporary in forecast.memory.temporaries:
         alike[temporary.path or "(no module)", temporary.direction, _array(temporary.shape)].append(temporary.bytes)
@@ -135,7 +148,10 @@ def _temporaries_table(forecast: Any) -> RenderableType:
 
 
 def _axes_table(forecast: Any) -> RenderableType:
-    """Builds the table of traffic by mesh axes; with known times also the total time and the wait."""
+    """Returns the table of bytes that a device sends, by set of mesh axes: of weights, of activations, and other.
+
+    If times are known, two columns have the time of the collectives without overlap and the step's wait.
+    """
     rows = []
     for traffic in forecast.axis_traffic:
         sent = (traffic.weights, traffic.activations, traffic.other)
@@ -149,7 +165,11 @@ def _axes_table(forecast: Any) -> RenderableType:
 
 
 def _collectives_table(forecast: Any) -> RenderableType:
-    """Builds the table of collectives; for GPUs also the networks, and the bytes through adapters."""
+    """Returns the table of collectives, most bytes first, with their sum; equal collectives share a row.
+
+    For GPUs the table also has the networks, the bytes through network adapters, and the hidden fraction in place of
+    the asynchronous fraction.
+    """
     ordered = _alike(forecast.collectives)
     rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
     if rest := [collective for _, members in ordered[ROWS:] for collective in members]:
@@ -163,7 +183,10 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; returns (key, members) pairs."""
+    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; most bytes sent in a step first.
+
+    Returns pairs of these five properties, as texts for the cells of a table, and the collectives of the group.
+    """
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:
         kind = collective.kind + (f" (for {collective.stands_for})" if collective.stands_for else "")
@@ -174,7 +197,10 @@ def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], lis
 
 
 def bars(forecast: Any) -> list[Bar]:
-    """Returns a bar for each row of the table of collectives, a warning (orange) if the step waits for a collective."""
+    """Returns a bar for each row of the table of collectives: the row's texts, and the bytes sent in a step.
+
+    A bar is marked as a warning (orange) if the step waits for one of its collectives.
+    """
     return [
         Bar(
             ", ".join(key),
@@ -187,7 +213,7 @@ def bars(forecast: Any) -> list[Bar]:
 
 
 def _waiting_table(forecast: Any) -> RenderableType:
-    """Builds the table of collectives with the longest waits first, and the work that overlaps each."""
+    """Returns the table of collectives, longest wait first, with times in a step and the modules that overlap each."""
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
@@ -203,7 +229,11 @@ def _waiting_table(forecast: Any) -> RenderableType:
 
 
 def _served(collective: Collective) -> str:
-    """Names the leaves that a collective gathers, else its module; several leaves or modules with their count."""
+    """Returns a text for what a collective serves: the gathered leaf, else the module; "(no module)" without either.
+
+    Several leaves, or several modules without a common parent, are given by their number; of the leaves the first few
+    are named.
+    """
     leaves, modules = (tuple(dict.fromkeys(names)) for names in (collective.leaves, collective.modules))
     if len(leaves) > 1:
         return f"{len(leaves)} leaves together: {', '.join(leaves[:NAMED])}{', ...' * (len(leaves) > NAMED)}"
@@ -213,14 +243,20 @@ def _served(collective: Collective) -> str:
 
 
 def _array(shape: str) -> str:
-    """Abbreviates a shape in the compiler's notation: a tuple, such as a loop carry, to the number of arrays."""
+    """Abbreviates a shape in HLO's notation: a tuple, such as a loop carry, becomes "tuple of 3 arrays".
+
+    The shape of a single array is returned unchanged.
+    """
     if not shape.startswith("("):
         return shape
     return f"tuple of {len(split_outside(shape[1:-1], ','))} arrays"
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
-    """Returns the cells of a row: executions, bytes, hidden fraction; for GPUs also networks, and adapters' bytes."""
+    """Returns the numeric cells of a row about several collectives: executions, bytes sent, asynchronous fraction.
+
+    For GPUs: networks, executions, bytes sent, bytes through network adapters, hidden fraction.
+    """
     sent = sum_wire_bytes(members)
     hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
     cells = [f"{executions(members):,}", format_bytes(sent), f"{hidden / sent:.0%}" if sent else ""]
@@ -234,7 +270,10 @@ def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
 
 
 def _time_table(forecast: Any) -> RenderableType:
-    """Returns the table of times: bounds at published rates, estimates, waits, and the step (least, expected, most)."""
+    """Returns the table of times: bounds at published rates, estimates, waits, and the step (least, expected, most).
+
+    For a device without published figures the table has only the FLOP of matrix products.
+    """
     flops, roofline, host = forecast.flops.total, forecast.roofline, forecast.host
     if roofline is None:
         return rich_table("Time", ["", "amount"], [["matrix products", f"{flops:.3g} FLOP"]])
@@ -291,7 +330,10 @@ def plot(forecast: Any, path: str | Path) -> None:
 
 
 def _plot_memory(axes: "Axes", forecast: Any) -> None:
-    """Draws bytes over the schedule, coloured by direction, with module names below the axis."""
+    """Draws the bytes in use over the schedule, coloured by direction, with module names below the axis.
+
+    Without a timeline in the forecast, two bars: arguments, outputs and program; temporaries.
+    """
     gib, memory = 2**30, forecast.memory
     base = (forecast.total_bytes - memory.temporary_bytes) / gib
     axes.set(ylabel="GiB per device", title="Memory", xticks=[])
@@ -371,7 +413,10 @@ def labels_below_axis(
 
 
 def _plot_time(axes: "Axes", forecast: Any) -> None:
-    """Draws bars for the times of a step: products, memory, links, kernels, and the step itself."""
+    """Draws bars for the times of a step: products, memory, links, kernels or cycles, and the step from least to most.
+
+    For a device without published figures, a text instead.
+    """
     roofline = forecast.roofline
     axes.set(title="Time of a step", xlabel="ms")
     if roofline is None:

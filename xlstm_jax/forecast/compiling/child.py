@@ -31,7 +31,18 @@ OF_PLATFORM: dict[str, dict[str, Any]] = {"tpu": {"xla_tpu_no_crash_on_oom": Tru
 
 
 def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence[Any]) -> Mesh:
-    """Returns the mesh that a run on these devices would make."""
+    """Returns the mesh of these axes over ``devices``, in the device order that ``jax.make_mesh`` chooses in a run.
+
+    Where JAX finds no order for a torus, the devices are placed in the order of their coordinates, if they fill a box
+    whose dims are the axis sizes (sizes of 1 left out).
+
+    Args:
+      axes: sizes by axis name, outermost first; the product is the number of devices.
+      axis_types: names of ``jax.sharding.AxisType``, one for each axis.
+      devices: devices of the topology.
+    Raises:
+      NotImplementedError: of JAX, if the devices fill no such box either.
+    """
     types = tuple(AxisType[name] for name in axis_types)
     try:
         return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=devices)
@@ -43,7 +54,10 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 
 
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
-    """Returns the dims of the box that the devices fill, the last for those on a chip; None if the box has gaps."""
+    """Returns the dims of the box that TPU devices fill on the torus; None if the box has gaps.
+
+    The dims are counts of coordinates from 0 on; the last dim is the number of devices on a chip.
+    """
     box = tuple(1 + max(column) for column in zip(*map(_place, devices), strict=True))
     return box if math.prod(box) == len(devices) else None
 
@@ -53,7 +67,16 @@ def _place(device: Any) -> tuple[int, ...]:
 
 
 def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str, int | None]:
-    """Compiles the step for the mesh and returns the memory statistics in bytes."""
+    """Compiles the exported step ``step.bin`` of a folder for the devices of a mesh, and returns memory sizes in bytes.
+
+    Keys of the result: argument, output, alias, temp, generated_code, and total_allocation, which is None in older
+    releases of jaxlib. XLA's texts are written to the subfolder ``dump``.
+
+    Args:
+      folder: folder with ``step.bin``, the serialized export of the step.
+      request: content of ``request.json``: topology, compiler options, indices of donated arguments, host memory kind.
+      mesh: mesh of the step.
+    """
     step = export.deserialize(bytearray((folder / "step.bin").read_bytes()))
     # A step without shardings runs on one device: the device of the mesh, not the CPU of this process.
     alone = NamedSharding(mesh, PartitionSpec()) if mesh.size == 1 else None
@@ -73,7 +96,11 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
 
 
 def main(folder: Path) -> None:
-    """Reads the request, compiles, and writes the result."""
+    """Compiles the step of a folder as its ``request.json`` says, and writes the outcome to ``result.json``.
+
+    The outcome has the versions of packages, device kind, coordinates of the devices (TPUs), memory sizes, seconds, and
+    the text of an error, if any. No error of the compilation is raised: the parent process raises it.
+    """
     request = json.loads((folder / "request.json").read_text())
     versions = {name: version(name) for name in request["packages"]}
     result: dict[str, Any] = {"versions": versions, "memory": None, "error": None}
@@ -91,7 +118,10 @@ def main(folder: Path) -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when the parent ends for any reason: the parent keeps our stdin open and writes nothing."""
+    """Waits until the parent process ends for any reason, and then ends this process; runs in a thread.
+
+    The parent keeps the stdin of this process open and writes nothing, so a read returns when the parent ends.
+    """
     os.read(0, 1)  # not sys.stdin: a daemon thread may not hold the lock of sys.stdin when Python exits
     os._exit(1)
 

@@ -171,18 +171,25 @@ class StepCall:
 
     @property
     def argument_names(self) -> Sequence[str]:
-        """Paths of the arguments' leaves, as JAX writes them."""
+        """Paths of the argument leaves, in the order of ``jax.jit``, in JAX's form: ``state.params['head']``."""
         return self.traced.jaxpr.jaxpr.debug_info.arg_names
 
     @cached_property
     def leaves(self) -> list[tuple[str, Any]]:
-        """Returns (path, leaf) pairs in the order of ``jax.jit``; a static argument counts as one leaf or several."""
+        """Returns (path, leaf) for each leaf of ``args``, then of ``kwargs``; a path has the form ``0/params/head``.
+
+        A static argument counts as one leaf or several.
+        """
         trees = (self.args, dict(self.kwargs))
         return [(_name(path), leaf) for tree in trees for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings by leaf from ``jax.jit(in_shardings=...)``; JAX has no public name for them before compilation."""
+        """Shardings of ``jax.jit(in_shardings=...)``, one for each argument leaf.
+
+        A leaf without sharding has JAX's mark for "unspecified". JAX has no public name for these shardings before
+        compilation.
+        """
         return in_shardings_of(self.traced)
 
     @property
@@ -207,14 +214,17 @@ class StepCall:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """Returns a key path in readable form, ``0/params/head/kernel``."""
+    """Formats a key path of a pytree as text: ``0/params/head/kernel``.
+
+    A last attribute ``value`` is left out: an array in a box of Flax or a variable of NNX gets the path of the box.
+    """
     # An array inside of a Flax box or an NNX variable gets the path of the box.
     named = path[:-1] if path[-1:] == (jax.tree_util.GetAttrKey("value"),) else path
     return jax.tree_util.keystr(named, simple=True, separator="/")
 
 
 def _is_sharded(sharding: Any) -> bool:
-    """Returns whether a sharding names a mesh or several devices."""
+    """Returns whether a sharding places an array on a mesh (of any size) or on several devices; False for None."""
     return isinstance(sharding, NamedSharding) or getattr(sharding, "num_devices", 1) > 1
 
 
@@ -222,7 +232,10 @@ def _is_sharded(sharding: Any) -> bool:
 
 
 def compile_here(call: StepCall) -> Compiled:
-    """Compiles a step in this process, for the devices of the step's mesh.
+    """Compiles a step in this process, for the devices that hold the arguments, and returns the compiler's output.
+
+    The output has no texts of buffers and live ranges, and on a CPU only the memory sizes that the compiler counts
+    right.
 
     Raises:
       ValueError: the arguments are on an ``AbstractMesh``, which has no devices; or the arguments are on no mesh, but
@@ -275,6 +288,13 @@ def compile_for_topology(
 ) -> Compiled:
     """Compiles a step for absent TPUs or GPUs, as ``begin_for_topology`` does, and waits for the result.
 
+    Args:
+      step: a ``jax.jit`` function.
+      *args: arguments of the step: arrays or ``ShapeDtypeStruct`` with shardings on a mesh of the topology's size.
+      topology: name such as "v5e:16x16" or "h100:32x8".
+      compiler_options: XLA options; None: XLA's defaults.
+      timeout_s: time limit of the compilation in seconds.
+      cache: cache of the compiler's texts; None: no cache.
     Raises:
       ImportError, ValueError: as ``begin_for_topology``.
       CompileError: the compiler refuses the step, for another reason than memory.
@@ -336,10 +356,14 @@ def begin_for_topology(call: StepCall) -> Pending[Compiled]:
 
 
 def _export(call: StepCall, topology: Topology) -> export.Exported:
-    """Exports the step as a function of its leaves, because an export can only store registered pytree types.
+    """Exports the step for the compiler of the topology, as a function of its argument leaves.
 
-    The export keeps operation names but no source lines, so a new caller or an added comment does not change the
-    program.
+    The exported function takes the leaves as positional arguments and returns a tuple of leaves, because an export can
+    only store registered pytree types. The export keeps operation names but no source lines, so a new caller or an
+    added comment does not change the program.
+
+    Raises:
+      ValueError: the step calls back into Python, or has an operation that JAX partitions by a call into Python.
     """
     try:
         outside = outside_other_mesh((call.args, dict(call.kwargs)))
@@ -365,10 +389,17 @@ def _export(call: StepCall, topology: Topology) -> export.Exported:
 
 
 def _read_texts(texts: Texts, topology: Topology, settings: Mapping[str, Any], arguments: Sequence[str]) -> Compiled:
-    """Converts the compiler's texts to a ``Compiled``.
+    """Converts the texts that the child process wrote for one compilation to a ``Compiled``.
 
+    Names that the export added are removed from the program: an argument ``args[3]`` gets its name in the step again.
+
+    Args:
+      texts: texts by name: the child's result (JSON), the program ("hlo"), "buffers" and "live_ranges", if written.
+      topology: the devices of the compilation.
+      settings: request of the compilation: mesh axes, compiler options.
+      arguments: names of the step's argument leaves, in order.
     Raises:
-      CompileError: the compiler refused the step, for another reason than the size of the program.
+      CompileError: the compiler refused the step for another reason than the program's size, or wrote no program.
     """
     result = json.loads(texts[RESULT])
     error = result["error"]

@@ -63,12 +63,14 @@ U = TypeVar("U")
 
 
 def check_compiler(platform: str) -> list[str]:
-    """Returns the packages of the compiler for a platform, after checking that all are installed.
+    """Checks that the compiler for a platform is installed; returns the packages that determine its output.
 
     Args:
       platform: "tpu" or "cuda", as ``Topology.platform``.
+    Returns:
+      "jax", "jaxlib" and the packages of the compiler, such as "libtpu", by their names on PyPI.
     Raises:
-      ImportError: a package is not installed, or the versions of the plugin and jaxlib differ.
+      ImportError: a package (or flatbuffers, for the export) is missing, or plugin and jaxlib differ in version.
     """
     device, extra, packages = COMPILERS[platform]
     if missing := [name for name in (*packages, EXPORTER) if installed_version(name) is None]:
@@ -113,12 +115,16 @@ def compiler_message(where: str, error: object, options: Mapping[str, Any] | Non
 
 
 def may_be_too_large(error: str) -> bool:
-    """Returns whether a compiler's error may mean that the program does not fit."""
+    """Returns whether a compiler's error has the text that a too large program causes (other problems may, too)."""
     return any(words in error for words in TOO_LARGE)
 
 
 def child_environment() -> dict[str, str]:
-    """Returns the environment variables of the child process."""
+    """Returns the environment variables of the child process that compiles: those of this process, with changes.
+
+    ``XLA_FLAGS`` is left out. Variables that let libtpu work without a TPU, set the backend to CPU and turn off JAX's
+    compilation cache are added.
+    """
     return {name: value for name, value in os.environ.items() if name != FOR_ANOTHER_BACKEND} | CHILD_ENVIRONMENT
 
 
@@ -155,8 +161,9 @@ class Pending(Generic[T]):
 
     @functools.cached_property
     def key(self) -> str:
-        """Digest of the step, its settings, the compiler's environment variables, and the identity of the compiler.
+        """Digest (SHA-256, hex digits) of everything that determines the compiler's texts; the name of the cache entry.
 
+        The digest is of the step, its settings, the compiler's environment variables, and the identity of the compiler.
         The identity is the versions of the packages, the text of the program that runs in the child process, and, if
         ``TPU_LIBRARY_PATH`` names a libtpu, the path, size and date of this file.
         """
@@ -174,12 +181,12 @@ class Pending(Generic[T]):
         return hashlib.sha256(digest + json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
     def then(self, more: Callable[[T], U]) -> "Pending[U]":
-        """Returns the same compilation, not yet started, with the result ``more(result)``."""
+        """Returns a compilation of the same step, not yet started, whose result is ``more(result)``."""
         finish = self.finish
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
-        """Reads the cache, or starts the child; returns ``self``."""
+        """Reads the compiler's texts from the cache or, without an entry, starts the child; returns ``self``."""
         self._started = time.monotonic()
         self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
@@ -197,13 +204,18 @@ class Pending(Generic[T]):
         return self
 
     def is_done(self) -> bool:
-        """Returns whether ``result`` returns without waiting."""
+        """Returns whether ``result`` returns, or raises, without waiting.
+
+        True for a result from the cache, if the child has ended, and if the child is past its time limit.
+        """
         # A child past its time limit counts as done; `result` then raises TimeoutError.
         is_late = time.monotonic() - self._started > self.timeout_s
         return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
-        """Waits for the compilation, returns the result, and closes.
+        """Waits for the started compilation, and returns the result of ``finish``. Kills a running child at the end.
+
+        A new outcome that the compiler would repeat is written to the cache.
 
         Raises:
           CompileError: the compiler refused the step.
@@ -232,7 +244,15 @@ class Pending(Generic[T]):
             self._folder.cleanup()
 
     def _compiled(self, child: "subprocess.Popen[bytes]") -> Texts:
-        """Returns the texts of a child that has ended: its result, and the XLA dumps that a forecast reads."""
+        """Returns the texts, by name, that a child process has written; called when the child has ended or is too late.
+
+        The names are "result.json" (the child's result), "hlo" (the scheduled program), "buffers" and "live_ranges".
+        XLA's texts are left out if the compiler has not written them.
+
+        Raises:
+          TimeoutError: the child still runs.
+          CompileError: the child ended without a result, for example by a crash; quotes the end of its log.
+        """
         assert self._folder is not None
         folder = Path(self._folder.name)
         if child.poll() is None:
@@ -261,10 +281,15 @@ def _dumped(folder: Path, name: str) -> str | None:
 
 
 def _is_final(texts: Texts, packages: Sequence[str]) -> bool:
-    """Returns whether the compiler would repeat this outcome: the step compiled, or does not fit.
+    """Returns whether an outcome may be stored in the cache, because the compiler would repeat it.
 
-    The outcome is not stored if the compiler differs from the key's, because another version was installed while the
+    The step must have compiled, or be refused as too large. An outcome is not final if the child's versions of the
+    packages differ from the installed versions, which the cache key holds: another version was installed while the
     child started.
+
+    Args:
+      texts: texts of the child, with its result.
+      packages: names of the packages that determine the compiler's output.
     """
     result = json.loads(texts[RESULT])
     error = result["error"] if result["versions"] == _versions(packages) else "compiled by another version"

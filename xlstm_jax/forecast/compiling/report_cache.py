@@ -62,7 +62,10 @@ class ReportCache:
     warned: bool = False
 
     def read(self, key: str) -> Texts | None:
-        """Returns the compiler's texts stored under ``key``; None if the entry is missing or unusable."""
+        """Returns the compiler's texts stored under ``key``; None if the entry is missing or unusable.
+
+        Counts the call as a hit or a miss. The first unusable entry (damaged, or writable by others) gives a warning.
+        """
         path, texts = self._path(key), None
         try:
             texts = _unpacked(key, _content(path))
@@ -98,7 +101,7 @@ class ReportCache:
         return self.folder / f"{key}{SUFFIX}"
 
     def _remove_oldest(self) -> None:
-        """Removes the entries that were not read for longest, until the rest fits into ``max_bytes``."""
+        """Removes the entries of the folder that were not read for longest, until the rest fits into ``max_bytes``."""
         entries = []
         for path in self.folder.glob(f"*{SUFFIX}"):  # includes temporary files of killed writers
             with contextlib.suppress(OSError):  # another process has just removed the file
@@ -123,7 +126,10 @@ def user_cache() -> ReportCache | None:
 
 
 def chosen_cache(cache: bool | ReportCache) -> ReportCache | None:
-    """Converts the argument ``cache`` of ``forecast`` to a cache: True to the user's folder, False to None (none)."""
+    """Converts the argument ``cache`` of ``forecast`` to a cache: True to the user's folder, False to None (no cache).
+
+    A ``ReportCache`` is returned unchanged. None also for True if the user has no folder (see ``user_cache``).
+    """
     return user_cache() if cache is True else (cache or None)
 
 
@@ -132,12 +138,19 @@ class _UnusableError(Exception):
 
 
 def _unusable(reason: str) -> NoReturn:
-    """Raises the ``_UnusableError`` that ends reading or writing an entry; users see a warning or ``problem``."""
+    """Raises an ``_UnusableError`` with this reason, which ends the read or the write of a cache entry.
+
+    ``ReportCache`` catches the error: the user sees a warning (read), or ``ReportCache.problem`` has the reason
+    (write).
+    """
     raise _UnusableError(reason) from None
 
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
-    """Raises if another user owns the file or folder, or may write it."""
+    """Raises an ``_UnusableError`` if a file or folder belongs to another user, or if group or others may write it.
+
+    ``status`` is the result of ``os.stat`` for ``path``.
+    """
     if status.st_uid != os.geteuid():
         _unusable(f"{path} belongs to another user (number {status.st_uid})")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -145,7 +158,13 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def _content(path: Path) -> bytes:
-    """Reads a regular file that only this user may write, in a folder where only this user may replace files."""
+    """Returns the bytes of a cache entry, after checks that only this user can have written the file.
+
+    Raises:
+      _UnusableError: the file is no regular file, is larger than ``MAX_ENTRY_BYTES``, or the owner or the permissions
+        of the file or of the folder are unsafe.
+      OSError: the file is missing or unreadable.
+    """
     _check_owner(path.parent, os.stat(path.parent))
     # `lstat` describes the path itself, not the target of a link.
     status = os.lstat(path)
@@ -166,7 +185,13 @@ def _packed(key: str, texts: Texts) -> bytes:
 
 
 def _unpacked(key: str, data: bytes) -> Texts:
-    """Returns the texts of a cache entry; raises if the entry is damaged or too large."""
+    """Returns the compiler's texts from ``data``, the bytes of the cache entry named ``key``.
+
+    The bytes are a digest of name and content, followed by the content: compressed JSON.
+
+    Raises:
+      _UnusableError: the digest does not match, the content is cut off, too large, or no dict of texts.
+    """
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):
         _unusable("an entry does not have its digest: it is damaged, or of another version")
@@ -185,12 +210,15 @@ def _unpacked(key: str, data: bytes) -> Texts:
 
 
 def _digest(key: str, content: bytes) -> bytes:
-    """Returns a digest of the content and of the entry's name, so that a renamed entry is refused."""
+    """Returns the SHA-256 digest (32 bytes) of an entry's name and content, so that a renamed entry is refused."""
     return hashlib.sha256(key.encode() + content).digest()
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Writes a temporary file and renames it, so that a reader never sees a partly written file."""
+    """Writes ``data`` to the file ``path`` atomically: a reader sees the old file or the full new file.
+
+    The data goes to a temporary file in the same folder, which is renamed, or removed after an error.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -63,7 +63,10 @@ def _is_done(job: "Pending[Any] | None") -> bool:
 
 
 def room_for_jobs() -> int:
-    """Returns how many compilations this machine can run at once, by its cores and its free memory."""
+    """Returns how many compilations this machine can run at once, by its cores and its free memory; at least 1.
+
+    A compilation needs two cores and 2 GiB, or the memory of the largest child process so far.
+    """
     # The peak memory of the compilers so far is the best estimate for the next compiler.
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 2**10  # children that have ended
     free = free_bytes()
@@ -72,7 +75,10 @@ def room_for_jobs() -> int:
 
 
 def free_bytes() -> int | None:
-    """Returns the memory that processes may still take, by the system and this process's cgroup; None if unknown."""
+    """Returns the bytes of memory that processes may still take, by the system and by the cgroup of this process.
+
+    The smaller number counts. None if neither is known.
+    """
     available = re.search(r"^MemAvailable: +(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
     limit, used = (_text(CGROUP / name).strip() for name in ("memory.max", "memory.current"))
     # The kernel frees memory of cached files on demand.

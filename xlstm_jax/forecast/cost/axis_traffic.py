@@ -52,7 +52,7 @@ class AxisTraffic:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown."""
+        """Fraction of ``seconds`` that the step does not wait for, 0 to 1; None if unknown, or if ``seconds`` is 0."""
         if not self.seconds or self.waited_s is None:
             return None
         # A GPU's collective also waits for earlier collectives on its links, longer than for its own bytes.
@@ -60,9 +60,10 @@ class AxisTraffic:
 
 
 def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
-    """Returns the traffic of a step by set of axes, largest ``wire_bytes`` first.
+    """Returns the traffic of a step's collectives, an entry for each set of mesh axes, largest ``wire_bytes`` first.
 
-    Collectives over no axis (a single device) are left out.
+    Collectives whose groups follow no set of axes share the entry with ``axes=None``. Collectives over no axis (a
+    single device) are left out.
     """
     by_axes: dict[tuple[str, ...] | None, list[Collective]] = defaultdict(list)
     for collective in collectives:

@@ -45,10 +45,17 @@ class Transfer:
 
 
 def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
-    """Simulates a schedule; returns the wait for each transfer in seconds, given each instruction's seconds.
+    """Simulates a schedule, and returns for each transfer the seconds that the schedule waits at the transfer's end.
+
+    The result has the order of ``transfers``.
 
     >>> waits([1.0, 1.0, 0.0], [Transfer(0, 2, ("out",), 3.0), Transfer(1, 1, ("in",), 0.5)])
     [0.5, 0.5]
+
+    Args:
+      run: seconds of each instruction, in scheduled order.
+      transfers: transfers that start and end at positions of ``run``. A link carries one transfer at a time: a transfer
+        begins when each of its links is free.
     """
     starts, ends = defaultdict(list), defaultdict(list)
     for number, transfer in enumerate(transfers):
@@ -102,13 +109,15 @@ class Durations(ABC):
 
     @property
     def total(self) -> float:
-        """Time of a step whose instructions run sequentially."""
+        """Time of a step whose instructions run sequentially, in seconds or cycles; loops multiplied out."""
         return self._of_computation(self.program.entry.name).total
 
     def duration_of(self, computation: Computation, instruction: Instruction) -> Duration:
-        """Returns the time of a single execution of an instruction, in the unit of ``_duration``.
+        """Returns the time of a single execution of an instruction, in seconds or cycles, as ``_duration`` measures.
 
-        ``computation`` contains the instruction: names are unique only within a computation.
+        A loop takes the time of body and condition x trips, a conditional the time of the longest branch, a call the
+        time of the called computation. ``computation`` contains the instruction: names are unique only within a
+        computation.
         """
         if instruction.opcode not in self.CALLING_OPCODES:
             return self._duration(computation, instruction)

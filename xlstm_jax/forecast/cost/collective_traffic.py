@@ -196,7 +196,10 @@ class Collective:
 
     @property
     def by_bandwidth(self) -> "Bandwidth":
-        """Times of the bytes by published rates, without latency; 0 for a device without figures."""
+        """Times of the bytes of one execution, by published rates, without latency: (without overlap, wait).
+
+        Both are 0 for a device without figures.
+        """
         if self.timing is not None:
             return Bandwidth(self.timing.bandwidth_s, self.timing.waited_by_bandwidth_s)
         return Bandwidth(self.alone_s or 0.0, self.exposed_s or 0.0)
@@ -228,12 +231,12 @@ def sum_wire_bytes(collectives: Iterable[Collective]) -> float:
 
 
 def executions(collectives: Iterable[Collective]) -> int:
-    """Returns how many collectives a step executes."""
+    """Returns how many collectives a step executes: the sum of ``count``, loops multiplied out."""
     return sum(collective.count for collective in collectives)
 
 
 def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Collective]:
-    """Returns every collective that a program executes.
+    """Returns every collective that a program executes, in scheduled order, callers before called computations.
 
     Args:
       program: result of ``hlo.parse``.
@@ -252,7 +255,11 @@ def find_collectives(program: Program, axis_sizes: Mapping[str, int]) -> list[Co
 
 
 def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
-    """Returns the bytes that each device sends in one execution, by the ring algorithm (see the top of this file)."""
+    """Returns the bytes that each device sends in one execution of a collective, by the ring algorithm.
+
+    With n = ``group_size`` these are (n - 1) / n of the payload (the unsharded array); twice as many for an all-reduce;
+    the full payload for a permute or a broadcast.
+    """
     # A device does not send to itself: n - 1 of n shares are sent.
     round_ = (group_size - 1) / group_size
     rounds = {"all-reduce": 2 * round_, "collective-permute": 1.0, "collective-broadcast": 1.0}
@@ -263,7 +270,11 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
-    """Describes the collective at ``site``: bytes and dtype, the module served, and the overlap with computation."""
+    """Describes the collective at ``site``: bytes, dtype, mesh axes, the modules served, and the overlap with compute.
+
+    A site is a place at which ``program`` executes a collective. The times of the result are None, for ``with_waits``
+    or ``timed`` to fill in; the overlap has the compiler's ``cycles``.
+    """
     groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
     # The operands are sent. For an all-reduce the result gives the dtype, since a TPU may sum in a wider dtype.
@@ -315,7 +326,10 @@ def _overlap(site: Site, cycles: Cycles) -> Overlap:
 
 
 def _lacks_cycles(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether an instruction, or an instruction that it runs, has no estimate of cycles; "0" is an estimate."""
+    """Returns whether the compiler gave no estimate of cycles for an instruction; "0" is an estimate.
+
+    A loop, branch or call lacks cycles if an instruction that it runs does; never if it runs nothing (0 trips).
+    """
     if instruction.opcode not in CONTROL:
         return instruction.estimated_cycles is None
     if not program.trips_of(computation, instruction):
@@ -325,10 +339,10 @@ def _lacks_cycles(program: Program, computation: Computation, instruction: Instr
 
 
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:
-    """Returns the names of the operations behind a collective, several if the compiler merged operations.
+    """Returns JAX's names of the operations behind a collective, several if the compiler merged operations.
 
     Without a name of the collective, the reducer's name counts; else the name of the nearest operation before the
-    collective.
+    collective; ("",) if there is no name.
     """
     if site.own_names:
         return site.own_names
@@ -355,7 +369,11 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
 
 
 def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
-    """Returns whether an array is zero except for the device's shard: then its all-reduce is an all-gather."""
+    """Returns whether an array is zero except for the device's shard: then its all-reduce is an all-gather.
+
+    The array must come from a ``dynamic-update-slice`` of a constant 0, with an update of 1 / ``group_size`` of the
+    bytes. ``group_size`` is the number of devices in the exchange.
+    """
     while value.instruction.opcode != "dynamic-update-slice":
         before = sources(program, value)
         if len(before) != 1 or before[0].instruction.opcode == "while":
@@ -372,10 +390,19 @@ def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
 
 
 def _modules_served(program: Program, site: Site, names: tuple[str, ...], gathers: bool) -> tuple[str, ...]:
-    """Returns the module of each array, by the array's name, the producer or, for a gather, the reader.
+    """Returns, for each array of a collective, the path of the module that the array belongs to; "" outside of modules.
 
-    Parameters are gathered before the scope of their module is entered, so a gather carries the name of the outer
-    module. For gathers the array's name is therefore the last resort.
+    Usually the path comes from the array's name in ``names``. But a gather by the library is named after an outer
+    module, because parameters are gathered before the scope of their module is entered; the same holds for the
+    averaging of gradients. For these collectives, and for nameless collectives, the path comes from the nearest
+    operation in a module: after the collective for a gather, before the collective for any other kind. Without an
+    operation in a module the name counts.
+
+    Args:
+      program: the compiled program.
+      site: place at which the program executes the collective.
+      names: JAX's names of the operations behind the collective; a name for each array, or the first for every array.
+      gathers: whether the collective is an all-gather, or an all-reduce in place of an all-gather.
     """
     names = names if len(names) == len(site.arrays) else names[:1] * len(site.arrays)
     own_paths = tuple(module_path(name)[0] for name in names)
@@ -395,7 +422,11 @@ def _is_in_own_scope(op_name: str) -> bool:
 
 
 def _pieces_in_loops(program: Program, site: Site) -> int:
-    """Returns into how many pieces a loop after the gather slices the gathered array; 1 without such a loop."""
+    """Returns into how many pieces a later loop slices the result of a gather, one in each trip; 1 without such a loop.
+
+    A loop over layers slices the weights of a layer from the gathered weights of all layers. The largest number counts
+    if the gather has several arrays or slices.
+    """
     # A gather before a loop over layers gathers the weights of all layers, and each trip slices the weights of one
     # layer. A slice that runs as often as the gather is not in such a loop.
     pieces = [
@@ -413,9 +444,11 @@ def _size(instruction: Instruction) -> int:
 
 
 def _parameter_path(program: Program, value: Value) -> str:
-    """Returns the path of the parameter behind an array, as in the model's tree: "blocks/up/kernel"; "" if unknown.
+    """Returns the path of the parameter that an array comes from, as in the model's tree: "blocks/up/kernel".
 
-    JAX names the arguments of a program: ``state.params['blocks']['up']['kernel'].value``.
+    Casts, copies and slices between the parameter and the array are passed. The path is read from JAX's name of the
+    program's argument: ``state.params['blocks']['up']['kernel'].value``. "" if the array comes from no argument, or
+    from an argument outside of "params".
     """
     # Casts, copies into faster memory and slices of stacked layers may lie between the parameter and its gather.
     value = origin(program, value)

@@ -38,7 +38,7 @@ class HbmBytes:
 
 
 def count_hbm_bytes(program: Program) -> HbmBytes:
-    """Counts the HBM bytes that the scheduled instructions read and write, loops multiplied out.
+    """Counts the HBM bytes that a device's scheduled instructions read and write in a step, loops multiplied out.
 
     On a CPU, and in programs without memory spaces, all memory counts as HBM.
     """
@@ -50,7 +50,11 @@ def count_hbm_bytes(program: Program) -> HbmBytes:
 
 
 def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]]:
-    """Yields the sequential instructions as (computation, trips of the computation, instruction)."""
+    """Yields (computation, trips, instruction) for each instruction in the program's schedules, callers first.
+
+    ``computation`` contains the instruction, ``trips`` is its number of runs in a step. A fusion is one instruction.
+    The insides of asynchronous computations are left out, because their work counts at the start instruction.
+    """
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield computation, trips, instruction
@@ -60,7 +64,12 @@ def scheduled(program: Program) -> Iterator[tuple[Computation, int, Instruction]
 
 
 def moved_by(program: Program, computation: Computation, instruction: Instruction, space: int = HBM) -> tuple[int, int]:
-    """Returns the bytes (read, written) in memory ``space`` per execution of a scheduled instruction."""
+    """Returns the bytes (read, written) that one execution of a scheduled instruction moves in a memory space.
+
+    The space is 0 for HBM (the default) or 5 for host memory. A slice reads only the sliced part, an update in place
+    moves only the update. (0, 0) for loops, branches and calls, whose instructions count themselves, and for
+    instructions that only name values.
+    """
     if instruction.opcode in CONTROL or not (instruction.is_work or instruction.opcode.endswith("-start")):
         return 0, 0
     operands = [computation.by_name[name] for name in instruction.operands]
@@ -87,7 +96,11 @@ def _nbytes(shapes: Iterable[Shape], space: int | None = None) -> int:
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
-    """Returns the result arrays of an instruction. The type of a ``-start`` also lists operands, which are left out."""
+    """Returns the shapes of the arrays that an instruction writes as the result, with tuples flattened.
+
+    The type of a ``-start`` instruction also lists the operands, which are left out; for a ``copy-start`` also a
+    context.
+    """
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     # The type of a copy-start is (copy, original, context).
@@ -102,7 +115,11 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 
 
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Returns how many bytes of a value a fusion reads: of slices only, or infinity for the full value."""
+    """Returns how many bytes of a value a fused computation reads: the bytes of slices, or infinity for the full value.
+
+    ``instruction`` of ``computation`` is the value, such as a parameter. An array that is only updated in place, or
+    only returned, needs 0 bytes.
+    """
     # The reads of a running collective were counted at its start.
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
     needed = 0.0
@@ -121,7 +138,10 @@ def _needed(program: Program, computation: Computation, instruction: Instruction
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether every use of a value leads only into the result of the computation, through tuples."""
+    """Returns whether every use of an instruction leads only into the result of its computation.
+
+    Uses may pass tuples and bitcasts. An instruction without uses must be the root of the computation.
+    """
     users = [user for user, _ in computation.users.get(instruction.name, ())]
     # Then the update is in place: the fusion writes into its operand.
     passed = all(user.opcode in ("bitcast", "tuple") and _is_result(computation, user) for user in users)
@@ -131,7 +151,17 @@ def _is_result(computation: Computation, instruction: Instruction) -> bool:
 def _written_by(
     program: Program, callee: Computation, caller: Instruction, results: tuple[Shape, ...], space: int
 ) -> int:
-    """Returns the bytes written to results in memory ``space``; an update in place counts the updated part."""
+    """Returns the bytes that a fusion or asynchronous start writes to its results in a memory space.
+
+    An update in place counts the updated part, a result that shares an operand's buffer counts only such updates.
+
+    Args:
+      program: the compiled program.
+      callee: the computation that ``caller`` runs.
+      caller: the fusion or start instruction.
+      results: shapes of the caller's results.
+      space: memory space, 0 for HBM.
+    """
     root = callee.root
     parts = root.operands if root.opcode == "tuple" else (root.name,)
     if caller.opcode.endswith("-start"):
@@ -149,7 +179,11 @@ def _written_by(
 
 
 def _update(program: Program, computation: Computation, name: str, written: int) -> int:
-    """Returns the bytes written to a result: the bytes of the update for an update in place, else ``written``."""
+    """Returns the bytes that a computation writes for its result called ``name``.
+
+    For an update in place these are the bytes of the update, for a returned parameter 0, for anything else ``written``.
+    Bitcasts and nested fusions are passed.
+    """
     instruction = computation.by_name[name]
     if instruction.opcode == "bitcast":
         return _update(program, computation, instruction.operands[0], written)

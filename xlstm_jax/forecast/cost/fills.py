@@ -44,17 +44,20 @@ class Fills:
     written: int
 
     def excess_s(self, clock_hz: float, bandwidth: float) -> float:
-        """Returns the seconds by which the compiler's estimate exceeds ``written`` / bandwidth; never negative."""
+        """Returns the seconds by which ``cycles`` at the clock exceed ``written`` bytes / bandwidth; 0 or more."""
         return excess_s(self.cycles / clock_hz, self.written, bandwidth)
 
 
 def excess_s(seconds: float, written: float, bandwidth: float) -> float:
-    """Returns the seconds by which an estimate exceeds bytes / bandwidth; never negative."""
+    """Returns the seconds by which an estimate exceeds ``written`` bytes / bandwidth (bytes/s); 0 or more."""
     return max(0.0, seconds - written / bandwidth)
 
 
 def find_fills(program: Program) -> Fills:
-    """Returns the sum of a step's zero-fills; fills within a loop count once per trip."""
+    """Sums a step's zero-fills: arrays of zeros that a TPU compiler makes to execute a gather as an all-reduce.
+
+    Fills within a loop count once per trip. Fills without an estimate of cycles are left out.
+    """
     found = [(trips, fill) for trips, fill in _fills(program) if fill.estimated_cycles]
     return Fills(
         count=sum(trips for trips, _ in found),
@@ -64,7 +67,11 @@ def find_fills(program: Program) -> Fills:
 
 
 def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
-    """Yields (trips, fill) for each operand of an all-reduce with zeros outside of the device's shard."""
+    """Yields (trips, fill) for each instruction that fills an array with zeros to replace a gather by an all-reduce.
+
+    The fill is a broadcast of 0, or the fusion around the broadcast; ``trips`` is the number of runs of the all-reduce
+    in a step. Each fill is yielded once, even if two all-reduces read the array.
+    """
     seen: set[tuple[str, str]] = set()
     for site in sites(program):
         if site.kind != "all-reduce":
@@ -78,7 +85,7 @@ def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
 
 
 def _sent(program: Program, site: Site) -> tuple[str, ...]:
-    """Returns the names, in the schedule, of the arrays that a collective sends."""
+    """Returns the names, in the computation of ``site.scheduled``, of the arrays that a collective sends."""
     if site.scheduled.operands:
         return site.scheduled.operands
     # A start on a TPU's SparseCore has no operands; the update between start and done has the arrays.
@@ -87,7 +94,11 @@ def _sent(program: Program, site: Site) -> tuple[str, ...]:
 
 
 def _fill_behind(program: Program, computation: Computation, name: str) -> Instruction | None:
-    """Returns the instruction that filled an array with zeros before the device's shard was inserted, or None."""
+    """Returns the instruction that made the zeros into which the device's shard was inserted; None without zeros.
+
+    ``name`` is the name of the array in ``computation``. The result is a broadcast of 0, or the fusion that makes the
+    zeros and inserts the shard at once.
+    """
     at = computation.by_name[name]
     while at.opcode in _SAME_ARRAY:
         at = computation.by_name[at.operands[0]]
@@ -111,7 +122,7 @@ def _fill_behind(program: Program, computation: Computation, name: str) -> Instr
 
 
 def _zeros(computation: Computation, at: Instruction) -> Instruction | None:
-    """Returns the broadcast of 0 that an array is a copy of; None for an array of different origin."""
+    """Returns the broadcast of 0 that ``at`` is, or is a copy of; None for an array of another origin."""
     while at.opcode in _SAME_ARRAY:
         at = computation.by_name[at.operands[0]]
     if at.opcode != "broadcast":

@@ -82,7 +82,7 @@ class Flops:
         return self._sums("path")
 
     def by_direction(self) -> dict[str, float]:
-        """Returns FLOP by direction; keys are "forward", "backward", "recompute" and "other", as far as present."""
+        """Returns FLOP by direction ("forward", "backward", "recompute", "other", as far as present), largest first."""
         return self._sums("direction")
 
     def by_dtype(self) -> dict[str, float]:
@@ -151,7 +151,14 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """Records from which possible attention scores an operation's outputs are computed, up to the next product."""
+        """Updates the search for attention scores by an equation of the jaxpr; called for each equation in order.
+
+        A batched product that may be scores is appended to ``pairs``, and its output is traced forward through
+        equations whose outputs have the same size, up to the next product. ``summed`` and ``weighing`` collect indices
+        of ``pairs``: of products whose exponential is summed (softmax), and of products whose exponential weighs values
+        in a product over queries or keys. Operations of the backward pass add none. ``name`` is JAX's name of the
+        operation.
+        """
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
         if eqn.primitive.name == "reduce_sum":
@@ -170,9 +177,11 @@ class _Seen:
             self.stems[v] = {stem for stem in stems if self.pairs[stem[0]][1].size == getattr(v.aval, "size", None)}
 
     def copy_stems(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies ``stems`` from an operation's operands to its jaxpr's inputs; with ``out``, from outputs to results.
+        """Copies ``stems`` (the products that a variable is computed from) into or out of an operation's jaxpr.
 
-        The operation may have more leading operands than the jaxpr.
+        Without ``out`` from the operation's operands ``outer`` to the jaxpr's inputs ``inner``; with ``out`` from the
+        jaxpr's outputs ``inner`` to the operation's results ``outer``, where they are added. Both lists are aligned at
+        the end: the operation may have more leading operands than the jaxpr.
         """
         # Aligned at the end: extra leading operands are a branch index, or values that a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
@@ -181,9 +190,12 @@ class _Seen:
 
 
 def _flops_of(jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
-    """Returns the FLOP of products and convolutions by (name, dtype, in a kernel), over all devices.
+    """Returns the FLOP of a jaxpr's products and convolutions, summed over all devices, nested jaxprs x runs included.
 
-    Local work in ``shard_map`` is multiplied by its devices. ``prefix`` begins the names. Adds findings to ``seen``.
+    Keys are (operation name, dtype of the wider operand, whether the operation is in a Pallas kernel). A name begins
+    with ``prefix`` and ends with the primitive. Work in ``shard_map``, where shapes are local, is multiplied by the
+    number of devices. Of a ``cond`` the branch with the most FLOP counts. Loops of unknown length, operations with
+    unknown FLOP, and possible attention scores are added to ``seen``.
     """
     counted: Counts = defaultdict(float)
     for eqn in _live(jaxpr):
@@ -216,7 +228,7 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """Returns the operations of a jaxpr with effects or with needed outputs; the compiler drops all others."""
+    """Returns the equations of a jaxpr that have effects or needed outputs, in order; the compiler drops all others."""
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
@@ -226,7 +238,11 @@ def _live(jaxpr: Any) -> list[Any]:
 
 
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
-    """Counts the FLOP of the jaxprs inside of an operation, times their runs."""
+    """Returns the FLOP of the jaxprs nested in an operation, times their runs, with keys as of ``_flops_of``.
+
+    ``name`` is the name of the operation, without the primitive. A ``while``, or a Pallas kernel whose grid depends on
+    values, counts as one run and is listed in ``seen``.
+    """
     kind = name_and_params(eqn)[0]
     scope, times = RUNS[kind](eqn) if kind in RUNS else ("", 1)
     if eqn.primitive.name == "pallas_call":
@@ -272,9 +288,10 @@ def _contracted_size(eqn: Any) -> int:
 
 
 def _sides_of_pairs(eqn: Any) -> set[int]:
-    """Returns the numbers of queries and keys, if a batched product may be the scores of long sequences; else empty.
+    """Returns the numbers of queries and of keys, if a ``dot_general`` may compute attention scores; else an empty set.
 
-    Of scores of long sequences both numbers exceed the contracted size, which is the size of a query.
+    The product must have a batch dim, and both numbers must exceed the contracted size, which is the size of a query:
+    so it is for long sequences. If both numbers are equal, the set has one element.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -286,7 +303,7 @@ def _sides_of_pairs(eqn: Any) -> set[int]:
 
 
 def _ragged_dot_general(eqn: Any) -> int:
-    """Counts the FLOP of a ragged product.
+    """Returns the FLOP of a ``ragged_dot_general`` in a jaxpr: 2 x size of the left operand x output features.
 
     Each row of the left operand is multiplied by the matrix of a single group, so the number of groups does not count.
     """
@@ -297,7 +314,7 @@ def _ragged_dot_general(eqn: Any) -> int:
 
 
 def _conv_general_dilated(eqn: Any) -> int:
-    """Counts the FLOP of a convolution: 2 x batch x output features x input features of a group x taps.
+    """Returns the FLOP of a convolution in a jaxpr: 2 x batch x output features x input features of a group x taps.
 
     A tap on padding or between dilated values does not count. The formula covers groups of features and groups of the
     batch: the input features of the right operand are the features of one group, and each output feature of the right
@@ -325,7 +342,19 @@ def _conv_general_dilated(eqn: Any) -> int:
 def window_taps(
     size: int, window: int, out: int, stride: int, padding: tuple[int, int], dilation: int, window_dilation: int
 ) -> int:
-    """Counts, along one dim, the pairs of an output and a window position that falls on an input value."""
+    """Returns the taps of a convolution along one dim: the number of pairs of an output and a window position.
+
+    Only window positions on an input value count. Positions on padding, or between dilated input values, do not count.
+
+    Args:
+      size: length of the input, without padding and dilation.
+      window: length of the window.
+      out: length of the output.
+      stride: step of the window from an output to the next.
+      padding: positions before the first and behind the last input value; only the first matters, given ``out``.
+      dilation: distance of neighbouring input values, 1 without dilation.
+      window_dilation: distance of neighbouring positions of the window, 1 without dilation.
+    """
     # Positions before the first value and behind the last are padding; positions between two values are dilation.
     position = np.arange(out)[:, None] * stride + np.arange(window) * window_dilation - padding[0]
     return int(((position >= 0) & (position <= (size - 1) * dilation) & (position % dilation == 0)).sum())
@@ -334,10 +363,15 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """Returns the FLOP of fused attention, forward or backward, by the formula in the docstring of ``products``.
+    """Returns the FLOP of fused attention: 2 x heads x scores x sum of ``features``, 2.5 times as many backward.
 
-    ``heads`` counts the heads of all sequences of the batch. ``features`` has the sizes of a query and of a value. A
-    ``window`` of 0 limits nothing.
+    Args:
+      heads: heads of all sequences of the batch, batch x heads of a sequence.
+      queries, keys: tokens of a sequence; there are queries x keys scores in a head.
+      features: sizes of a query and of a value.
+      causal: whether only half of the scores count.
+      window: maximum number of scores for a query; 0: no limit.
+      backward: whether to count the backward pass.
     """
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores
@@ -345,7 +379,7 @@ def attention_flops(
 
 
 def _cudnn_attention(eqn: Any) -> int:
-    """Counts the FLOP of an attention operation of cuDNN, forward or backward.
+    """Returns the FLOP of cuDNN's attention in a jaxpr, forward or backward, for all heads and sequences.
 
     Queries, keys and values are [b, t, n, d] or, if the parameter ``layout`` of the operation is 1, [b, n, t, d].
     """

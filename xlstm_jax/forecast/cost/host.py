@@ -43,12 +43,18 @@ class HostTraffic:
 
     @property
     def hidden_fraction(self) -> float:
-        """Fraction of ``seconds``, 0 to 1, hidden by compute or by transfers in the opposite direction."""
+        """Fraction of ``seconds``, 0 to 1, hidden by compute or by transfers in the opposite direction.
+
+        0 without transfers.
+        """
         return max(0.0, 1 - self.waited_s / self.seconds) if self.seconds else 0.0
 
 
 def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
-    """Returns the host traffic of a program; None without data in host memory."""
+    """Returns the transfers between host memory and device in a step, with times by the rate of the chip's host link.
+
+    None if the program has no argument in host memory and transfers nothing.
+    """
     arguments = program.entry.parameters.values()
     # The memory space of an argument shows whether it is in host memory.
     stored = sum(shape.nbytes for argument in arguments for shape in argument.shapes if shape.space == HOST)
@@ -66,7 +72,10 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 
 
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
-    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation."""
+    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation.
+
+    Transfers come in scheduled order. ``IN`` is from host memory to the device, ``OUT`` the opposite.
+    """
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
             if nbytes:
@@ -76,9 +85,10 @@ def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterat
 
 
 def host_buffers(program: Program) -> frozenset[str]:
-    """Returns the device buffers of host transfers in both directions, by name in the live ranges.
+    """Returns the names of the values in device memory that are received from the host, or sent to the host.
 
-    A name consists of the instruction and the element of the result: "fusion.3{1}".
+    The names are those of XLA's live ranges, instruction and element of the result: "fusion.3{1}". A received value is
+    listed under each name that it may have.
     """
     names: set[str] = set()
     for computation, _, instruction in scheduled(program):

@@ -19,13 +19,17 @@ _IN_MEMORY |= COLLECTIVES.keys()
 
 
 def live_bytes(jaxpr: Any) -> int:
-    """Returns the most bytes of live values at any time, without the program's arguments and results.
+    """Returns the most bytes of live values at any time, without the arguments and results of the jaxpr.
 
     >>> def layers(x, w):
     ...     return ((x @ w) @ w).sum()
     >>> program = jax.make_jaxpr(layers)(jnp.ones((256, 256)), jnp.ones((256, 256)))
     >>> live_bytes(program.jaxpr) == 2 * 256 * 256 * 4  # both products, while the second is computed
     True
+
+    Only values that a product, collective, gather, sort, loop or call reads or makes count, because a compiler fuses
+    elementwise operations. A value is live from its producer to its last reader, in traced order. A loop or call adds
+    the most bytes of its own live values.
     """
     # The caller counts arguments and results where it binds them.
     never_freed = {*jaxpr.invars, *jaxpr.constvars, *_variables(jaxpr.outvars)}
@@ -46,5 +50,5 @@ def _values_of(eqn: Any) -> list[Any]:
 
 
 def _variables(atoms: Any) -> list[Any]:
-    """Returns a jaxpr's operands without literals, which take no memory beside the program."""
+    """Returns the variables among a jaxpr's operands, without literals, which take no memory beside the program."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]

@@ -151,7 +151,10 @@ class _Allocation:
 
 
 def memory_of_totals(sizes: Mapping[str, int]) -> Memory:
-    """Returns the memory of a program from the totals of JAX's ``memory_analysis``, without a timeline."""
+    """Returns the memory of a program from the totals of JAX's ``memory_analysis``, without buffers and timeline.
+
+    ``sizes`` has bytes by name: "argument", "output", "alias", "temp"; a missing name counts as 0.
+    """
     # JAX's output size includes the outputs that overwrite an argument.
     alias, temporary = sizes.get("alias", 0), sizes.get("temp", 0)
     output = sizes.get("output", 0) - alias
@@ -166,7 +169,7 @@ def read_memory(
     host_buffers: Collection[str] = (),
     points: int = TIMELINE_POINTS,
 ) -> Memory:
-    """Reads XLA's two texts (see the top of this file).
+    """Computes the memory of a program, at the peak and over time, from XLA's buffer assignment and live ranges.
 
     Args:
       buffer_assignment: text of ``*after_optimizations-buffer-assignment.txt``.
@@ -202,10 +205,11 @@ def read_memory(
 
 
 def operation_names(program: Program) -> dict[str, str]:
-    """Returns for each executed instruction its ``op_name``, or else the name of the nearest named producer.
+    """Returns, by name of an executed instruction, its ``op_name``, or else the name of the nearest named producer.
 
     The compiler gives no names to instructions that it adds: casts moved out of a loop, and copies between HBM and
-    VMEM. Arguments have names, so a copy of a weight is called ``state.params['head']['kernel']``.
+    VMEM. Arguments have names, so a copy of a weight is called ``state.params['head']['kernel']``. "" without any name,
+    and for a nameless tuple or loop, which has many producers.
     """
     names_by_instruction = {}
     for computation, _ in program.executed():
@@ -221,7 +225,11 @@ def operation_names(program: Program) -> dict[str, str]:
 
 
 def _allocations(text: str) -> list[_Allocation]:
-    """Returns the allocations in XLA's text of the buffer assignment."""
+    """Parses XLA's text of the buffer assignment: returns every allocation in every memory space, with its values.
+
+    Raises:
+      ValueError: the text has no allocation.
+    """
     allocations: list[_Allocation] = []
     for line in text.splitlines():
         if header := _ALLOCATION.match(line):
@@ -242,7 +250,14 @@ def _allocations(text: str) -> list[_Allocation]:
 
 
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
-    """Returns the instructions in scheduled order, and for each value its first and last point."""
+    """Parses XLA's text of live ranges: returns (instruction names, ranges).
+
+    ``instruction names[p]`` is the instruction at schedule point p, "" for none. ``ranges`` has the first and the last
+    point by name of a value, such as "fusion.3{}".
+
+    Raises:
+      ValueError: the text has another form.
+    """
     schedule, ranges = {}, {}
     for line in text.splitlines():
         if step := _STEP.match(line):
@@ -257,7 +272,14 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
 
 
 def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Value]:
-    """Returns all temporaries, with byte ranges as if their allocations were placed one behind the other."""
+    """Returns the values in the allocations of temporaries, with their live ranges filled in.
+
+    ``ranges`` has the first and last schedule point by name of a value. Byte ranges are shifted as if the allocations
+    lay one behind the other, so values of different allocations do not overlap.
+
+    Raises:
+      ValueError: a value has no live range, so the two texts of XLA belong to different programs.
+    """
     # Offsets are relative to an allocation. Placed one behind the other, different allocations do not overlap.
     temporaries, base = [], 0
     for allocation in (a for a in allocations if a.kind == "temporary"):
@@ -278,14 +300,20 @@ def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[
 
 
 def _stretches(temporaries: Sequence[_Value]) -> tuple[np.ndarray, list[slice]]:
-    """Cuts memory at the edges of every temporary; returns each piece's bytes, and each temporary's slice of pieces."""
+    """Cuts the memory of temporaries into stretches at the edges of every temporary's byte range.
+
+    Returns (bytes of each stretch, in order of address; for each temporary the slice of the stretches that it covers).
+    """
     # All bytes between two neighbouring edges have the same users, so a stretch is treated as a unit.
     edges = np.unique([edge for value in temporaries for edge in (value.start, value.stop)])
     return np.diff(edges), [slice(*np.searchsorted(edges, (value.start, value.stop))) for value in temporaries]
 
 
 def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
-    """Returns the bytes in use at each point; bytes that several temporaries share count once."""
+    """Returns the bytes in use at each schedule point, an array of length ``points``.
+
+    Bytes that several temporaries share count once.
+    """
     widths, stretches = _stretches(temporaries)
     users, live = np.zeros(len(widths), np.int64), np.zeros(points, np.int64)
     starting, ending = defaultdict(list), defaultdict(list)
@@ -302,7 +330,10 @@ def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
 
 
 def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
-    """Returns the buffers in use at a point. Where buffers overlap, the bytes count for the larger buffer."""
+    """Returns the buffers in use at a schedule point, largest first; their bytes add up to the bytes in use.
+
+    Where buffers overlap, the bytes count for the larger buffer. A buffer without remaining bytes is left out.
+    """
     by_range = defaultdict(list)
     widths, stretches = _stretches(temporaries)
     for live, used in zip(temporaries, stretches, strict=True):
@@ -320,7 +351,11 @@ def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Oper
 
 
 def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
-    """Returns the values in one byte range that are live at the point, and values connected to them in time."""
+    """Returns the values that form a buffer in use at a point, among values of the same byte range; empty if unused.
+
+    They are the values that are live at the point, and further values whose live ranges touch theirs, directly or
+    through other values: loop carries and updates in place.
+    """
     first, last = point, point
     history: list[_Value] = []
     # A value that starts where another ends, in the same bytes, continues the same buffer: a loop carry, or an update
@@ -332,7 +367,11 @@ def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
 
 
 def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
-    """Builds the buffer's entry, named after the most informative value: live at the point, else in a module."""
+    """Builds the entry of a buffer of ``size`` bytes, described by the most informative of its values in ``history``.
+
+    A named value that is live at ``point`` is preferred, then a value in a module, then a named value. The entry is
+    live from the first to the last point of all values.
+    """
 
     def information(live: _Value) -> tuple[bool, bool, bool]:
         operation = operations.get(live.instruction, _UNKNOWN)
@@ -345,7 +384,17 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
 
 
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
-    """Cuts the schedule into at most ``points`` equal stretches; returns the moment of most bytes in each."""
+    """Cuts the schedule into at most ``points`` equal stretches; returns for each the moment with the most live bytes.
+
+    A moment has the running module: that of the instruction at the point, or of the last instruction with a known
+    operation.
+
+    Args:
+      live: bytes in use at each schedule point.
+      schedule: instruction name at each schedule point.
+      operations: the model's operation behind each instruction, by name.
+      points: maximum length of the timeline.
+    """
     running, current = [], _UNKNOWN
     for instruction in schedule:
         current = operations.get(instruction, current)

@@ -53,7 +53,11 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^
 
 
 def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
-    """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out."""
+    """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out.
+
+    Products inside of fusions count, too; ``counts`` is called with the instruction of each product, and of any other
+    work.
+    """
     return float(
         sum(
             trips * product_flops(within, instruction)
@@ -66,7 +70,11 @@ def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> f
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a matrix product or convolution; 0 for any other instruction."""
+    """Returns the FLOP of one execution of a product, convolution or cuDNN attention; 0 for any other instruction.
+
+    A product is a ``dot`` or a custom call of cuBLAS or cuDNN. A fusion counts 0: its products lie inside.
+    ``computation`` contains the instruction.
+    """
     target = target_of(instruction)
     if target.startswith(ATTENTION):
         return cudnn_attention_flops(computation, instruction)
@@ -87,7 +95,10 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a convolution: two per output entry, input feature of a group, and tap of the window."""
+    """Returns the FLOP of a ``convolution``: 2 x outputs x input features of a group x taps of the window.
+
+    Only taps on an input value count, not taps on padding or between dilated values.
+    """
     left, kernel, out = (*operand_shapes(computation, instruction)[:2], instruction.shapes[0])
     labels = _DIM_LABELS.search(instruction.attributes)
     assert labels  # every convolution has them
@@ -110,7 +121,7 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
 
 
 def operand_shapes(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """Returns the shape of each operand; for a tuple, the shape of its first element."""
+    """Returns the shape of each operand, in order; for a tuple, the shape of its first element."""
     return [computation.by_name[name].shapes[0] for name in instruction.operands]
 
 
@@ -118,13 +129,16 @@ def operand_shapes(computation: Computation, instruction: Instruction) -> list[S
 
 
 def target_of(instruction: Instruction) -> str:
-    """Returns the target of a custom call; "" for any other instruction."""
+    """Returns the ``custom_call_target`` of a custom call, such as "tpu_custom_call"; "" for any other instruction."""
     match = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
     return match[1] if match else ""
 
 
 def cudnn_attention_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a custom call of cuDNN's attention, forward or backward."""
+    """Returns the FLOP of a custom call of cuDNN's attention, forward or backward, for all heads and sequences.
+
+    0 for attention in fp8, whose call does not list the size of the scores. ``computation`` contains the call.
+    """
     scores, settings = _SCORES.search(instruction.attributes), dict(_SETTINGS.findall(instruction.attributes))
     if scores is None:  # fp8 attention has another format
         return 0
@@ -138,9 +152,10 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
 
 
 def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
-    """Returns the time of all Pallas kernels on TPUs by their roofline; None if the program has none.
+    """Returns the seconds in a step of the Pallas kernels on TPUs, by their roofline; None for a program without them.
 
-    The compiler estimates no cycles for them. FLOP come from the jaxpr, so one roofline covers all kernels together.
+    The result is the larger of two times: of the kernels' FLOP, and of their operands and results in HBM. The compiler
+    estimates no cycles for Pallas kernels. FLOP come from the jaxpr, so a single roofline covers every kernel together.
     """
     # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [
@@ -153,7 +168,10 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
-    """Yields a sentence for each unknown custom call, whose work counts as zero: part of the step is uncertain."""
+    """Yields a sentence for each target of custom calls with unknown work, which counts as zero in the forecast.
+
+    The sentence has the number of calls in a step, and their share of ``moved``, the HBM bytes of the step.
+    """
     calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for computation, trips, instruction in scheduled(program):
         target = target_of(instruction)
@@ -170,5 +188,5 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
 
 
 def is_known(target: str) -> bool:
-    """Returns whether the work of a custom call is counted, or the call is internal to the compiler."""
+    """Returns whether a custom call with this target is counted by the forecast, or is internal to the compiler."""
     return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(COMPILER_TARGETS.match(target))

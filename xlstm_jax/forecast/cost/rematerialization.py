@@ -38,6 +38,8 @@ def limit_bytes(available_bytes: int, io_bytes: int, *, on_gpu: bool) -> int:
     >>> limit_bytes(100, 20, on_gpu=False), limit_bytes(100, 20, on_gpu=True)
     (100, 77)
 
+    TPUs: ``available_bytes``. GPUs: ``io_bytes`` + 95 % of (80 % of ``available_bytes`` - ``io_bytes``).
+
     Args:
       available_bytes: memory of the device that is available to programs.
       io_bytes: arguments, and results that overwrite no argument.

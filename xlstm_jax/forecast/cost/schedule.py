@@ -20,15 +20,16 @@ NOTHING = Way("", 0.0, 0.0)  # a single device sends nothing
 
 
 def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
-    """Returns the axes of a collective; every axis if the groups follow no set of axes and may use any link."""
+    """Returns the mesh axes of a collective; every axis if the groups follow no set of axes and may use any link."""
     return tuple(links.axis_sizes) if collective.axes is None else collective.axes
 
 
 def with_waits(links: Links, collective: Collective) -> Collective:
-    """Fills in ``alone_s``, ``exposed_s`` (both of the bytes alone) and ``latency_s`` of a TPU collective.
+    """Returns a TPU collective with ``alone_s``, ``exposed_s`` (both of the bytes alone) and ``latency_s`` filled in.
 
-    An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler gives no cycles for some
-    of the overlapped instructions, and zero for the rest.
+    ``alone_s`` is the time on free links. ``exposed_s`` is the rest of this time after the overlapped instructions, at
+    the compiler's cycles. An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler
+    gives no cycles for some of the overlapped instructions, and zero for the rest.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
     overlap = collective.overlapped
@@ -42,7 +43,7 @@ def with_waits(links: Links, collective: Collective) -> Collective:
 
 
 def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], links: Links) -> tuple[Collective, ...]:
-    """Fills in ``timing``, ``alone_s``, ``exposed_s`` and ``latency_s`` of the collectives of a GPU program.
+    """Returns the collectives of a GPU step, in order, with ``timing``, ``alone_s``, ``exposed_s`` and ``latency_s``.
 
     Args:
       least, expected: kernels of the program at published rates, and at reached rates.
@@ -58,7 +59,16 @@ def timed(least: Kernels, expected: Kernels, collectives: Iterable[Collective], 
 def _timed_in(
     least: Kernels, expected: Kernels, pairs: Sequence[tuple[Site, Collective]], links: Links
 ) -> Iterator[Collective]:
-    """Yields the collectives of ``pairs``, all of one computation, with their times: seconds, waits and overlap."""
+    """Yields the collectives of one computation with their times filled in: seconds, waits, latency and overlap.
+
+    The schedule of the computation is simulated twice: with NCCL's times and the kernels ``expected`` (at reached
+    rates), and with published rates and the kernels ``least``, for a lower bound of the waits.
+
+    Args:
+      least, expected: kernels of the program at published rates, and at reached rates.
+      pairs: (place in the schedule, collective) for each collective of the computation; at least one.
+      links: links between the devices of the mesh.
+    """
     # Each computation has a separate clock: no collective starts in one computation and ends in another.
     computation = pairs[0][0].computation
     runs, at_peak = (
@@ -92,7 +102,7 @@ def _timed_in(
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:
-    """Returns a collective's time without overlap, as if the schedule waits until the end."""
+    """Returns the times of a GPU collective alone on the links, as if the schedule waited from start to end."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

@@ -47,19 +47,21 @@ class Range(NamedTuple):
     most: float
 
     def plus(self, other: "Range") -> "Range":
-        """Adds the seconds of another part of the step, under equal assumptions."""
+        """Returns the sum with another range: least + least, expected + expected, most + most."""
         return Range(*(one + more for one, more in zip(self, other, strict=True)))
 
     def beyond(self, seconds: float) -> "Range":
-        """Subtracts seconds that are counted elsewhere; never below 0."""
+        """Returns the range with ``seconds`` subtracted from each of the three times; never below 0."""
         return Range(*(max(one - seconds, 0.0) for one in self))
 
     def at_least(self, seconds: float) -> "Range":
-        """Raises each of the three times to ``seconds`` where it is shorter."""
+        """Returns the range with each of the three times raised to ``seconds`` where the time is shorter."""
         return Range(*(max(one, seconds) for one in self))
 
     def over(self, base: "Range") -> TimeRatio:
-        """Divides by ``base``, under equal assumptions for both: least by least, expected by expected, most by most.
+        """Returns the ratio to ``base``, under equal assumptions: least by least, expected by expected, most by most.
+
+        ``lowest`` and ``highest`` are the extremes of the three ratios.
 
         >>> Range(1.0, 3.0, 5.0).over(Range(2.0, 4.0, 4.0))
         TimeRatio(lowest=0.5, expected=0.75, highest=1.25)
@@ -69,7 +71,7 @@ class Range(NamedTuple):
 
 
 def total(parts: Iterable[tuple[int, Range]]) -> Range:
-    """Sums executions x seconds over pairs of (executions, range of one execution)."""
+    """Returns the sum of executions x range over pairs of (executions, range of one execution); zeros without pairs."""
     sums = [0.0, 0.0, 0.0]
     for count, seconds in parts:
         sums = [known + count * more for known, more in zip(sums, seconds, strict=True)]

@@ -97,12 +97,12 @@ class Chip:
 
     @property
     def pod(self) -> tuple[int, ...]:
-        """TPU: the shape of the largest slice."""
+        """The shape of the largest slice of a TPU. A GPU has none: an ``IndexError``."""
         return self.slices[-1]
 
     @property
     def reached(self) -> "Chip":
-        """The same chip with rates that kernels reach in place of published rates."""
+        """The same chip with rates that kernels reach (``efficiency``) in place of published rates; TPUs: unchanged."""
         if self.efficiency is None:
             return self
         peaks = {dtype: self.efficiency.products * peak for dtype, peak in self.peak_flops.items()}
@@ -225,7 +225,7 @@ _SHARED_UNITS |= dict.fromkeys(("uint8", "int4", "uint4"), "int8")
 
 
 def peak_rate(chip: Chip, dtype: str) -> float:
-    """Returns the FLOP/s of matrix products with operands of a dtype.
+    """Returns the published FLOP/s of matrix products whose operands have a dtype, by JAX's name of the dtype.
 
     >>> [peak_rate(CHIPS[name], "float8_e4m3fn") / 1e12 for name in ("a100", "h100", "v5e")]
     [312.0, 1979.0, 197.0]

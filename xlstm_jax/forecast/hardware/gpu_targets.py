@@ -49,7 +49,7 @@ _TARGETS = {
 
 
 def compute_capability(chip: Chip) -> tuple[int, int]:
-    """Returns the compute capability of a GPU, as (9, 0)."""
+    """Returns the compute capability of a GPU as (major, minor), such as (9, 0) for an H100."""
     return _TARGETS[chip.name].compute_capability
 
 

@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 
     @property
     def hops(self) -> int:
-        """Hops to the farthest chip."""
+        """Hops to the farthest chip; half of the ring if the ring is closed."""
         return self.stride * (self.chips // 2 if self.closed else self.chips - 1)
 
 
@@ -68,17 +68,21 @@ class Links:
     coords: Sequence[Sequence[int]] = ()
 
     def seconds(self, axes: Sequence[str], sent: float) -> float:
-        """Returns the time of a collective over ``axes`` without latency; each device sends ``sent`` bytes."""
+        """Returns the seconds of a collective over ``axes`` whose devices each send ``sent`` bytes; without latency.
+
+        The collective has its links to itself, at published rates. 0 on a TPU if a group has a single device.
+        """
         if not self.chip.torus_axes:
             return sent / self._switched_bandwidth(axes)
         bandwidth = sum(self._torus_bandwidths(axes).values())
         return sent / bandwidth if bandwidth else 0.0
 
     def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
-        """Returns the least time for several collectives, which run in parallel on different links.
+        """Returns the least seconds for several collectives, which run in parallel on different links.
 
-        The result is the time of the busiest link. On TPUs a collective uses the torus dims of its groups, each in
-        proportion to the dim's bandwidth; on GPUs NVLink, the network between hosts, or both.
+        ``wire_bytes`` has the bytes that each device sends, by the mesh axes of the collective. The result is the time
+        of the busiest link. On TPUs a collective uses the torus dims of its groups, each in proportion to the dim's
+        bandwidth; on GPUs NVLink, the network between hosts, or both.
         """
         busy: dict[int | str, float] = defaultdict(float)
         for axes, sent in wire_bytes.items():
@@ -87,20 +91,27 @@ class Links:
         return max(busy.values(), default=0.0)
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the networks of a GPU collective over these axes: NVLink, the network, or both; () for TPUs."""
+        """Returns the networks of a GPU collective over mesh axes: ("NVLink",), ("network",) between hosts, or both.
+
+        () for TPUs, and for a group of a single GPU.
+        """
         if self.chip.torus_axes:
             return ()
         group = self._group(axes)
         return (NVLINK,) * (group.devices > group.hosts) + (NETWORK,) * (group.hosts > 1)
 
     def nic_bytes(self, axes: Sequence[str], sent: float) -> float:
-        """Returns the bytes through each GPU's adapter to other hosts, if each GPU sends ``sent``; 0 for TPUs."""
+        """Returns the bytes through each GPU's adapter to other hosts, if each GPU sends ``sent`` bytes around a ring.
+
+        0 for a group on one host, and for TPUs.
+        """
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """Returns NCCL's algorithm for a GPU collective with its time; None for a single device.
+        """Returns the algorithm and protocol that NCCL chooses for a GPU collective over ``axes``, and the time.
 
-        Returns None for TPUs, too, whose collectives have one algorithm.
+        None for a single device, and for TPUs, whose collectives have one algorithm. ``kind`` is XLA's name of the
+        collective, ``sent`` the bytes sent by each GPU.
         """
         if not self.networks(axes):
             return None
@@ -123,7 +134,13 @@ class Links:
         return torus_latency_s(self.chip.name, kind, hops)
 
     def _groups(self, axes: Sequence[str]) -> np.ndarray:
-        """Returns the device numbers of each group in a collective over these axes: [groups, devices]."""
+        """Returns the devices of each group in a collective over mesh axes: an array [groups, devices of a group].
+
+        A device is given by its position in the flattened mesh. Devices of a group differ only along ``axes``.
+
+        Raises:
+          ValueError: the mesh has no such axis.
+        """
         unknown = [axis for axis in axes if axis not in self.axis_sizes]
         if unknown:
             raise ValueError(f"wire_bytes names the axis {unknown[0]!r}; the mesh has {dict(self.axis_sizes)}.")
@@ -134,7 +151,11 @@ class Links:
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
 
     def _group(self, axes: Sequence[str]) -> nccl.Group:
-        """Returns the group over the most hosts; groups differ if a host's GPUs are no multiple of the group size."""
+        """Returns a group of a collective over ``axes``: its numbers of GPUs and hosts, and the fewest GPUs on a host.
+
+        Groups differ if the GPUs of a host are no multiple of the group size: then the group over the most hosts
+        counts.
+        """
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
         # A mesh fills hosts in order. In a sorted group, each rise of the host's number is a border between hosts.
@@ -144,12 +165,13 @@ class Links:
         return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
 
     def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
-        """Returns the bytes/s sent by a device along each torus dim on which the devices of a group differ.
+        """Returns the bytes/s that a device sends along each torus dim on which the devices of a group differ.
 
-        If neighbours in a group are s chips apart, s groups share the links between them. Around a closed ring data
-        goes both ways. On an open line data must return along the same line, so a single direction is left. The devices
-        of a chip share its links: groups with one device of each chip have half of the bandwidth on TPU7x. A group
-        within a chip uses the connection between its devices, as dim ``CHIP``.
+        Keys are indices of torus dims. The group is one of a collective over ``axes``. If neighbours in a group are s
+        chips apart, s groups share the links between them. Around a closed ring data goes both ways. On an open line
+        data must return along the same line, so a single direction is left. The devices of a chip share its links:
+        groups with one device of each chip have half of the bandwidth on TPU7x. A group within a chip uses the
+        connection between its devices, as dim ``CHIP``.
         """
         devices, chips = len(self._coords(axes)), len(np.unique(self._coords(axes), axis=0))
         if chips == 1 < devices and self.chip.chip_bandwidth:
@@ -159,14 +181,19 @@ class Links:
         return {dim: bandwidth * (2 if line.closed else 1) / line.stride for dim, line in self._lines(axes).items()}
 
     def _coords(self, axes: Sequence[str]) -> np.ndarray:
-        """Returns the coordinates of the chips of a group's devices: [devices, dims of the torus]."""
+        """Returns the torus coordinates of the chips of a group's devices: an array [devices of a group, torus dims].
+
+        The group is one of a collective over ``axes``; the first group represents all groups. A chip with two devices
+        of the group appears twice. TPUs only.
+        """
         # The first group represents all groups, which have the same layout on the torus.
         return np.asarray(self.coords)[self._groups(axes)[0]]
 
     def _lines(self, axes: Sequence[str]) -> dict[int, "_Line"]:
-        """Returns, by torus dim on which chips of a group differ, their number and stride, and if they close a ring.
+        """Returns how the chips of a group over ``axes`` lie along each torus dim on which their coordinates differ.
 
-        Assumes equal strides. TPUs only.
+        The result is {index of the torus dim: (number of chips, distance of neighbours, whether they form a closed
+        ring)}. Distances along a dim are assumed to be equal. TPUs only.
         """
         assert self.topology is not None  # a TPU
         chips, lines = np.unique(self._coords(axes), axis=0), {}
@@ -178,7 +205,12 @@ class Links:
         return lines
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
-        """Returns a GPU's bytes/s at these fractions of the rates: NVLink; between hosts also the group's adapters."""
+        """Returns the bytes/s that a GPU sends in a ring over ``axes``, at fractions of the published rates.
+
+        ``of_nvlink`` is the fraction of NVLink's rate, ``of_network`` the fraction of the network's rate. On one host
+        the rate is that of NVLink; over several hosts the lower rate of NVLink and of the adapters that the group has
+        on a host.
+        """
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth
         # A ring over hosts goes through NVLink and adapters in turn: the slower one bounds it.

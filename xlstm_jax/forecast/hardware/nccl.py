@@ -116,7 +116,19 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 
 
 def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, bus_bandwidth: float) -> Way:
-    """Returns NCCL's ring for a collective: seconds of latency and of the bytes, by NCCL's performance model."""
+    """Returns the latency and the time of the bytes of NCCL's ring for a collective, by NCCL's performance model.
+
+    Permutes and all-to-alls, which send directly between GPUs, count as one hop within a host and one hop between
+    hosts. The name of the result is "Ring" with the protocol.
+
+    Args:
+      kind: the kind of collective, as XLA names it.
+      group: the connected GPUs, two or more.
+      protocol: "LL", "LL128" or "Simple".
+      sent: bytes sent by each GPU.
+      payload: bytes of the unsharded array.
+      bus_bandwidth: bytes/s of each GPU, as reached by NCCL with large arrays.
+    """
     over_nvlink, over_network = _HOP[RING, protocol]
     hops, crossing, reduces = group.devices - 1, group.hosts - 1, kind == "all-reduce"
     if reduces:
@@ -142,7 +154,16 @@ def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, b
 
 
 def _tree(group: Group, protocol: str, payload: float, bus_bandwidth: float) -> Way:
-    """Returns NCCL's tree for an all-reduce: seconds of latency and of the bytes, by NCCL's performance model."""
+    """Returns the latency and the time of the bytes of NCCL's tree for an all-reduce, by NCCL's performance model.
+
+    The name of the result is "Tree" with the protocol.
+
+    Args:
+      group: the connected GPUs, two or more.
+      protocol: "LL", "LL128" or "Simple".
+      payload: bytes of the unsharded array, which each GPU sends twice: up and down the tree.
+      bus_bandwidth: bytes/s of each GPU, as reached by NCCL with large arrays.
+    """
     over_nvlink, over_network = _HOP[TREE, protocol]
     # Data is sent up to the root and down again: a chain through the GPUs of a host, a binary tree over hosts.
     levels = int(math.log2(group.hosts))

@@ -118,7 +118,15 @@ def parse_topology(name: str) -> Topology:
 
 
 def _hosts(name: str, per_host: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Checks the numbers in the name of a GPU topology, and returns (hosts, GPUs per host); else a ``ValueError``."""
+    """Returns (hosts, GPUs per host) of a GPU topology; for GB200 and GB300 (racks, GPUs per rack).
+
+    Args:
+      name: full name of the topology, for the error.
+      per_host: GPUs that NVLink joins in a host or rack, the maximum.
+      shape: the numbers in the name; a single number is the GPUs of one host.
+    Raises:
+      ValueError: there are more than two numbers, no host or no GPU, or more GPUs per host than ``per_host``.
+    """
     chip = name.partition(":")[0]
     host = "NVLink domain" if per_host > HOST else "host"
     hosts, gpus, *more = (1, *shape) if len(shape) == 1 else shape

@@ -47,12 +47,16 @@ class Site:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """Operation names on the collective itself; () if a TPU compiler substituted the collective."""
+        """JAX's names (``op_name``) of the operations behind the collective; () without names.
+
+        The names come from the collective instruction, or else from the scheduled instruction around the collective (a
+        fusion or a call). A TPU compiler drops the names when it replaces a collective by another.
+        """
         return self.inner.op_names or self.scheduled.op_names
 
     @cached_property
     def arrays(self) -> tuple[Value, ...]:
-        """Arrays that the collective sends."""
+        """Arrays that the collective sends: the operands of the collective instruction, in order, without tokens."""
         return tuple(
             Value(self.inner_computation, name)
             for name in self.inner.operands
@@ -60,25 +64,42 @@ class Site:
         )
 
     def result(self, position: int) -> Value:
-        """Returns the value into which the collective turns the array ``arrays[position]``."""
+        """Returns the array into which the collective turns ``arrays[position]``, as a ``Value`` of the program.
+
+        For a collective of several arrays the value is element ``position`` of the result, a tuple; for a single array
+        the value is the full result.
+        """
         return Value(self.inner_computation, self.inner.name, (position,) if len(self.arrays) > 1 else ())
 
     @property
     def span(self) -> tuple[int, int]:
-        """Positions of start and end in the schedule, equal if the schedule waits."""
+        """Indices in ``computation.instructions`` of the start and of the end of the collective.
+
+        Both are equal if the schedule waits (a synchronous collective). Else the end is behind the instructions that
+        overlap the collective: start + 1 + their number.
+        """
         start = self.computation.position[self.scheduled.name]
         return start, start if self.overlapped_instructions is None else start + 1 + len(self.overlapped_instructions)
 
 
 def sites(program: Program) -> Iterator[Site]:
-    """Yields a ``Site`` for each collective that the program executes, callers before called computations."""
+    """Yields a ``Site`` for each place in the program's schedules that executes a collective.
+
+    Sites of a caller come before sites of the computations that the caller runs; within a computation, sites are in
+    scheduled order. A loop's body yields a site once, with the number of trips.
+    """
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
             yield from _sites_at(program, computation, trips, instruction)
 
 
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
-    """Yields a ``Site`` for each collective that an instruction runs, directly, in a fusion or in an async call."""
+    """Yields a ``Site`` for each collective that the instruction ``at`` of ``computation`` starts or executes.
+
+    The collective is ``at`` itself, or lies in the fusion or in the asynchronous call that ``at`` runs. A collective
+    spread over a chain of fusions (TPUs) is yielded once, at the first fusion of the chain; the further fusions of the
+    chain yield nothing. ``trips`` is the number of runs of ``computation``, for ``Site.trips``.
+    """
     if at.opcode.removesuffix("-start") in COLLECTIVES:
         collectives = [(computation, at)]
     elif at.opcode in ("fusion", "async-start", "call-start"):
@@ -104,7 +125,10 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields the collectives in the computations that an instruction calls, including nested fusions."""
+    """Yields (computation, instruction) for each collective in the computations that ``caller`` calls.
+
+    The computation is the one that contains the collective. Nested fusions and calls are searched, too.
+    """
     for name in caller.called_names:
         for instruction in program.computations[name].instructions:
             if instruction.opcode.removesuffix("-start") in COLLECTIVES:
@@ -119,7 +143,11 @@ def _chain(inner: Instruction) -> str | None:
 
 
 def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
-    """Returns "start", "middle" or "done" of a collective spread over several fusions; None for any other fusion."""
+    """Returns the role of a fusion in a collective that is spread over a chain of fusions: "start", "middle" or "done".
+
+    "start" and "done" begin and end the collective; a "middle" fusion sends a piece beside other work. None for a
+    fusion outside of a chain.
+    """
     for name in fusion.callees_by_role.get("calls", ()):
         for instruction in program.computations[name].instructions:
             # Start and done contain a custom call; the fusions between contain only the chain's number.
@@ -129,7 +157,10 @@ def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
 
 
 def end_of(computation: Computation, start: Instruction) -> int:
-    """Returns the position of the ``-done`` of a started instruction."""
+    """Returns the index in ``computation.instructions`` of the ``-done`` that ends an asynchronous operation.
+
+    ``start`` is the operation's ``-start`` instruction, or an ``-update`` between start and done.
+    """
     # Updates may lie between start and done; each update reads the previous one.
     users = (user for user, _ in computation.users[start.name])
     end = next(user for user in users if user.opcode.endswith(("-update", "-done")))
@@ -139,7 +170,11 @@ def end_of(computation: Computation, start: Instruction) -> int:
 def _during_chain(
     program: Program, computation: Computation, start: Instruction, chain: str | None
 ) -> tuple[Instruction, ...]:
-    """Returns the fusions between start and end of a collective spread over a chain of fusions, which send pieces."""
+    """Returns the fusions in the middle of a collective that a TPU spreads over a chain of fusions, in scheduled order.
+
+    Each of these fusions sends a piece of the collective beside its work. ``start`` is the chain's first fusion,
+    ``chain`` the chain's id in the compiled text. The last fusion, which waits for the rest, is left out.
+    """
     middle = []
     for instruction in itertools.islice(computation.instructions, computation.position[start.name] + 1, None):
         if instruction.opcode == "fusion" and chain in {_chain(i) for _, i in _collectives_in(program, instruction)}:

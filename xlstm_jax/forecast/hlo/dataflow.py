@@ -56,7 +56,12 @@ def _walk(
     step: Callable[[Program, Value], list[Value]],
     through: Collection[str] | None = None,
 ) -> Iterator[Value]:
-    """Yields values that ``step`` reaches from ``value``, nearest first; continues only past opcodes in ``through``."""
+    """Yields the values that are reached from ``value`` by repeated ``step``, breadth first: nearest first, each once.
+
+    ``step`` returns the direct neighbours of a value, for example its inputs. ``value`` itself is not yielded.
+    ``through`` limits the search to opcodes: the result of any other opcode is yielded, but not followed. None: every
+    result is followed. The search ends after ``MAX_VISITED`` values.
+    """
     queue, seen = deque([value]), {value}
     while queue and len(seen) < MAX_VISITED:
         for neighbour in step(program, queue.popleft()):
@@ -68,9 +73,11 @@ def _walk(
 
 
 def origin(program: Program, value: Value) -> Value:
-    """Follows a value back through operations on a single array to the operation or program parameter that made it.
+    """Follows a value back as long as it has a single input, and returns the last value reached.
 
-    For an update of a larger array, this is the origin of the update; for a loop carry, the value before the loop.
+    The result is the operation that computes the array from several arrays, or a constant, or a parameter of the
+    program. Casts, copies, slices and calls are passed. Where one of several inputs is the main one, the main input is
+    followed: for an update of a larger array the update, for a loop carry the value before the loop.
     """
     while before := sources(program, value):
         instruction = value.instruction
@@ -87,7 +94,16 @@ def origin(program: Program, value: Value) -> Value:
 
 
 def sources(program: Program, value: Value) -> list[Value]:
-    """Returns the direct inputs of a value, the main input first."""
+    """Returns the direct inputs of a value, the main input first; empty for a constant.
+
+    A ``Value`` is the result of an instruction in a computation, or an element of the result. The direct inputs are:
+
+    - of element i of a ``tuple``: operand i; of a ``get-tuple-element``: the element of the operand
+    - of a fusion, call or loop: the result of the called computation; of a conditional: the results of its branches
+    - of a parameter: the values passed by callers; empty for a parameter of the program
+    - of a slice: the sliced array, without indices; of an update in place: the update, then the updated array
+    - of any further instruction: the operands
+    """
     computation, instruction, element = value.computation, value.instruction, value.element
     opcode, operands = instruction.opcode, instruction.operands
     if opcode == "parameter":
@@ -110,7 +126,11 @@ def sources(program: Program, value: Value) -> list[Value]:
 
 
 def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
-    """Returns the values that callers pass for a parameter of a computation; for a loop also the previous iteration."""
+    """Returns the values that callers pass for ``value``, a parameter of a computation; one for each caller.
+
+    For the parameter of a loop's body or condition these are two values: the operand of the loop, and the result of the
+    body in the previous iteration. Empty for a parameter of the program.
+    """
     number, before = value.instruction.tuple_index, []
     for caller, call in program.callers[value.computation.name]:
         if call.opcode == "while":
@@ -125,7 +145,11 @@ def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
 
 
 def uses(program: Program, value: Value) -> list[Value]:
-    """Returns the values computed directly from a value."""
+    """Returns the values that are directly computed from a value, inside of called computations and in callers, too.
+
+    A user that is a call, fusion, loop or conditional contributes the parameter of its computation. The root of a
+    computation contributes the result of each caller and, in a loop's body, the body's parameter in the next trip.
+    """
     computation, users = value.computation, []
     # The root of a computation is the result of the caller, and in a loop the parameter of the next trip.
     for caller, call in program.callers[computation.name] if value.instruction.is_root else ():
@@ -140,7 +164,11 @@ def uses(program: Program, value: Value) -> list[Value]:
 
 
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
-    """Returns the values that ``user`` computes directly from ``value``, its operand at ``position``."""
+    """Returns the values into which ``user``, an instruction with ``value`` as operand ``position``, turns ``value``.
+
+    Usually this is the result of ``user``; for a tuple the element ``position`` of the result; for a call, fusion, loop
+    or conditional the parameter of the called computation. Empty for a ``get-tuple-element`` of another element.
+    """
     computation, element = value.computation, value.element
     if user.opcode == "tuple":
         return [Value(computation, user.name, (position, *element))]
@@ -159,7 +187,7 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 
 
 def _carries_several(instruction: Instruction) -> bool:
-    """Returns whether the instruction is a collective of several arrays, with one result element per array."""
+    """Returns whether an instruction is a collective of several arrays; its result is a tuple with one for each."""
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 
@@ -168,7 +196,11 @@ def _is_call(instruction: Instruction) -> bool:
 
 
 def _callees(program: Program, instruction: Instruction) -> list[Computation]:
-    """Returns the computations whose root is the instruction's result: of calls, fusions and loops."""
+    """Returns the computations whose root becomes the result of an instruction; empty for an instruction without calls.
+
+    These are the called computation of a fusion, call or asynchronous start, the body of a loop (not its condition),
+    and every branch of a conditional.
+    """
     names = instruction.called_names if instruction.opcode == "conditional" or _is_call(instruction) else ()
     names = instruction.callees_by_role["body"] if instruction.opcode == "while" else names
     return [program.computations[name] for name in names]

@@ -29,7 +29,11 @@ _MESH_GROUP_AXIS = re.compile(r"['\"]?([\w.\-]+)['\"]?(?::\((\d+)\)(\d+))?")
 
 
 def replica_groups(attributes: str) -> Groups:
-    """Parses the device ids of each group that exchanges data; () if the devices form a single group.
+    """Parses the groups of a collective to device ids: a tuple for each group of devices that exchange data.
+
+    ``attributes`` is the text behind the operands of the instruction. An id is a position in the flattened mesh. For a
+    permute a group has the devices that are connected by pairs of sender and receiver, sorted; ((0,),) without pairs.
+    () if the text names no groups: then all devices form a single group.
 
     Raises:
       ValueError: the groups have an unknown form.
@@ -65,9 +69,14 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 
 
 def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
-    """Parses ``mesh['a'=2,'b'=4] {'b'}``: ids in a group differ along the axes in braces.
+    """Parses ``mesh['a'=2,'b'=4] {'b'}`` to groups of device ids; ids in a group differ along the axes in braces.
 
     The braces may name a factor of an axis: ``'b':(2)2`` is the second of the two factors of size 2.
+
+    Args:
+      axes: text in the brackets of ``mesh[...]``: names and sizes of the axes.
+      id_dims, permutation: texts of ``device_ids=([...]T(...))``, the order of the ids; None: ascending order.
+      over: text in the braces: the axes, or factors of axes, of a group.
     """
     sizes = {name: int(size) for name, size in _MESH_AXIS.findall(axes)}
     ids = _iota(id_dims or str(math.prod(sizes.values())), permutation)
@@ -84,7 +93,11 @@ def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: 
 
 
 def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
-    """Returns the ids of a mesh in groups; within a group the ids differ along the ``grouped`` dims."""
+    """Splits an array of device ids, with a dim for each mesh axis, into groups along some of the dims.
+
+    ``grouped`` says for each dim whether ids in a group differ along this dim. Example: ids [[0, 1], [2, 3]] with
+    grouped (False, True) are the groups ((0, 1), (2, 3)).
+    """
     order = sorted(range(ids.ndim), key=grouped.__getitem__)  # grouped dims come last
     in_group = math.prod(size for size, inside in zip(ids.shape, grouped, strict=True) if inside)
     return tuple(map(tuple, ids.transpose(order).reshape(-1, in_group).tolist()))
@@ -93,7 +106,8 @@ def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
 def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Returns the mesh axes along which the devices of each group differ; None if the groups follow no set of axes.
 
-    Axes of size 1 are left out, because nothing is sent along them.
+    Groups have device ids, positions in the flattened mesh of ``axis_sizes``. The axes are in mesh order; () for groups
+    of a single device. Axes of size 1 are left out, because nothing is sent along them.
     """
     sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

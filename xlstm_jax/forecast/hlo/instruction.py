@@ -105,14 +105,17 @@ class Instruction:
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether the instruction computes or moves data; False if it names values or is part of an async pair."""
+        """Whether the instruction computes or moves data; False if it only names values or is part of an async pair."""
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))
 
     @cached_property
     def callees_by_role(self) -> dict[str, tuple[str, ...]]:
-        """Names of called computations by role: calls, body, condition, to_apply, branches."""
+        """Names of the called computations by role: calls, body, condition, to_apply, branches, as far as present.
+
+        A loop has {"condition": ("cond.1",), "body": ("body.1",)}, a conditional a name for each branch.
+        """
         roles: dict[str, tuple[str, ...]] = {}
         for role, name, several in _CALLED.findall(self.attributes):
             # A conditional over a bool names two computations; a conditional over an index has a list.
@@ -138,12 +141,12 @@ class Instruction:
 
     @cached_property
     def tuple_index(self) -> int:
-        """Index of a get-tuple-element; number of a parameter."""
+        """Index of the element that a get-tuple-element takes; number of a parameter. Only for these two opcodes."""
         return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses a line; returns None if the line is no instruction.
+    """Parses a line of HLO text, ``%name = type opcode(operands), attributes``; None if the line is no instruction.
 
     Raises:
       ValueError: the line begins as an instruction, but is malformed.
@@ -166,7 +169,11 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def element(tuple_instruction: Instruction, index: int) -> Instruction:
-    """Returns the get-tuple-element that newer compilers abbreviate to an operand ``%while.3#1``."""
+    """Builds the ``get-tuple-element`` instruction for element ``index`` of the result of ``tuple_instruction``.
+
+    Newer compilers write no such instruction, but abbreviate it to an operand: ``%while.3#1`` is element 1 of
+    ``%while.3``. The name of the built instruction is "while.3#1".
+    """
     return Instruction(
         name=f"{tuple_instruction.name}#{index}",
         opcode="get-tuple-element",
@@ -177,7 +184,11 @@ def element(tuple_instruction: Instruction, index: int) -> Instruction:
 
 
 def _closing(line: str, start: int) -> int:
-    """Returns the position of the parenthesis that closes the one before ``start``."""
+    """Returns the index in ``line`` of the ")" that closes the "(" directly before index ``start``.
+
+    Raises:
+      ValueError: the parenthesis is not closed in this line.
+    """
     # Jumps between closing parentheses instead of reading each character, since a line may have megabytes (constants,
     # Pallas kernels).
     end, at, depth = line.find(")", start), start, 1

@@ -87,10 +87,10 @@ def module_path(op_name: str) -> tuple[str, str]:
 
 
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns ``module_path`` of each name of a program; operations in a loop may take the module of the loop.
+    """Returns (path, direction), as of ``module_path``, by name, for the operation names of a program.
 
-    An operation without a module, in the body of a loop (``nn.scan``) whose other operations are in "blocks" or below,
-    belongs to "blocks".
+    In contrast to ``module_path``, an operation without a module takes the module of the loop around it: an operation
+    in the body of a loop (``nn.scan``) whose other operations are in "blocks" or below belongs to "blocks".
     """
     path_of = {name: module_path(name) for name in op_names}
     inside = defaultdict(list)
@@ -104,7 +104,10 @@ def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def common_path(paths: Iterable[str]) -> str:
-    """Returns the longest common prefix of ``paths``, in path components."""
+    """Returns the longest common beginning of several module paths, in full components; "" if there is none.
+
+    "blocks/up" and "blocks/unit" have "blocks" in common.
+    """
     steps = zip(*(path.split("/") for path in paths), strict=False)
     return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, steps))
 
@@ -121,7 +124,11 @@ def _loops(op_name: str) -> list[str]:
 
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:
-    """Returns the scopes without primitive and transformations, and the set of transformations."""
+    """Splits a name of JAX into its scopes, and returns (scopes, names of the transformations around scopes).
+
+    The primitive at the end is left out, and transformations are unwrapped: "jit(f)/transpose(jvp(M))/up/dot_general"
+    is (["jit(f)", "M", "up"], {"transpose", "jvp"}).
+    """
     parts, transforms = split_outside(op_name, "/", "()"), set()
     if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
         parts = parts[:-1]
@@ -137,7 +144,11 @@ def _scopes(op_name: str) -> tuple[list[str], set[str]]:
 
 
 def _module_names(scopes: list[str]) -> list[str]:
-    """Returns the scopes that are modules; a method counts as its module."""
+    """Returns the names of modules among the scopes of an operation, outermost first; a method counts as its module.
+
+    Left out are calls, loops, branches, scopes of the library, and the second copy of a path that JAX writes twice.
+    Example: ["jit(f)", "M", "blocks", "blocks.project", "up"] is ["M", "blocks", "up"].
+    """
     path: list[str] = []
     for before, scope, after in zip(["", *scopes], scopes, [*scopes[1:], ""], strict=False):
         if scope == "checkpoint":
@@ -158,7 +169,11 @@ def _module_names(scopes: list[str]) -> list[str]:
 
 
 def _is_control_flow(before: str, scope: str, after: str) -> bool:
-    """Returns whether a scope is part of ``while/body``, ``while/cond`` or ``cond/branch_0_fun``, and no module."""
+    """Returns whether a scope is part of JAX's control flow: ``while/body``, ``while/cond`` or ``cond/branch_0_fun``.
+
+    ``before`` and ``after`` are the neighbouring scopes, "" at the ends. Beside other neighbours "while", "body" and
+    "cond" are names of modules, and the result is False.
+    """
     if scope == "while":
         return bool(LOOP_PARTS.match(after))
     if before == "while" and LOOP_PARTS.match(scope):

@@ -57,7 +57,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Readers by instruction name, as (reader, operand index)."""
+        """Readers of each instruction, by its name: pairs of the reader and the index among the reader's operands."""
         readers = defaultdict(list)
         for instruction in self.instructions:
             for position, name in enumerate(instruction.operands):
@@ -91,7 +91,10 @@ class Program:
         return ((computation, self.trips[computation.name]) for computation in self._callers_first)
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
-        """Returns ``executed`` without asynchronous computations, whose work counts at the start instruction."""
+        """Returns ``executed`` (computations with their number of runs in a step) without asynchronous computations.
+
+        The work of an asynchronous computation counts at its start instruction.
+        """
         return (
             (computation, trips) for computation, trips in self.executed() if computation.name not in self.asynchronous
         )
@@ -132,7 +135,7 @@ class Program:
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names of the computations that an async-start or call-start runs asynchronously."""
+        """Names of the computations run by an async-start or call-start, directly or through calls and loops."""
         # Callers come first, so a single pass also finds the callees of asynchronous computations.
         asynchronous: set[str] = set()
         for computation in self._callers_first:
@@ -144,7 +147,10 @@ class Program:
     def with_fused(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields the instruction and, for a fusion, the instructions inside, each with its computation."""
+        """Yields (computation, instruction) for an instruction and, if the instruction is a fusion, for those inside.
+
+        ``computation`` contains ``instruction``. Fusions inside of the fusion are opened, too.
+        """
         yield computation, instruction
         if instruction.opcode == "fusion":
             for name in instruction.called_names:
@@ -154,7 +160,10 @@ class Program:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """Callers of each computation by name, including fusions and reductions."""
+        """By name of a computation: the places that call the computation, fusions and reductions included.
+
+        A place is (calling computation, calling instruction). The list is empty for the entry computation.
+        """
         callers = defaultdict(list)
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -163,7 +172,11 @@ class Program:
         return callers
 
     def schedule_of(self, computation: Computation) -> str:
-        """Returns the name of the computation whose schedule runs ``computation``, possibly through fusions."""
+        """Returns the name of the computation whose schedule runs ``computation``.
+
+        For the inside of a fusion, also nested, this is the computation with the outermost fusion; else ``computation``
+        itself.
+        """
         # A fused computation has a single caller. Other computations have a schedule.
         while calls := [caller for caller, call in self.callers[computation.name] if call.opcode == "fusion"]:
             computation = calls[0]
@@ -171,7 +184,7 @@ class Program:
 
     @cached_property
     def _callers_first(self) -> list[Computation]:
-        """Returns all executed computations, each after its callers."""
+        """Returns all computations that run as scheduled code, each after its callers; the entry is the first."""
         # Depth first: a computation is appended after its callees, and the list is reversed at the end. The stack is
         # explicit, because nested loops may exceed Python's recursion limit.
         order, seen = [], set()
@@ -188,7 +201,11 @@ class Program:
 
 
 def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
-    """Returns the computations that an instruction runs, without the reductions and fusions that it applies."""
+    """Returns the names of the computations that an instruction runs as scheduled code; () for most instructions.
+
+    These are body and condition of a loop, every branch of a conditional, and the computation of a call, also of an
+    asynchronous call. Reducers and the insides of fusions do not count.
+    """
     # Most instructions call nothing, and the regular expressions of `callees_by_role` are slow.
     if "=%" not in instruction.attributes and "computations={" not in instruction.attributes:
         return ()
@@ -222,7 +239,11 @@ def parse(text: str) -> Program:
 
 
 def _computations(body: str) -> Iterator[Computation]:
-    """Yields the computations in the text of a program."""
+    """Yields the computations in ``body``, the text of a program behind the header line, in the order of the text.
+
+    Raises:
+      ValueError: the text ends inside of a computation.
+    """
     name, is_entry = None, False
     lines: list[str] = []
     for line in body.splitlines():
@@ -242,7 +263,11 @@ def _computations(body: str) -> Iterator[Computation]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """Returns the instructions, with the element behind each operand ``%while.3#1`` inserted after ``%while.3``."""
+    """Returns the instructions of a computation, with an added instruction for each operand such as ``%while.3#1``.
+
+    Such an operand abbreviates element 1 of the tuple ``%while.3``. A ``get-tuple-element`` named "while.3#1" is
+    inserted directly behind ``%while.3``.
+    """
     wanted = defaultdict(set)
     for name in [name for i in instructions if "#" in i.operand_text for name in i.operands]:
         while "#" in name:
@@ -292,7 +317,11 @@ def trip_count(computations: Mapping[str, Computation], caller: Computation, loo
 
 
 def _count(start: int, bound: int, step: int, direction: str) -> int | None:
-    """Counts start, start + step, ... while the comparison with the bound holds; None if the loop need not end."""
+    """Returns how many numbers start, start + step, ... a loop counts before ``number <direction> bound`` is False.
+
+    ``direction`` is HLO's comparison: "LT", "LE", "GT", "GE", "NE". None if the loop may not end: ``step`` is 0 or
+    leads away from the bound, or "NE" misses the bound.
+    """
     if step == 0 or direction not in (_UPWARDS if step > 0 else _DOWNWARDS):
         return None
     numbers = range(start, bound + _INCLUSIVE.get(direction, 0), step)
@@ -302,13 +331,16 @@ def _count(start: int, bound: int, step: int, direction: str) -> int | None:
 
 
 def _element(computation: Computation, name: str, index: int) -> str:
-    """Returns the instruction that makes a tuple element; the tuple itself if no ``tuple`` instruction made it."""
+    """Returns the name of the instruction that computes element ``index`` of the tuple called ``name``.
+
+    If no ``tuple`` instruction made the tuple, returns ``name`` itself.
+    """
     made = computation.by_name[name]
     return made.operands[index] if made.opcode == "tuple" else name
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the integer of the constant, or copied constant, called ``name``; None for another instruction."""
+    """Returns the integer of the constant called ``name``, possibly through copies; None for any other instruction."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _constant(computation, instruction.operands[0])
@@ -317,7 +349,11 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _counter(computation: Computation, name: str) -> tuple[int, int] | None:
-    """Parses a parameter element plus a constant, as (index of the element, constant); None for anything else."""
+    """Parses the instruction called ``name`` as a loop counter: element of the loop's carry, plus a constant.
+
+    Returns (index of the element in the carry, the constant); the constant is 0 for the element alone. Copies are
+    passed. None for any other instruction.
+    """
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _counter(computation, instruction.operands[0])

@@ -24,6 +24,8 @@ def split_outside(text: str, separator: str, brackets: str = "()[]{}") -> list[s
 
     >>> split_outside("f32[2,4]{1,0}, (s32[], f32[8])", ",")
     ['f32[2,4]{1,0}', ' (s32[], f32[8])']
+
+    ``brackets`` has the opening and the closing bracket of each kind in turn.
     """
     parts, depth = [""], 0
     for char in text:

@@ -56,7 +56,10 @@ class Dispatch:
 
     @property
     def padding(self) -> float:
-        """Ratio of sent rows, with padding, to needed rows: one for each expert that a token chose."""
+        """Ratio of sent rows, with padding, to needed rows: a row for each expert that a token chose.
+
+        1 for a ragged exchange, without padding.
+        """
         return 1.0 if self.is_ragged else self.experts.padding
 
     @property
@@ -66,7 +69,7 @@ class Dispatch:
 
     @property
     def imbalance_s(self) -> float | None:
-        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead."""
+        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead; None if unknown."""
         if self.experts.capacity_factor is not None:
             return 0.0
         return None if self.expert_s is None else (self.imbalance - 1) * self.expert_s
@@ -112,7 +115,11 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    """Returns bytes and times of the collectives that exchange tokens for one mixture of experts."""
+    """Returns the bytes and times of the all-to-alls of a mixture of experts, and the time of the experts' products.
+
+    The time of the products is for the mean number of rows per device, or for every slot if the mixture has a capacity;
+    None if the forecast has no chip or no ``tokens``. ``experts`` is the mixture's entry in ``plan``.
+    """
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)
     waited_s = total_seconds((collective.count, collective.exposed_s) for collective in serving)
@@ -129,6 +136,6 @@ def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, im
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:
-    """Returns whether a collective is an all-to-all within the module of a mixture of experts."""
+    """Returns whether a collective is an all-to-all (ragged or not) in the module of a mixture of experts or below."""
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within

@@ -199,7 +199,7 @@ class Fit:
 
     @property
     def why_offload(self) -> str:
-        """Sentence on the cost of the best trial's offload, and why it is needed; "" without offload."""
+        """Sentence on the cost of the best trial's offload, and why it is needed; "" without offload or best trial."""
         if self.best is None or not self.best.forecast or self.best.options.offload == NO_OFFLOAD:
             return ""
         host = self.best.forecast.host
@@ -238,7 +238,7 @@ class Fit:
 
     @property
     def why_mesh(self) -> str:
-        """Sentence on the best trial's mesh among the meshes of ``model_axes``; "" without ``model_axes``."""
+        """Sentence on the best trial's mesh among those of ``model_axes``; "" without them or a best trial."""
         if not self.considered or self.best is None:
             return ""
         compiled = [choice for choice in self.considered if choice.compiled]
@@ -254,7 +254,10 @@ class Fit:
         )
 
     def to_json(self) -> str:
-        """Returns the trials with their totals as JSON; for a full forecast see ``Forecast.to_json``."""
+        """Returns the trials with their totals, and the code for the best trial, as JSON.
+
+        For a full forecast see ``Forecast.to_json``.
+        """
         rows = []
         for trial in self.trials:
             least, expected, most = (trial.forecast and trial.forecast.step_time) or (None, None, None)
@@ -322,8 +325,9 @@ def fit(
         meshes by estimate.
     Raises:
       ValueError: the topology is unknown; ``meshes`` and ``model_axes`` are both given; the budget, the number of jobs
-        or a limit is not positive; there is no mesh, or no step can be built on any mesh of ``model_axes``; or the
-        forecast of the very first options fails, chained to the reason.
+        or a limit is not positive; there is no mesh, or no step can be built on any mesh of ``model_axes``; the
+        forecast of the very first options fails, chained to the reason, unless the compiler refuses the step; or no
+        variant of the first mesh has a forecast.
       ImportError: the compiler for the topology is not installed.
     """
     parsed = parse_topology(topology)
@@ -377,7 +381,18 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Estimates the meshes that ``model_axes`` allows; returns the meshes, best first, the few to compile marked."""
+    """Estimates every mesh that ``model_axes`` allows, and returns the meshes, best first, the few to compile marked.
+
+    Each mesh's step is built and traced, with remat and weights gathered again, but not compiled. A mesh on which
+    ``build_step`` raises has the reason in place of an estimate.
+
+    Args:
+      build_step, model_axes: as for ``fit``.
+      topology: the devices.
+      budget: bytes that a step may take on a device.
+    Raises:
+      ValueError: no step can be built on any mesh.
+    """
     estimates: list[tuple[dict[str, int], Estimate | str]] = []
     for mesh in model_meshes(topology, model_axes):
         try:
@@ -427,7 +442,16 @@ class Search:
     trials: list[Trial] = field(default_factory=list)
 
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
-        """Runs the search and returns every trial, in the order of ``Fit.trials``."""
+        """Runs the search on ``meshes`` in order, and returns every trial, in the order of ``Fit.trials``.
+
+        The first mesh is tried with weights kept, gathered again, and with remat; then, while nothing fits, with 2, 4,
+        ... minibatches. Each other mesh is tried with the best options, or while nothing fits with the smallest and
+        more minibatches. If still nothing fits, the meshes are tried with offload. The best options are tried with
+        another ``min_weight_size``.
+
+        Raises:
+          ValueError: every variant of the first mesh fails; or the first does, not by a refusal of the compiler.
+        """
         self.attempt(*[dataclasses.replace(way, mesh=meshes[0]) for way in _WAYS])
         compiled = [trial for trial in self.trials if trial.forecast]
         if not compiled:
@@ -450,7 +474,10 @@ class Search:
         return min((trial for trial in self.trials if trial.fits), key=_rank, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-        """Tries meshes in order, each with increasing minibatches, until a trial fits; returns the remaining meshes."""
+        """Tries meshes in order with ``options``, each with increasing minibatches, until a trial fits.
+
+        Returns the meshes that were not tried. Tries nothing if a trial has fitted before.
+        """
         rest = list(meshes)
         while rest and self.best is None:
             options = dataclasses.replace(options, mesh=rest.pop(0))
@@ -458,10 +485,11 @@ class Search:
         return rest
 
     def try_minibatches(self, trial: Trial) -> None:
-        """Doubles the minibatches until a trial fits or fails, the maximum is reached, or minibatches cannot help.
+        """Tries the options of ``trial`` with twice the minibatches, again and again, until a trial fits.
 
-        Parameters, optimizer state and the batch take the same memory for any number of minibatches. If ``trial`` is
-        the best, but near the limit of memory, the next number of minibatches is tried.
+        Ends without a fit if a trial fails, the maximum is reached, or minibatches cannot help: parameters, optimizer
+        state and the batch take the same memory for any number of minibatches. If ``trial`` is the best, but near the
+        limit of memory, the next number of minibatches is tried. Nothing is tried if another trial fits.
         """
         while (
             (self.best is None or (self.best is trial and trial.tight))
@@ -475,9 +503,12 @@ class Search:
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """Forecasts several options in parallel, appends the trials to ``trials``, and returns the last.
+        """Forecasts several options in parallel, appends the trials to ``trials`` in order, and returns the last trial.
 
-        Raises a ``ValueError`` if the first trial of the search has no forecast.
+        Calls ``on_done`` with each trial.
+
+        Raises:
+          ValueError: the first trial of the search has no forecast, for another reason than a refusal of the compiler.
         """
         # A generator: the next step is traced while the previous steps compile.
         begun = (self._begun(options) for options in several)
@@ -489,7 +520,11 @@ class Search:
         return self.trials[-1]
 
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
-        """Builds a step and prepares the compilation: (compilation, (options, None)), or (None, (options, error))."""
+        """Builds the step of ``options`` and prepares its compilation, without starting the compiler.
+
+        Returns (pending compilation, (options, None)); or (None, (options, error)) if the user's code raises, or the
+        options are invalid. Calls ``on_trial`` before.
+        """
         if self.on_trial is not None:
             self.on_trial(options)
         try:
@@ -502,7 +537,15 @@ class Search:
             return None, (options, error)
 
     def _trial(self, job: Pending[Forecast] | None, options: Options, error: Exception | None) -> Trial:
-        """Returns the trial of ``options``: the forecast of the compiled job, or the error in place of a forecast."""
+        """Returns the trial of ``options``, after the wait for the compilation: with a forecast, or with the problem.
+
+        Args:
+          job: the compilation; None if no step could be built.
+          options: options of the trial.
+          error: reason why there is no job; else None.
+        Raises:
+          ValueError: the first trial of the search has a problem, other than that the compiler refuses the step.
+        """
         try:
             forecast = job.result() if job is not None else None
         except (ValueError, CompileError, TimeoutError) as raised:  # other exceptions do not depend on the options
@@ -545,7 +588,11 @@ def default_meshes(topology: Topology) -> list[dict[str, int]]:
 
 
 def batch_spec_of(call: StepCall) -> PartitionSpec | None:
-    """Returns the PartitionSpec of the batch, the arguments after the state; None if split leaves differ."""
+    """Returns the PartitionSpec that all split leaves of a step's batch share; else None.
+
+    The batch is every argument after the first, the state. Scalars and replicated leaves do not count. None also for a
+    batch without split leaves.
+    """
     # Scalars and keys are replicated, however the batch is split.
     placed = [leaf.sharding for leaf in jax.tree.leaves(call.args[1:]) if getattr(leaf, "ndim", 0)]
     specs = {s.spec for s in placed if isinstance(s, NamedSharding) and any(map(entry_axes, s.spec))}

@@ -69,9 +69,12 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 
 
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Returns a mesh with these axes, each within a dim of the torus or of (hosts, GPUs per host).
+    """Returns a mesh with the axes of ``sizes``, each laid within a dim of the torus or of (hosts, GPUs per host).
 
-    FSDP gets the rest of the dims. Returns None if an axis fits into no dim.
+    The rest of the dims becomes FSDP axes: "fsdp" if the topology has one dim; else "fsdp_x", ... on a torus,
+    "fsdp_host" and "fsdp_device" on GPUs. Axes are placed in the order of ``sizes``: on a torus preferably over a full
+    dim, else in the innermost dim with room, "dp" in the outermost. The mesh lists axes and sizes, outermost first.
+    None if an axis fits into no dim.
     """
     gpus = topology.platform == "cuda"
     # The devices of a chip form the last dim, which is no ring.
@@ -144,7 +147,10 @@ class Estimate:
 
 
 def estimate(call: StepCall, links: Links) -> Estimate:
-    """Estimates bytes and seconds of a step per device, from its jaxpr and the shardings of its arguments."""
+    """Estimates bytes and seconds of a step per device, from its jaxpr and the shardings of its arguments.
+
+    Arguments without a ``NamedSharding`` count as replicated. ``links`` are the links between the devices of the mesh.
+    """
     jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
     reached = links.chip.reached
     flops = count_flops(jaxpr, devices).by_dtype()
@@ -172,7 +178,11 @@ def estimate(call: StepCall, links: Links) -> Estimate:
 
 
 def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yields the equations of a jaxpr and of nested jaxprs, with the number of runs; an unknown length counts once."""
+    """Yields (equation, runs in a step) for the equations of a jaxpr and of nested jaxprs.
+
+    An equation comes before the equations nested in it. ``times`` is the number of runs of ``jaxpr``. A ``scan``
+    multiplies by its length; a loop of unknown length counts once.
+    """
     # `equations.all_equations` visits a shared jaxpr once: this walk counts each call.
     for eqn in jaxpr.eqns:
         yield eqn, times
@@ -182,7 +192,10 @@ def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
-    """Returns a collective's axes with more than one device, and the bytes sent by each device per execution."""
+    """Returns (mesh axes of more than one device, bytes that each device sends) for the equation of a collective.
+
+    The bytes are for one execution of the ring algorithm. ``sizes`` has the size of each mesh axis.
+    """
     kind = COLLECTIVES[eqn.primitive.name]
     axes = tuple(axis for axis in named_axes(eqn) if sizes.get(axis, 1) > 1)
     # The payload of a gather is its result. In a ragged exchange the smaller of operand and result has no padding: the
@@ -193,7 +206,11 @@ def _sent(eqn: Any, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], float]:
 
 
 def links_of_mesh(topology: Topology, mesh: Mapping[str, int]) -> Links:
-    """Returns the links of a mesh with devices in the order of the topology's dims."""
+    """Returns the links between the devices of a mesh that is laid on a topology in order.
+
+    Device i of the flattened mesh is device i of the flattened dims of the topology. ``mesh`` has the sizes by axis,
+    outermost first.
+    """
     shape = (*(*topology.shape, 1, 1)[:3], topology.chip.devices_per_chip)
     coords = np.stack(np.unravel_index(np.arange(math.prod(mesh.values())), shape)[:3], axis=1).tolist()
     return Links(topology.chip, dict(mesh), topology, coords if topology.chip.torus_axes else ())
@@ -213,10 +230,15 @@ class Considered:
 
 
 def ranked(estimates: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
-    """Returns the meshes, the most promising first; the first ``count`` with an estimate are to be compiled.
+    """Sorts meshes, the most promising first, and marks the first ``count`` with an estimate as to be compiled.
 
-    Meshes that fit by their estimate come first, the fastest first; then meshes that do not fit, the smallest first;
-    then meshes without a step, whose entry in ``estimates`` is the reason.
+    Meshes that fit into ``budget`` by their estimate come first, the fastest first; then meshes that do not fit, the
+    smallest first; then meshes without a step.
+
+    Args:
+      estimates: (mesh, estimate), or (mesh, reason why no step could be built).
+      budget: bytes of memory of a device.
+      count: number of meshes to compile.
     """
 
     def key(pair: tuple[dict[str, int], Estimate | str]) -> tuple[float, ...]:

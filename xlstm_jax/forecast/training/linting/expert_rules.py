@@ -12,7 +12,11 @@ MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the step."""
+    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the step.
+
+    Yields a defect for each mixture that sends over 1.5 times the chosen rows, if the padding is 5 % of the step's
+    bytes or more; for delay and dropped tokens see ``_imbalance``.
+    """
     for exchange in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = exchange.wire_bytes - exchange.ideal_bytes
         if exchange.padding > MAX_PADDING and padded >= MIN_FRACTION * step.forecast.wire_bytes:
@@ -27,7 +31,12 @@ def uneven_experts(step: Step) -> Iterator[Defect]:
 
 
 def _imbalance(step: Step, exchange: Dispatch) -> Iterator[Defect]:
-    """Finds experts whose busiest device delays the step, or drops tokens beyond its capacity."""
+    """Yields a defect if the busiest device of a mixture of experts delays the step, and one if it drops tokens.
+
+    The delay must be 5 % of the step's time or more, the dropped fraction 5 % of the device's choices or more.
+    ``exchange`` has the traffic and the imbalance of the mixture. A defect has a place, a sentence, bytes (here 0) and
+    a cure.
+    """
     # With a capacity rows are dropped; without a capacity every device waits. The cause of both is an uneven router.
     cure = "Weight load_balancing_loss more, or split over fewer devices: several experts of a device even out."
     seconds, where = exchange.imbalance_s or 0.0, exchange.experts.path

@@ -73,7 +73,7 @@ class LintError(ValueError):
 
 
 def table(findings: Sequence[Finding]) -> RenderableType:
-    """Returns the findings as a table for ``rich``."""
+    """Returns a table for ``rich`` with a row for each finding: rule, place, text and cure, bytes."""
     rows = [
         [finding.rule, finding.where, f"{finding.text} {finding.cure}", format_bytes(finding.bytes)]
         for finding in findings
@@ -133,7 +133,7 @@ def lint(
 
 
 def findings_of(rule: Rule, step: Step) -> list[Finding]:
-    """Returns the findings of a rule, the largest first."""
+    """Returns the findings of a rule about a step, most bytes first; a defect without a cure has the rule's cure."""
     findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
     return sorted(findings, key=lambda finding: -finding.bytes)
 

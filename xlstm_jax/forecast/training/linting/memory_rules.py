@@ -20,7 +20,11 @@ MAX_USED_FRACTION = 0.7  # fraction of device memory, up to which a step may rec
 
 
 def memory_bound(step: Step) -> Iterator[Defect]:
-    """Finds a step that reads and writes device memory for longer than its products take."""
+    """Finds a step that reads and writes device memory for longer than its matrix products take, at reached rates.
+
+    Yields at most one defect, if the memory time is half of the step's time or more. The defect names the causes with a
+    tenth of the bytes or more. Nothing for devices without figures.
+    """
     forecast, chip = step.forecast, step.forecast.chip
     if forecast.roofline is None or chip is None:
         return
@@ -41,7 +45,10 @@ def memory_bound(step: Step) -> Iterator[Defect]:
 
 
 def near_memory_limit(step: Step) -> Iterator[Defect]:
-    """Finds a step in which XLA recomputes values because memory is scarce, or a step at most 5 % below this limit."""
+    """Finds a step in which XLA recomputes values because memory is scarce, or a step at most 5 % below this limit.
+
+    Yields at most one defect. Nothing if the limit is unknown, or if the step does not fit and XLA recomputes nothing.
+    """
     forecast, limit = step.forecast, step.forecast.rematerialization_bytes
     if limit is None or forecast.has_margin:
         return
@@ -68,7 +75,12 @@ class Cause(NamedTuple):
 
 
 def _causes(step: Step, moved: float) -> Iterator[Cause]:
-    """Yields the known causes of the traffic, whether large or small."""
+    """Yields the possible causes of the step's traffic in device memory, small causes included.
+
+    A cause has its bytes in a step, a sentence, and a cure. The causes are float32 products, attention scores in
+    memory, the optimizer's update, and needless recomputation. ``moved`` is the number of bytes read and written in a
+    step.
+    """
     forecast, plan, flops = step.forecast, step.plan, step.forecast.flops
     wide = flops.by_dtype().get(WIDE, 0.0) / flops.total if flops.total else 0.0
     of_products = f"{format_fraction(wide)} of the products are {WIDE}."

@@ -26,7 +26,11 @@ SCORES_PASSES = 8
 
 
 def wide_products(step: Step) -> Iterator[Defect]:
-    """Finds modules that multiply in float32, in a model with most FLOP in narrower dtypes."""
+    """Finds modules that multiply in float32, in a model with most FLOP in narrower dtypes.
+
+    Yields a defect for each module, or group of modules that differ only in a number, with 1 % of the step's FLOP or
+    more in float32.
+    """
     flops, chip = step.forecast.flops, step.forecast.chip
     # Work without a path is the loss or the optimizer, which may need float32, or bfloat16 in a float32 model.
     in_modules = [work for work in flops.work if work.path]
@@ -63,7 +67,7 @@ _GRADIENTS_ALONE = (
 
 
 def float32_model(step: Step) -> Iterator[Defect]:
-    """Finds a model whose products are mostly float32; nothing without a chip."""
+    """Finds a model with more than half of its FLOP in float32; yields at most one defect, nothing without a chip."""
     flops, chip = step.forecast.flops, step.forecast.chip
     of_modules = sum(work.flops for work in flops.work if work.path)
     wide = sum(work.flops for work in flops.work if work.path and work.dtype == WIDE)
@@ -83,7 +87,11 @@ def float32_model(step: Step) -> Iterator[Defect]:
 
 
 def held_scores(step: Step) -> Iterator[Defect]:
-    """Finds attention that holds the full array of scores (query x key) in memory."""
+    """Finds attention that holds the full array of scores (query x key) in memory.
+
+    Yields a defect for each module, or group of modules that differ only in a number, whose array exceeds 1 GiB, or
+    takes 5 % of the step's memory, or whose reads and writes take 5 % of the step's time.
+    """
     flops, chip = step.forecast.flops, step.forecast.chip
     alike = defaultdict(list)
     for path in flops.scores_bytes:

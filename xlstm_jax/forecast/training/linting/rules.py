@@ -59,7 +59,11 @@ class _Repeat(NamedTuple):
 
 
 def repeated_gathers(step: Step) -> Iterator[Defect]:
-    """Finds leaves gathered more often than forward and backward need."""
+    """Finds leaves gathered more often than forward and backward need.
+
+    Each pass needs a gather for each use and minibatch. Yields a defect for each group of leaves that differ only in a
+    module's number, with the bytes sent in vain.
+    """
     for name, rows in step.groups:
         repeats = [repeat for row in rows if (repeat := _repeat(step, row)).wasted]
         if repeats:
@@ -79,7 +83,11 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns the gathers of a leaf over the set of mesh axes that wastes the most bytes; zeros without waste."""
+    """Returns the executed and needed gathers of a leaf in a step, and the bytes sent in vain.
+
+    Gathers over different sets of mesh axes are counted apart, and in forward alone as well as in sum; the case with
+    the most bytes in vain counts. Zeros without such bytes. ``row`` is the leaf's row in the plan.
+    """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
         return repeats[0]  # a box of the model, which no wrapper gathers: the needed count is unknown
@@ -94,7 +102,11 @@ def _repeat(step: Step, row: LeafPlan) -> _Repeat:
 
 
 def wide_gathers(step: Step) -> Iterator[Defect]:
-    """Finds leaves gathered in a wider dtype than their wrapper requests."""
+    """Finds leaves gathered in a wider dtype than their wrapper requests.
+
+    Yields a defect for each group of leaves that differ only in a module's number. On a CPU leaves in bfloat16 are
+    skipped, because its compiler widens them.
+    """
     for name, rows in step.groups:
         # The CPU backend always sends bfloat16 as float32.
         asking = [row for row in rows if row.uses and not (step.on_cpu and row.gather_dtype == "bfloat16")]
@@ -115,7 +127,11 @@ def wide_gathers(step: Step) -> Iterator[Defect]:
 
 
 def hoisted_gathers(step: Step) -> Iterator[Defect]:
-    """Finds gathers of every layer at once, before the loop over layers."""
+    """Finds gathers of every layer at once, before the loop over layers.
+
+    Yields a defect for each group of leaves whose gathered weights take at least 1 MiB more than a layer needs. Members
+    of an ``nn.vmap`` do not count, because they run together.
+    """
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
         gathers = [gather for gather in hoisted if not _VMAP.search(gather.op_name)]
@@ -138,7 +154,11 @@ def hoisted_gathers(step: Step) -> Iterator[Defect]:
 
 
 def kept_gathered(step: Step) -> Iterator[Defect]:
-    """Finds gathered weights of several layers that stay alive from forward to backward."""
+    """Finds gathered weights of several layers, 1 MiB or more, that stay alive from forward to backward.
+
+    Yields a defect for each group of leaves that differ only in a module's number; nothing if the step keeps weights on
+    purpose (``keep_gathered``).
+    """
     if step.keep_gathered:
         return
     for name, rows in step.groups:
@@ -157,10 +177,11 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 
 
 def _kept_layers(step: Step, row: LeafPlan) -> int:
-    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward.
+    """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward; 0 for none.
 
-    Vectors do not count: the backward pass of a sum does not read them. A single layer, such as an embedding, does not
-    count either: a step gathers it once.
+    These are the layers that a step gathers in forward and not again in backward. Vectors do not count: the backward
+    pass of a sum does not read them. Frozen leaves and gathers of several layers at once do not count either. ``row``
+    is the leaf's row in the plan.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
@@ -176,7 +197,10 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def replicated_leaves(step: Step) -> Iterator[Defect]:
-    """Finds large leaves that stay replicated."""
+    """Finds leaves of 1 MiB or more that stay replicated; equal leaves share a defect.
+
+    For leaves that are replicated as too small, the size of a single layer counts.
+    """
     alike = defaultdict(list)
     for row in step.plan.replicated:
         # Small leaves of many layers are large in sum, but splitting them means many small gathers.
@@ -195,7 +219,7 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    """Returns the cure for the reason of a replicated leaf; "" for the rule's default cure."""
+    """Returns the cure, a sentence, for the reason of a replicated leaf; "" where the rule's default cure applies."""
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.all_reasons if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -214,7 +238,11 @@ def _replication_cure(row: LeafPlan) -> str:
 
 
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
-    """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes."""
+    """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes.
+
+    First come the all-reduces made by the compiler, if they send over 7.5 % of the step's bytes; then averages of
+    unsharded gradients (see ``_unreduced_gradients``).
+    """
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
         for where, members in step.merged(stand_ins):
@@ -234,7 +262,7 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
 
 
 def _narrower(members: Iterable[Collective]) -> str:
-    """Returns a further cure for reduce-scatters of float32 gradients; "" for any other collective."""
+    """Returns a further cure, as a sentence, if a collective is a reduce-scatter of float32 gradients; else ""."""
     if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
             " The gradients are sent as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
@@ -246,8 +274,9 @@ def _narrower(members: Iterable[Collective]) -> str:
 def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
 
-    An all-reduce may combine many arrays, so the size decides: its payload beyond the leaves that belong in an
-    all-reduce.
+    An all-reduce may combine many arrays, so the size decides. From the number of averaged values the leaves that
+    belong in an all-reduce are subtracted; the remaining leaves of the same modules are returned, largest first, as far
+    as they fit into the rest. Empty for any collective that averages no gradients.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
@@ -264,7 +293,10 @@ def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
 
 def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
-    """Returns the finding about an all-reduce of gradients where a reduce-scatter would do."""
+    """Returns the defect of ``reduce``, an all-reduce of the gradients of ``rows`` where a reduce-scatter would do.
+
+    The defect has the paths of the leaves, a sentence, the bytes that a reduce-scatter would save, and a cure.
+    """
     fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
     return Defect(
@@ -278,7 +310,11 @@ def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
 
 
 def exposed_collectives(step: Step) -> Iterator[Defect]:
-    """Finds collectives whose bytes a step waits for; finds nothing for devices without figures, such as CPUs."""
+    """Finds collectives whose bytes a step waits for, if the waits are 5 % of the step's time or more in sum.
+
+    Yields a defect for each group of collectives of equal kind and module with a wait of 1 % of the step's time or
+    more; the longest wait is always named. Nothing for devices without figures, such as CPUs.
+    """
     waited = [c for c in step.forecast.collectives if c.by_bandwidth.waited_s > 0]
     groups = [(where, members, _waited_s(members)) for where, members in step.merged(waited)]
     # Waits of many modules add up, so their sum decides. The module with the longest wait is always named.
@@ -316,7 +352,10 @@ def _waited_s(collectives: Iterable[Collective]) -> float:
 
 
 def small_collectives(step: Step) -> Iterator[Defect]:
-    """Finds many collectives, grouped by axes, whose latency exceeds the time of their bytes."""
+    """Finds many collectives, grouped by axes, whose latency exceeds the time of their bytes. GPUs only.
+
+    A group must have 8 or more executions in a step, and the step must wait 5 % of its time or more for their latency.
+    """
     small = defaultdict(list)
     for collective in step.forecast.collectives:
         if collective.timing and collective.timing.latency_s > collective.timing.bytes_s:
@@ -338,7 +377,10 @@ def small_collectives(step: Step) -> Iterator[Defect]:
 
 
 def hosts_last(step: Step) -> Iterator[Defect]:
-    """Finds leaves that are gathered within a host before they are sent between hosts."""
+    """Finds leaves that are gathered within a host before they are sent between hosts. GPUs only.
+
+    The opposite order sends smaller pieces between hosts; the bytes of the defect are the difference.
+    """
     for name, rows in step.groups:
         wasted = 0.0
         for row in rows:
@@ -365,7 +407,7 @@ def hosts_last(step: Step) -> Iterator[Defect]:
 
 
 def shared_matrix_products(step: Step) -> Iterator[Defect]:
-    """Finds collectives of matrix products outside of ``shard_map``."""
+    """Finds collectives of matrix products outside of ``shard_map`` (in the optimizer) that send 1 MiB or more."""
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
     if sent >= MIN_SHARED_BYTES:
@@ -378,7 +420,11 @@ def shared_matrix_products(step: Step) -> Iterator[Defect]:
 
 
 def repeated_products(step: Step) -> Iterator[Defect]:
-    """Finds matrix products outside of ``shard_map`` of which each device does far more than an even share."""
+    """Finds matrix products outside of ``shard_map`` of which each device does far more than an even share.
+
+    Yields at most one defect: if a device does over 1.5 times its share, and the excess is 1 % of the step's FLOP or
+    more.
+    """
     forecast = step.forecast
     share, done = forecast.flops.shared, forecast.shared_flops or 0.0
     if done <= MAX_WORK * share or done - share < MIN_REPEATED_FRACTION * forecast.flops.total:

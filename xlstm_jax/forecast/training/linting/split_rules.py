@@ -14,7 +14,10 @@ MIN_HIDDEN = 0.9  # fraction of a ring's time
 
 
 def split_across_hosts(step: Step) -> Iterator[Defect]:
-    """Finds activations of split layers sent between hosts, in each layer, far slower than within a host."""
+    """Finds activations of split layers (tensor parallelism) sent between hosts, far slower than within a host.
+
+    Yields a defect for each set of mesh axes whose collectives take 5 % of the step's time or more. GPUs only.
+    """
     crossing = [
         collective
         for collective in step.forecast.collectives
@@ -36,7 +39,11 @@ def split_across_hosts(step: Step) -> Iterator[Defect]:
 
 
 def exposed_rings(step: Step) -> Iterator[Defect]:
-    """Finds rings whose transfers outlast the overlapped products."""
+    """Finds rings of activations (permutes, as in ring attention) whose transfers outlast the overlapped products.
+
+    Yields a defect for each set of mesh axes with less than 90 % of the time hidden, if the step waits 5 % of its time
+    or more. Nothing for devices without figures.
+    """
     # Rings send to the next device in each shift, as permutes. Permutes of weights are not rings of activations.
     permutes = [permute for permute in step.forecast.collectives if permute.kind == "collective-permute"]
     for traffic in axis_traffic(permute for permute in permutes if permute.carries == ACTIVATIONS):
@@ -54,7 +61,10 @@ def exposed_rings(step: Step) -> Iterator[Defect]:
 
 
 def unbalanced_sequences(step: Step) -> Iterator[Defect]:
-    """Finds causal ring attention over contiguous shares: the first device has little work, the last the most."""
+    """Finds causal ring attention over contiguous shares: the first device has little work, the last the most.
+
+    Yields a defect for each module with such attention.
+    """
     modules: dict[str, Collective] = {}
     for collective in step.forecast.collectives:
         if UNBALANCED_SCOPE in collective.op_name:

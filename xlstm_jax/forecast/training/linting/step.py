@@ -36,12 +36,15 @@ class Step:
 
     @cached_property
     def rows(self) -> dict[str, LeafPlan]:
-        """Plan rows of the parameters, by path."""
+        """Rows of the plan for the model's parameters, by path of the parameter."""
         return {row.path: row for row in self.plan.rows if row.collection == PARAMETERS}
 
     @cached_property
     def gathers(self) -> dict[str, list[Collective]]:
-        """Gathers of each leaf, by path; a collective appears twice if it gathers the leaf twice."""
+        """Collectives that gather each parameter, by path of the parameter; parameters without a gather are missing.
+
+        A collective that gathers several leaves is listed under each of them, and twice if it gathers the leaf twice.
+        """
         by_path = defaultdict(list)
         for collective in self.forecast.collectives:
             for path in collective.leaves:
@@ -50,7 +53,10 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
-        """Gathered parameters by name; parameters whose paths differ only in a module's number form a group."""
+        """Gathered parameters as (name, plan rows): those whose paths differ only in a module's number form a group.
+
+        The name is the path, with ``*`` for the number in a group of several: "block_*/up/kernel".
+        """
         alike = defaultdict(list)
         for path, row in self.rows.items():
             if path in self.gathers:
@@ -63,17 +69,29 @@ class Step:
         return self.forecast.platform == "cpu"
 
     def gathers_of(self, rows: Iterable[LeafPlan]) -> list[tuple[LeafPlan, Collective]]:
-        """Returns (leaf, gather) for each gather of the leaves."""
+        """Returns (row, gather) for each gather of each leaf in ``rows``.
+
+        Raises:
+          KeyError: the step does not gather a leaf.
+        """
         return [(row, gather) for row in rows for gather in self.gathers[row.path]]
 
     def uses_at_once(self, gather: Collective) -> float:
-        """Returns how many uses of its leaves one execution of a gather serves; below 1 for one of several stages."""
+        """Returns how many uses of its leaves one execution of a gather serves: gathered values / values of one use.
+
+        Above 1 if the weights of several layers are gathered at once, below 1 for one of several stages (axes); 0 if
+        the plan does not have the leaves.
+        """
         # Computed from sizes, because a gather may carry several leaves, and a leaf may take several stages.
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
         return size_of(gather) / (sum(row.gathered_size for row in rows) or math.inf)
 
     def layers_at_once(self, gather: Collective) -> int:
-        """Returns the number of layers gathered in an execution, by the plan, or by a loop that slices the result."""
+        """Returns the number of layers whose weights an execution of a gather brings; 1 for a single layer.
+
+        The larger of two numbers counts: by the sizes in the plan, and by the pieces that a later loop slices from the
+        result.
+        """
         return max(round(self.uses_at_once(gather)), gather.slices)
 
     @property
@@ -82,11 +100,15 @@ class Step:
         return self.forecast.step_seconds or 0.0
 
     def share_of_traffic(self, sent: float) -> str:
-        """Formats bytes as a fraction of the bytes that each device sends in the step."""
+        """Formats ``sent`` bytes as a fraction of all bytes that a device sends in the step."""
         return format_fraction(sent / self.forecast.wire_bytes)
 
     def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-        """Groups collectives by kind and served modules, ignoring module numbers; yields (name, collectives)."""
+        """Groups collectives by kind and by served leaves or modules; yields (name, collectives) for each group.
+
+        Numbers of modules are ignored. The name has the served leaves, else modules, separated by commas, with ``*``
+        for the number if members differ; without leaves and modules, the name of the first instruction.
+        """
         alike = defaultdict(list)
         for collective in collectives:
             served = tuple(dict.fromkeys(collective.leaves or (collective.module,)))
@@ -101,12 +123,15 @@ class Step:
 
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
-    """Returns the path of a leaf; for several equal leaves, the path with ``*`` for the differing number."""
+    """Returns the path of a single leaf; for several equal leaves, the path with ``*`` for the first number."""
     return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
 
 
 def size_of(collective: Collective) -> float:
-    """Returns the number of values per execution; 0 if unknown, for example for arrays of several dtypes."""
+    """Returns the number of unsharded values (not bytes) per execution of a collective.
+
+    0 if unknown: for dtypes other than floats, and for arrays of several dtypes.
+    """
     width = float_bytes_of(collective.dtype)
     return collective.payload_bytes / width if width else 0.0
 
