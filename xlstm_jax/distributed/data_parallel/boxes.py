@@ -43,23 +43,35 @@ class DimNames:
     """Converts the names of dims to mesh axes. By default each name is the name of an axis."""
 
     def has_rules_for(self, leaf: Any) -> bool:
-        """Returns whether the names in the box ``leaf`` are logical names, which rules map to mesh axes."""
+        """Returns whether rules map the names in the box ``leaf`` to mesh axes: here False for any leaf.
+
+        A subclass overrides the method, and returns True for a box with logical names.
+        """
         del leaf
         return False
 
     def mesh_names(self, box: Any) -> tuple[AxisEntry, ...]:
-        """Returns, for each dim of the value in ``box``, the mesh axes that split the dim."""
+        """Returns the mesh axes that split each dim of the value in ``box``: here ``box.names``, as a tuple, unchanged.
+
+        An entry is ``None`` (not split), an axis, or a tuple of axes. A subclass may map logical names to axes.
+        """
         return tuple(box.names)
 
     def layer_name(self, name: str | None) -> AxisEntry:
-        """Returns the mesh axes of the layer dim that ``nn.scan`` adds; ``name`` is from its ``metadata_params``."""
+        """Returns the mesh axes that split the layer dim that ``nn.scan`` adds: here ``name``, unchanged.
+
+        ``name`` is the dim's name in the user's ``metadata_params`` of ``nn.scan``; ``None`` without a name.
+        """
         return name
 
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-        """Returns the mesh axes for the dim names in an NNX variable's metadata, and whether the names are logical.
+        """Returns (axes, is_logical) for the dim names in an NNX variable's metadata: here ``(names, False)``.
 
-        Logical names are mapped to axes by rules. ``names`` has an entry for each dim; ``rules`` are the variable's
-        ``sharding_rules``, or ``None``.
+        In a subclass, ``axes`` has the mesh axes of each dim, and ``is_logical`` says whether rules map names to axes.
+
+        Args:
+          names: a name, or ``None``, for each dim of the variable.
+          rules: the ``sharding_rules`` of the variable, or ``None``; not used here.
         """
         del rules
         return names, False
@@ -72,9 +84,9 @@ class DimNames:
         return dict(variables)
 
     def rules_of_mesh(self) -> AbstractContextManager[None]:
-        """Returns a context for ``model.init`` in which rules for logical names refer to axes of the current mesh.
+        """Returns a context manager for ``model.init``: here a context without effect.
 
-        Other axes are removed from the rules. By default the context has no effect.
+        In the context of a subclass, rules for logical names refer only to axes of the current mesh.
         """
         return nullcontext()
 
@@ -83,7 +95,7 @@ READERS: list[DimNames] = [DimNames()]
 
 
 def reader() -> DimNames:
-    """Returns the ``DimNames`` in use: the last entry of ``READERS``."""
+    """Returns the last entry of ``READERS``: the ``DimNames`` object that converts the names in boxes to mesh axes."""
     return READERS[-1]
 
 
@@ -92,7 +104,10 @@ def reader() -> DimNames:
 
 @contextmanager
 def boxes_without_constraints() -> Iterator[None]:
-    """Enters a context in which the initialisers of Linen modules make boxes that are read without a constraint."""
+    """Enters a context in which initialisers of Linen modules make boxes whose ``unbox`` sets no sharding constraint.
+
+    If rules for logical names are in force, the rules inside the context refer only to axes of the current mesh.
+    """
     rules = reader().rules_of_mesh() if nn.get_logical_axis_rules() else nullcontext()
     with rules, nn.intercept_methods(_boxing_without_constraints):
         yield
@@ -130,9 +145,9 @@ read_without_constraints(nn.Partitioned, _Named)
 
 
 def with_flax_box(leaf: Any) -> Any:
-    """Returns the leaf with its unconstrained box, made in ``boxes_without_constraints``, replaced by Flax's box.
+    """Returns ``leaf`` in Flax's box, with equal fields, if ``boxes_without_constraints`` has made the leaf's box.
 
-    Other leaves are returned unchanged.
+    Any other leaf is returned unchanged.
     """
     return _in_box_of(leaf, _FLAX_BOX_OF)
 

@@ -65,34 +65,55 @@ class Extension:
         cls.hooks = frozenset([name for name in vars(Extension) if getattr(cls, name) is not getattr(Extension, name)])
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
-        """Returns, by path in ``variables``, wires (formats of sent shards) in place of those chosen by leaves' boxes.
+        """Returns wires (formats in which shards are sent), by the path of a leaf in ``variables``; by default ``{}``.
 
-        ``policy`` has the options of the unit, ``module`` is the unit's path in the model.
+        A leaf in the result is sent in this format, in place of the format that the options in the leaf's box select.
+
+        Args:
+          policy: the options of the unit.
+          variables: the variables of the unit, with collections such as "params" at the top.
+          module: the path of the unit in the model.
         """
         return {}
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns, by path in the unit's variables, functions from a leaf to the value that the module reads.
+        """Returns functions, by the path of a leaf in the unit's variables; by default ``{}``.
 
-        The hook is called after ``wires``. Leaves of other paths are gathered as usual.
+        A function takes the leaf, as a ``Sharded``, and returns the value that the module reads in place of the
+        gathered value. Leaves of other paths are gathered as usual. The library calls the hook after ``wires``.
         """
         return {}
 
     def on_gathered(self, path: str, value: Any) -> None:
-        """Receives the gathered value of the leaf at ``path``, if ``wires`` has returned a wire for the leaf."""
+        """Receives the gathered value of the leaf at ``path``; by default does nothing.
+
+        The library calls the hook only for leaves for which ``wires`` has returned a wire.
+        """
 
     def changed_arguments(
         self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns (args, kwargs), changed or not, for a call of ``method`` of a unit or of a module inside the unit."""
+        """Returns (args, kwargs) for a call of ``method`` of a unit or of a module inside; by default unchanged.
+
+        ``args`` and ``kwargs`` are the arguments of the caller, without the module.
+        """
         return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
-        """Returns whether ``from_shards`` may compute the result of this method of a unit."""
+        """Returns whether ``from_shards`` may compute the result of ``method`` of a unit; by default False."""
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-        """Returns the method's result, computed from shards; ``None`` if the unit must gather."""
+        """Returns the result of ``method`` of the unit ``module``, computed from shards, without a gather.
+
+        ``None``, which is the default: the extension cannot compute the result, and the unit must gather.
+
+        Args:
+          module: the unit; its parameters are shards.
+          method: the name of the method.
+          policy: the options of the unit.
+          args, kwargs: the arguments of the method.
+        """
         return None
 
     def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
@@ -100,10 +121,10 @@ class Extension:
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
-        """Returns, by path in ``variables``, the names (for plans) of the wires that ``wires`` would choose.
+        """Returns texts, by the path of a leaf in ``variables``: the names of the wires that ``wires`` would return.
 
-        A wire is a format in which shards are sent. ``how_of(path)`` returns the communication options with which the
-        leaf at ``path`` is gathered.
+        By default ``{}``. A wire is a format in which shards are sent; a plan of the model shows the names.
+        ``how_of(path)`` returns the communication options with which the leaf at ``path`` is gathered.
         """
         return {}
 
@@ -114,46 +135,56 @@ class Extension:
         axis_sizes: Mapping[str, int],
         slow: Collection[str],
     ) -> Sequence[AxisOrder]:
-        """Returns, for each leaf of a unit, the axes over which the leaf is split, outermost first.
+        """Returns the axes that split each leaf of a unit, outermost first; by default ``default_orders``.
 
         Args:
-          sizes: bytes of each leaf.
-          default_orders: the axes of each leaf, as the user orders them; the default result.
+          sizes: the bytes of each leaf; the result has the same order of leaves.
+          default_orders: the axes of each leaf, as the user orders them.
           axis_sizes: the number of devices along each axis.
           slow: axes that cross hosts.
         """
         return default_orders
 
     def reorder_axes(self, params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-        """Returns the boxed parameters of an entire model; may change the order of the mesh axes that split a leaf."""
+        """Returns the boxed parameters of an entire model; by default ``params`` unchanged.
+
+        A subclass may return boxes with another order of the mesh axes that split a dim, so that the links carry equal
+        loads. The values are global arrays. ``axis_sizes`` has the axes of the mesh with their sizes.
+        """
         return params
 
     def avoids_gather(self, box: Sharded) -> bool:
-        """Returns whether a unit normally computes without a gather of the leaf, and sends few bytes of the leaf."""
+        """Returns whether a unit normally computes without a gather of the leaf in ``box``; by default False.
+
+        An example is an embedding table of which only some rows are sent.
+        """
         return False
 
     def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
-        """Returns a mark (a text), by path in the unit, for each leaf that is gathered together with other leaves.
+        """Returns a mark (a text), by path, for each leaf that is gathered together with others; by default ``{}``.
 
-        ``leaves`` are the leaves of a unit that will be split. The library stores the mark in the leaf's box, where
-        ``sent_with`` finds it.
+        The library stores the mark in the leaf's box, where ``sent_with`` finds the mark.
+
+        Args:
+          leaves: the leaves of a unit that will be split, by path in the unit's variables.
+          communication: the communication options of the unit.
         """
         return {}
 
     def sent_with(self, path: str, leaf: Sharded) -> str | None:
-        """Returns the path of the unit with whose leaves a leaf is sent, by the mark in its box; ``None``: no mark.
+        """Returns the path of the unit with whose leaves ``leaf`` is sent, by the mark in its box; by default ``None``.
 
-        ``path`` is the path of the leaf in the model.
+        ``None``: the box has no mark of this extension. ``path`` is the path of the leaf in the model.
         """
         return None
 
     def gathers(
         self, leaves: Mapping[str, tuple[str, Sharded]], axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns, by name, functions without arguments that gather a leaf of a unit together with others.
+        """Returns, by name, functions that gather a leaf of a unit together with other leaves; by default ``{}``.
 
-        Each function returns the unsharded array of its leaf, and the axes that still split each dim. Leaves that are
-        missing in the result are gathered alone.
+        Each function takes no arguments, and returns the pair (unsharded array of its leaf, the axes that still split
+        each dim). Leaves that are missing in the result are gathered alone.
 
         Args:
           leaves: (path in the model, leaf) by name; the names are chosen by the caller.
@@ -165,20 +196,27 @@ class Extension:
     def gathers_in_tree(
         self, params: PyTree, axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns the functions of ``gathers`` for the boxed parameters of an entire model, by path in the model."""
+        """Returns functions like those of ``gathers``, by the path of a leaf in the model; by default ``{}``.
+
+        Args:
+          params: the boxed parameters of an entire model.
+          axes: the axes to gather over.
+          communication: options of the gathers; options that are ``None`` are read from the boxes.
+        """
         return {}
 
     def parcels(self, shards: Mapping[Any, "SplitShard"]) -> Sequence["Parcel"]:
-        """Returns the parcels (groups of shards that are sent together) among the shards of a layer, given by key.
+        """Returns parcels (groups of shards that are sent together) of the shards of one layer; by default ``()``.
 
-        A shard in no parcel is sent alone.
+        ``shards`` are given by key; ``members`` of a parcel are keys. A shard in no parcel is sent alone.
         """
         return ()
 
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
-        """Returns a context for ``model.init`` that adds leaves gathered in successive parts to ``partial_gathers``.
+        """Returns a context manager for ``model.init``; by default a context without effect.
 
-        The keys are paths in the model.
+        A subclass adds, in the context, the leaves that modules gather in successive parts to ``partial_gathers``, by
+        path in the model.
         """
         return nullcontext()
 
@@ -217,17 +255,18 @@ class Parcel(Protocol):
 
     @property
     def wire(self) -> Wire:
-        """Format in which a packed array (the result of ``pack``) is sent; the array is gathered along dim 0."""
+        """Format in which the result of ``pack`` is sent. The gather concatenates the sent arrays along dim 0."""
         ...
 
     def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
-        """Returns the shards, in the order of ``members``, as one array [1, s]."""
+        """Returns ``shards``, in the order of ``members``, as one array [1, s] with the s values of all shards."""
         ...
 
     def unpack(self, rows: jax.Array) -> list[jax.Array]:
-        """Returns the arrays in ``rows`` [r, s], the packed arrays of r devices in device order.
+        """Returns the arrays of the members, in the order of ``members``, from ``rows`` [r, s].
 
-        A member with shards [.., d / n, ..] on n devices becomes an array [.., r d / n, ..]: r shards along dim d.
+        Row i is the result of ``pack`` on device i of r devices. A member with shards [.., d / n, ..] on n devices
+        becomes an array [.., r d / n, ..]: r shards, concatenated along dim d.
         """
         ...
 
@@ -236,25 +275,29 @@ EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order
 
 
 def with_hook(name: str) -> list[type[Extension]]:
-    """Returns the registered extension classes that override the method ``name`` of ``Extension``."""
+    """Returns the registered extension classes that override the method ``name`` of ``Extension``, in order."""
     return [cls for cls in EXTENSIONS if name in cls.hooks]
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
-    """Returns the registered extension classes that override the method ``name`` and apply to ``module``'s class."""
+    """Returns the registered extension classes that override the method ``name``, and apply to ``module``.
+
+    An extension applies if ``module`` is an instance of a class in its ``modules``, or if its ``modules`` is empty.
+    """
     return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
 
 
 def extensions_of(collections: Collection[str]) -> list[Extension]:
-    """Returns a new instance of each registered extension that applies to a unit with the collections named.
+    """Returns a list with a new instance of each registered extension that applies to a unit.
 
-    These are the extensions without ``collections``, and those with one of the names.
+    ``collections`` are the names of the unit's collections. An extension applies if its ``collections`` is empty, or
+    has a name in common with the argument.
     """
     return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
 
 
 def collections_of_extensions() -> list[str]:
-    """Returns the names of the collections that extensions read when a unit is entered, in addition to "params"."""
+    """Returns the names of the collections that extensions read when a unit is entered, each once, without "params"."""
     return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
 
 
@@ -273,7 +316,9 @@ def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> di
 def axis_orders(
     sizes: Sequence[float], default_orders: Sequence[AxisOrder], axis_sizes: Mapping[str, int], slow: Collection[str]
 ) -> Sequence[AxisOrder]:
-    """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension reorders them.
+    """Returns the axes of each split leaf, outermost first: ``default_orders``, unless an extension changes the orders.
+
+    The result has the order of ``sizes``. If no leaf has two axes, no extension is asked.
 
     Args:
       sizes: bytes of each leaf.
@@ -289,10 +334,15 @@ def axis_orders(
 
 
 def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
-    """Returns the boxed parameters of an entire model; extensions may change the order of the axes that split a leaf.
+    """Calls the hook ``reorder_axes`` of each registered extension on the boxed parameters of an entire model.
 
-    The values are global arrays. ``axis_sizes`` has the axes of the mesh with their sizes; with fewer than two axes of
-    size 2 or more the parameters are unchanged.
+    Returns the result of the last extension; each extension gets the result of the extension before. An extension may
+    change the order of the mesh axes that split a dim, so that the links between devices carry equal loads.
+
+    Args:
+      params: the parameters, with global arrays in the boxes.
+      axis_sizes: the axes of the mesh with their sizes. With fewer than two axes of size 2 or more, no extension is
+        called, and ``params`` is returned.
     """
     if sum([size > 1 for size in axis_sizes.values()]) < 2:
         return params
@@ -302,19 +352,23 @@ def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
-    """Returns, by path, the marks of leaves that are gathered together with other leaves; {} without such leaves.
+    """Returns a mark (a text), by path, for each leaf that extensions gather together with others; else {}.
 
-    ``leaves`` are the leaves of a unit that will be split. The marks are stored in the leaves' boxes, where
-    ``sent_with`` finds them.
+    The caller stores the marks in the leaves' boxes, where ``sent_with`` finds the marks.
+
+    Args:
+      leaves: the leaves of a unit that will be split, by path in the unit's variables.
+      communication: the communication options of the unit.
     """
     hooks = with_hook("sent_together")
     return {path: mark for cls in hooks for path, mark in cls().sent_together(leaves, communication).items()}
 
 
 def sent_with(path: str, leaf: Sharded) -> str | None:
-    """Returns the path of the unit with whose leaves a leaf is sent, by the marks in its box; ``None``: sent alone.
+    """Returns the path of the unit with whose leaves ``leaf`` is sent in one collective; ``None``: sent alone.
 
-    ``path`` is the path of the leaf in the model.
+    The registered extensions read the path from the marks in the leaf's box. ``path`` is the path of the leaf in the
+    model.
     """
     hooks = with_hook("sent_with") if leaf.marks else ()
     return next((unit for cls in hooks if (unit := cls().sent_with(path, leaf)) is not None), None)
@@ -325,8 +379,13 @@ def gathers_in_tree(
 ) -> dict[str, Callable[[], Gathered]]:
     """Returns, by path in the model, functions without arguments that gather a leaf together with other leaves.
 
-    Each function returns the unsharded array of its leaf, and the axes that still split each dim. ``params`` are the
-    boxed parameters of an entire model. Leaves that are gathered alone are missing in the result.
+    Each function returns the pair (unsharded array of its leaf, the axes that still split each dim). Leaves that are
+    gathered alone are missing in the result.
+
+    Args:
+      params: the boxed parameters of an entire model.
+      axes: the axes to gather over.
+      communication: options of the gathers; options that are ``None`` are read from the boxes.
     """
     together: dict[str, Callable[[], Gathered]] = {}
     for cls in with_hook("gathers_in_tree"):
@@ -337,14 +396,15 @@ def gathers_in_tree(
 def parcels(shards: Mapping[Any, SplitShard]) -> list[Parcel]:
     """Returns the parcels (groups of shards that are sent together) that extensions make of ``shards``, given by key.
 
-    Only shards with options of extensions can be in a parcel. Every other shard is sent alone.
+    ``members`` of a parcel are keys. A shard in no parcel is sent alone. Only shards whose communication options have
+    an option of an extension, as a packing, are offered to the extensions.
     """
     shards = {key: split for key, split in shards.items() if split.communication.options}
     return [parcel for cls in (with_hook("parcels") if shards else ()) for parcel in cls().parcels(shards)]
 
 
 def avoids_gather(box: Sharded) -> bool:
-    """Returns whether an extension normally computes results without a gather of the leaf in ``box``."""
+    """Returns whether an extension normally computes without a gather of the leaf in ``box``, as a row lookup."""
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 
@@ -363,7 +423,10 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
 
 
 def computes(module: Any, method: str) -> bool:
-    """Returns whether an extension may compute the result of ``method`` of a unit from shards, without a gather."""
+    """Returns whether an extension may compute the result of ``method`` of the unit ``module`` without a gather.
+
+    The extension may still decline in the call: then ``computed_from_shards`` returns ``None``.
+    """
     return [] != [cls for cls in with_hook_for("computes", module) if cls().computes(module, method)]
 
 
@@ -385,9 +448,11 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 def arguments_from(
     extensions: Sequence[Extension] | None, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns (args, kwargs) for a method of a module, as the hooks ``changed_arguments`` of extensions change them.
+    """Returns (args, kwargs) for a method of a module, after the hook ``changed_arguments`` of each extension.
 
-    ``extensions`` are the extensions of the running unit; ``None`` if no unit has been entered yet.
+    Only extensions that apply to the class of ``module`` are called; each gets the arguments that the extension before
+    has returned. ``extensions`` are the extensions of the running unit; ``None``, if no unit has been entered yet,
+    stands for new instances of the registered extensions that read no collection.
     """
     if extensions is None:
         extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
@@ -399,7 +464,10 @@ def arguments_from(
 
 @contextmanager
 def initialising(module: Any, method: str) -> Iterator[None]:
-    """Enters the contexts that extensions return from the hook ``initialising`` for ``method`` of a unit."""
+    """Enters, around ``method`` of the unit ``module``, the context that each extension returns from ``initialising``.
+
+    Only extensions that apply to the class of ``module`` are asked.
+    """
     with ExitStack() as stack:
         for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))

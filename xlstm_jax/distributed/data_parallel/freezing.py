@@ -95,9 +95,12 @@ def freeze_params(
 
 
 def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
-    """Returns the stored array of a leaf, cast to ``dtype`` if the leaf is frozen and ``dtype`` is not ``None``.
+    """Returns the array in the box of ``leaf``: cast to ``dtype`` if the leaf is frozen, else unchanged.
 
-    ``path`` names the leaf in the error if the dtype does not fit.
+    With ``dtype=None`` every array is unchanged. Integers keep their dtype. ``path`` names the leaf in the error.
+
+    Raises:
+      ValueError: the leaf is complex and ``dtype`` is real, or the other way round; or ``dtype`` is no floating dtype.
     """
     if dtype is None or leaf.trainable:
         return leaf.value
@@ -107,10 +110,11 @@ def stored_frozen(path: str, leaf: Sharded, dtype: str | None) -> Any:
 def with_frozen(
     model: object, variables: PyTree, trainable: Trainable | None, frozen_dtype: DTypeLike | None
 ) -> PyTree:
-    """Returns variables of ``model.init`` with "params" frozen by ``freeze_params``, with the two options given.
+    """Returns ``variables``, with "params" replaced by ``freeze_params(params, trainable, frozen_dtype=frozen_dtype)``.
 
-    The variables are returned unchanged if both options are ``None``. If the model is a ``SelectsLeaves`` (NNX),
-    ``trainable`` may be a filter, which the model converts to a predicate of a leaf's path.
+    Leaves for which ``trainable`` is false are then frozen. If both options are ``None``, the variables are returned
+    unchanged. If the model is a ``SelectsLeaves`` (NNX), ``trainable`` may be a filter of NNX, which the model converts
+    to a predicate of a leaf's path.
     """
     if trainable is None and frozen_dtype is None:
         return variables

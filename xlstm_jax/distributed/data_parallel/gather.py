@@ -125,7 +125,10 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
     """Returns the averaged gradient for each entry of ``grads``, in order and without boxes; see ``sync_gradients``.
 
     ``grads`` are pairs (path, gradient in its box); ``axes`` are the bound data axes to average over. The results are
-    remembered as averages, so that they are not averaged again.
+    passed to ``remember``, so that ``sync_gradients`` does not average them again.
+
+    Raises:
+      ValueError: a gradient was averaged before and then changed; names the leaf.
     """
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
@@ -175,14 +178,17 @@ def wrong_averages_pass() -> AbstractContextManager[None]:
 
 
 def wrong_averages_raise() -> bool:
-    """Returns whether a proved mistake in averaging gradients raises an error: not in ``wrong_averages_pass``."""
+    """Returns False inside the context ``wrong_averages_pass``, else True.
+
+    True means that a proved mistake in averaging gradients raises an error.
+    """
     return _raises.get()
 
 
 def averaged_axes(value: jax.Array) -> frozenset[str]:
-    """Returns the axes over which ``value``, this very array, is known to be averaged; an empty set if it is not known.
+    """Returns the axes over which ``sync_gradients`` has averaged ``value``, an array compared by identity.
 
-    A value computed from an average is not known.
+    An empty set for any other array, including an array computed from an average.
     """
     for average, axes in _averages.known:
         if average() is value:
@@ -191,7 +197,11 @@ def averaged_axes(value: jax.Array) -> frozenset[str]:
 
 
 def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
-    """Remembers, for ``averaged_axes``, that ``values[i]``, if it is a tracer, is an average over ``axes[i]``."""
+    """Stores that ``values[i]`` is an average over the axes ``axes[i]``, so that ``averaged_axes`` returns the axes.
+
+    Only tracers are stored, by weak reference; other arrays are ignored. Entries of tracers that no longer exist are
+    removed.
+    """
     # Weak references: a tracer must not outlive its trace. References to tracers of ended traces are dropped here.
     alive = [(average, over) for average, over in _averages.known if average() is not None]
     traced = [(value, over) for value, over in zip(values, axes, strict=True) if isinstance(value, Tracer)]

@@ -111,7 +111,7 @@ class Sharded(QuickBox):
 
     @property
     def stores_value(self) -> bool:
-        """True if the stored array is the value itself."""
+        """True if the stored array is the value itself; False if the store adds padding, say."""
         return self.store == UNCHANGED_STORE
 
     @property
@@ -121,9 +121,9 @@ class Sharded(QuickBox):
         return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of the value (without padding) of which ``counts[i]`` stored shards lie along each dim i.
+        """Returns the shape of a value (without padding) of which ``counts[i]`` stored shards lie along each dim i.
 
-        ``self.value`` is one of the shards.
+        A stored shard has the shape of ``self.value``.
         """
         return self.store.shape(np.shape(self.value), counts)
 
@@ -165,7 +165,10 @@ class Sharded(QuickBox):
             return full.value if isinstance(full, Sharded) else full  # a ``Sharded`` is still split over other axes
 
     def _axes_to_read(self) -> tuple[str, ...]:
-        """Returns the bound axes over which ``unbox`` gathers; () outside of ``shard_map``, where values are global.
+        """Returns the axes over which ``unbox`` gathers the leaf: the bound axes in ``gathered_axes``, in order.
+
+        () outside of ``shard_map``, where values are global, and for a leaf that modules read as a shard
+        (``read_as_stored``).
 
         Raises:
           ValueError: the value has another number of dims than the box: it was stacked or sliced without its box.
@@ -248,7 +251,10 @@ class SplitVariable:
 
     @property
     def as_sharded(self) -> Sharded:
-        """The variable as a ``Sharded``; ``value`` is the stored array, or its replacement in a transformed tree."""
+        """The variable as a ``Sharded``, with the stored array as ``value``. Abstract.
+
+        In a tree that a function such as ``jax.tree.map`` has changed, ``value`` is the replacement of the array.
+        """
         raise NotImplementedError
 
     @property
@@ -256,11 +262,14 @@ class SplitVariable:
         return self.as_sharded.names
 
     def replace(self, **fields: Any) -> "SplitVariable":
-        """Returns the variable with other values of some fields of ``as_sharded``."""
+        """Returns a copy of the variable, with new values of some fields of its box (see ``as_sharded``). Abstract.
+
+        The fields are given by name, as ``trainable=False``.
+        """
         raise NotImplementedError
 
     def replace_boxed(self, val: Any) -> "SplitVariable":
-        """Returns the variable with another stored array."""
+        """Returns a copy of the variable with ``val`` as its stored array; names and options stay. Abstract."""
         raise NotImplementedError
 
 
@@ -327,11 +336,15 @@ def rebox(leaf: Any, value: Any) -> Any:
 
 
 def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
-    """Returns the leaf in a box that lists its axes as ``model_axes``, except the axes in ``gathered``.
+    """Returns the leaf in a ``Sharded`` box whose ``model_axes`` are the axes over which the model splits the leaf.
 
-    Wrapped modules gather over ``gathered`` only. An ``nn.Partitioned`` does not say whether a shard is to be gathered
-    or the model computes with the shard itself (experts). A leaf without axes, and a split NNX variable, are unchanged;
-    a leaf that rules for logical names have split gets a mark instead.
+    No wrapped module gathers over ``model_axes``; axes in ``gathered`` are left out. By the kind of ``leaf``:
+    - a box of Flax: every axis in the box is an axis of the model. ``nn.Partitioned`` does not say whether a shard is
+      to be gathered or the model computes with the shard itself (experts).
+    - a box of Flax with logical names that rules map to axes: the box gets the mark ``SPLIT_BY_RULES`` instead; without
+      axes the bare value is returned.
+    - a ``Sharded``: the axes in ``model_axes`` stay, without ``gathered``.
+    - a bare value, a box without axes, a split NNX variable: unchanged.
     """
     if not is_box(leaf) or isinstance(leaf, SplitVariable):
         return leaf
@@ -346,12 +359,15 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
 
 
 def marks_of_rules(leaf: Any) -> frozenset[str]:
-    """Returns {``SPLIT_BY_RULES``} if rules for logical names map the names of a model's box to axes; else {}."""
+    """Returns {``SPLIT_BY_RULES``} if rules map the names in the box ``leaf``, as logical names, to axes; else {}."""
     return frozenset({SPLIT_BY_RULES} if reader().has_rules_for(leaf) else ())
 
 
 def frozen(leaf: Any) -> Any:
-    """Returns the leaf in a box with ``trainable=False``; a leaf without gradient (integers, say) unchanged."""
+    """Returns the leaf in a box of the library with ``trainable=False``.
+
+    A leaf that takes no gradient, such as integers or a leaf that is frozen already, is returned unchanged.
+    """
     if not leaf_of(leaf).is_differentiable:
         return leaf
     boxed = split_by_model(leaf)
@@ -359,9 +375,9 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf with other values of some fields of its communication options, given by name.
+    """Returns the leaf, in a box in which some fields of the communication options have new values, given by name.
 
-    A leaf that is not in a box of the library is unchanged.
+    A leaf that is not in a box of the library is returned unchanged.
     """
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf
 
@@ -436,27 +452,33 @@ def is_gathered_here(path: str, leaf: Sharded) -> bool:
 
 
 def true_value(leaf: Any) -> Any:
-    """Returns the value of a leaf as in the unwrapped model: the stored array without padding, say.
+    """Returns the value of a leaf in the shape of the unwrapped model: the stored array without padding, say.
 
-    ``leaf``, a box or a bare value, must hold the full (replicated or global) array.
+    ``leaf`` is a box or a bare value, and holds the full (replicated or global) array, not a shard.
     """
     box = leaf_of(leaf)
     return box.value if box.stores_value else box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
 def stored_value(leaf: Any, value: Any) -> Any:
-    """Returns ``value``, shaped as in the unwrapped model, in the storage format of ``leaf`` (with padding, say)."""
+    """Returns ``value``, shaped as in the unwrapped model, in the format in which ``leaf`` stores values.
+
+    The format may have padding, for example. ``leaf`` is a box or a bare value; a bare value is stored unchanged.
+    """
     box = leaf_of(leaf)
     return value if box.stores_value else box.store.write(value, np.shape(box.value))
 
 
 def read_value(leaf: Sharded) -> Any:
-    """Returns the value that a module computes with: without padding; under ``stop_gradient`` if the leaf is frozen."""
+    """Returns the value in ``leaf``, a full array, as a module reads the value: without padding.
+
+    The value of a frozen leaf is under ``stop_gradient``.
+    """
     return as_read(leaf, true_value(leaf))
 
 
 def as_read(leaf: Sharded, value: Any) -> Any:
-    """Returns ``value``, under ``stop_gradient`` if ``leaf`` is frozen."""
+    """Returns ``value``: under ``stop_gradient`` if ``leaf`` is frozen, else unchanged."""
     return value if leaf.trainable else jax.lax.stop_gradient(value)
 
 
@@ -480,6 +502,8 @@ def gather_leaf(
       wire: the format in which shards are sent, in place of the format that the options select.
       together: returns the gathered array and the axes that still split its dims, from a gather together with other
         leaves, in place of a gather of this leaf alone.
+    Raises:
+      ValueError: an axis of copies is not bound, or a dtype of the options does not fit the leaf; names the leaf.
     """
     communication = communication.filled_from(leaf.communication)
     if set(leaf.axes) & set(axes):
@@ -499,21 +523,26 @@ def gather_leaf(
 def is_gathered(leaf: Sharded, axes: tuple[str, ...], communication: Communication) -> bool:
     """Returns whether the running loss has already gathered the leaf over ``axes`` with these options.
 
-    ``communication`` has no option that is ``None``. False outside of a loss.
+    ``communication`` are the options after ``filled_from`` has read missing options from the leaf's box. False outside
+    of a loss.
     """
     return running_loss().has_gathered(leaf.value, _of_gather(leaf, axes, communication, None))
 
 
 def _of_gather(leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None) -> Any:
-    """Returns the cache key of a gather of a leaf: gathers of a shard with equal keys have the same result."""
+    """Returns a cache key: gathers of the same shard with equal keys have the same result.
+
+    The key has the box of ``leaf`` without its array, the axes, the options, and the class of ``wire``.
+    """
     return leaf.replace(value=None), axes, communication, type(wire)
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
-    """Returns the leaf's shard, as the input of a gather over ``axes``: under ``stop_gradient`` if the leaf is frozen.
+    """Returns the array in the box ``leaf``, this device's shard, prepared as the input of a gather over ``axes``.
 
-    If ``axes`` has axes over which the model itself splits the leaf, the gradient is a sum (``with_summed_gradient``).
-    ``path`` names the leaf in errors.
+    The shard of a frozen leaf is under ``stop_gradient``. If the model itself splits the leaf over some of ``axes``,
+    the gradient of the shard becomes a sum over these axes, where the gradient of a gather is a mean (see
+    ``with_summed_gradient``). ``path`` names the leaf in errors.
     """
     shard = as_read(leaf, leaf.value)
     model_axes = tuple([axis for axis in axes if axis in leaf.model_axes])
@@ -521,10 +550,10 @@ def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:
 
 
 def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the gathered axes over which the batch is not split: devices along these axes compute the same.
+    """Returns the axes of a gather along which all devices have the same part of the batch, and so compute the same.
 
-    Only axes among ``axes`` over which ``value``, the gathered array, varies by type are returned; () outside of a
-    loss.
+    These are the ``gathered_axes`` of ``leaf`` that are in ``axes``, are no axes of the batch of the running loss, and
+    over which ``value``, the gathered array, varies by type. () outside of a loss.
     """
     if not (batch_axes := running_loss().batch_axes):  # outside of a loss nothing is known of the batch
         return ()
@@ -537,8 +566,9 @@ def as_gathered(
 ) -> Any:
     """Returns the result of ``gather_leaf`` for ``value``, an array of the leaf that was gathered over ``axes``.
 
-    ``names`` has the axes that still split each dim of ``value``; ``communication`` has the options of the gather. The
-    result is converted from the storage format (without padding, say), and is bare if no axis is left, else in a box.
+    ``value`` is converted from the storage format (padding is cut off, say). The result is the bare array if no axis is
+    left in ``names``, else a ``Sharded``. ``names`` has the axes that still split each dim of ``value``;
+    ``communication`` has the options of the gather.
     """
     if SPLIT_BY_RULES in leaf.marks and (equal := _axes_of_equal_reads(leaf, value, axes)):
         value = with_equal_type(value, equal)

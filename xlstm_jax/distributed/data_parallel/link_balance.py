@@ -60,7 +60,10 @@ def balanced_orders(
     total = dict.fromkeys((axis for axis in axis_sizes if axis not in slow_axes), 0.0)
 
     def loads(size: float, order: AxisOrder) -> list[float]:
-        """Returns the bytes on each axis, largest first, if a leaf of ``size`` bytes is added with this order."""
+        """Returns the total bytes sent over each fast axis, largest first, if a leaf is added to the leaves so far.
+
+        ``size`` is the number of bytes of the leaf, ``order`` has the axes of the leaf, outermost first.
+        """
         sent = _traffic(size, order, axis_sizes)
         return sorted((total[axis] + sent.get(axis, 0.0) for axis in total), reverse=True)
 
@@ -136,7 +139,7 @@ def _reorderable(box: Sharded, axis_sizes: Mapping[str, int]) -> tuple[int, Axis
     """Returns (dim, axes) of the first dim of a leaf that is gathered over two or more axes of size 2 or more.
 
     ``axes`` are the gathered axes of the dim, in the order of ``axis_sizes``, the mesh. (0, ()) if the leaf has no such
-    dim: the order of its axes cannot change.
+    dim: another order of axes would change nothing.
     """
     for dim, entry in enumerate(box.names):
         gathered = [axis for axis in entry_axes(entry) if axis in box.gathered_axes]

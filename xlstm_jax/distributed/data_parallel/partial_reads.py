@@ -25,11 +25,11 @@ def can_send_parts(box: Sharded) -> bool:
 
 
 def bound_split(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...]] | None:
-    """Returns the split dim of a matrix, and the axes of the split; ``None`` if only a full gather is exact.
+    """Returns (split dim, axes of the split) of the matrix in ``box``; ``None`` if only a full gather is correct.
 
-    The axes are bound and have two or more devices. A full gather is needed outside of ``shard_map``, inside
-    ``lax.cond`` (where the gather raises an error), and if one of ``operands`` is under ``vmap``, where the number of
-    examples is unknown.
+    The axes are bound, and axes of size 1 are left out. ``None`` outside of ``shard_map``; if every axis has size 1;
+    inside ``lax.cond`` (where the gather raises an error); and if one of ``operands``, the arrays used together with
+    the matrix, is under ``vmap``, where the number of examples is unknown. The matrix has exactly one split dim.
     """
     if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None

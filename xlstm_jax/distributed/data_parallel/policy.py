@@ -136,9 +136,9 @@ class ShardPolicy:
         return kept
 
     def has_axis(self, axis: str) -> bool:
-        """Returns whether the wrapper splits over ``axis``, the name of an axis in a box; needs no mesh.
+        """Returns whether the wrapper splits leaves over the mesh axis ``axis``; needs no mesh.
 
-        With ``axis_name=None`` these are ``fsdp`` and the axes with names that begin with ``fsdp_``.
+        With ``axis_name=None`` True for ``fsdp`` and for each name that begins with ``fsdp_``.
         """
         return axis in self.axes if self.axis_name is not None else _is_fsdp_axis(axis)
 
@@ -163,7 +163,8 @@ def choose_shard_dim(
 ) -> ShardChoice:
     """Chooses the dim of a leaf to split over the axes: the largest unsplit dim divisible by the number of devices.
 
-    Of equally large dims the last is chosen, which is the output dim of a Linen kernel.
+    Of equally large dims the last is chosen, which is the output dim of a Linen kernel. A leaf that one of the axes
+    splits already is not split again. The result has the dim, ``None`` for a leaf that is not split, and the reason.
 
     Args:
       shape: the leaf's shape; local inside ``shard_map``.

@@ -75,10 +75,12 @@ def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis splits the leaf.
+    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis of size 2 or more splits the leaf.
 
-    ``path`` is the leaf's path in the module, ``module`` the module's path in the model.
-
+    Args:
+      path: the leaf's path in the module.
+      leaf: the shard of one layer in its box.
+      module: the module's path in the model, for errors; ``None``: ``path`` is the path in the model.
     Raises:
       ValueError: the leaf is gathered along several dims, or an axis that stays split lies inside a gathered axis.
     """
@@ -154,7 +156,7 @@ class _Leaf(NamedTuple):
 
     @property
     def wire(self) -> Wire:
-        """Format in which a layer's shard is sent; only for split leaves."""
+        """Format in which a layer's shard, the result of ``shard``, is sent. Only for split leaves and parcels."""
         if self.parcel:
             return self.parcel.wire
         return self.route.communication.wire(self.of_layer, self.route.dim, self.route.axes)
@@ -165,20 +167,25 @@ class _Leaf(NamedTuple):
         return replace(self.stacked, shape=self.stacked.shape[1:])
 
     def shard(self, value: Any) -> jax.Array:
-        """Returns a layer's shard as one array; shards that are sent together, given as a list, are packed."""
+        """Returns the array to send for ``value``, a layer's shard: ``value`` itself, or a packed array [1, s].
+
+        For a parcel (leaves that are sent together) ``value`` is the list of the members' shards, which are packed: s
+        values.
+        """
         return self.parcel.pack(value) if self.parcel else value
 
     def gradients(self, gradient: jax.Array) -> Any:
-        """Returns the gradient of ``value``, the argument of ``shard``, from the gradient of the result of ``shard``.
+        """Returns the gradient of a layer's shard from ``gradient``, the gradient of the array that ``shard`` returns.
 
-        The result is an array, or a list of arrays for shards that are sent together.
+        The result is an array; for a parcel (leaves that are sent together) a list with an array for each member.
         """
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:
         """Returns the weights of a layer that the gathered array ``value`` contains, in the order of ``places``.
 
-        A weight is bare and without padding, or in a box if axes still split it.
+        The list has a single weight, or a weight for each member of a parcel (leaves that are sent together). A weight
+        is a bare array without padding; or in a box, if axes still split the weight.
         """
         arrays = self.parcel.unpack(value) if self.parcel else [value]
         return [
@@ -190,10 +197,11 @@ class _Leaf(NamedTuple):
 
 
 def _sent_together(leaves: list[_Leaf], values: Arrays) -> tuple[list[_Leaf], list[Any]]:
-    """Returns the leaves and their values (stacked shards); leaves that are sent together are combined to one leaf.
+    """Returns (leaves, values), in which leaves that are sent together are combined to one leaf, a parcel.
 
-    The combined leaves come last; the value of a combined leaf is the list of the values of its members. ``values[i]``
-    is the value of ``leaves[i]``, before and after.
+    The combined leaves come last; the value of a combined leaf is the list of the values of its members. The other
+    leaves are unchanged. ``values[i]``, the stacked shards [layers, ...], belongs to ``leaves[i]``, in arguments and
+    results.
     """
     routes = {place: leaf.route for place, leaf in enumerate(leaves) if leaf.route}
     found = parcels(
@@ -244,7 +252,7 @@ class _Scan:
 
     @property
     def depth(self) -> int:
-        """Number of stages of the leaf with the most stages, which is the number of layers gathered ahead."""
+        """Number of layers that are gathered ahead: the largest number of gather stages (axes) of any leaf."""
         return max(len(leaf.route.stages) for leaf in self.leaves if leaf.route)
 
     def differentiable(self) -> Callable[..., tuple[PyTree, PyTree]]:
@@ -255,11 +263,14 @@ class _Scan:
     # ------------------------------------------------------------------------------------------------------- one layer
 
     def compute(self, split: Arrays, replicated: Arrays, carry: PyTree, inputs: PyTree, shared: PyTree) -> Any:
-        """Returns the (carry, outputs) of one layer, called with unboxed weights.
+        """Returns the (carry, outputs) of one layer, a call of the user's layer with the layer's weights.
+
+        The weights are without padding; a weight that further axes split (tensor parallel) is in a box.
 
         Args:
-          split: the gathered arrays of split leaves, with padding; ``None`` for other leaves.
-          replicated: the arrays of leaves that are not split; ``None`` for split leaves.
+          split: a list with the gathered array, with padding, of each split leaf; ``None`` for other leaves.
+          replicated: a list with the array of each leaf that is not split; ``None`` for split leaves. A frozen array
+            may be in a box, here and in ``split``.
           carry, inputs, shared: the arguments of the layer after the weights.
         """
         split, replicated = trees.stored_values(split), trees.stored_values(replicated)
@@ -274,9 +285,9 @@ class _Scan:
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the shards of layer ``index`` of the stacked ``values``, each in the format that is sent.
+        """Returns the shards of layer ``index`` of the stacked ``values``, each in the format in which it is sent.
 
-        The list has an entry for each leaf: ``None`` for leaves that are not split.
+        The list has an entry for each leaf of the scan: ``None`` for leaves that are not split.
         """
         sent = self._of_split(
             lambda leaf, value: shard_as_sent(leaf.shard(_at(value, index)), leaf.route.communication), values
@@ -284,18 +295,26 @@ class _Scan:
         return self._of_split(lambda leaf, shard: leaf.wire.send(shard), sent)
 
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
-        """Returns the gathered arrays of the next layer to compute: the last entry of ``ahead``, in the format for use.
+        """Returns the unsharded weights of the layer that computes next, from the last entry of ``ahead``.
 
-        The list has an entry for each leaf: ``None`` for leaves that are not split.
+        ``ahead`` has an entry for each gather stage; the last entry is the layer after all stages: a list with an array
+        for each leaf. The result is a like list, in which each array is converted from the format in which shards are
+        sent (8-bit codes, say) back to values. Padding stays. The entry of a leaf that is not split is ``None``.
         """
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
     def replicated_leaves(self, values: Arrays, index: Scalar) -> Arrays:
-        """Returns the arrays of layer ``index`` of the stacked ``values``, with ``None`` for leaves that are split."""
+        """Returns the arrays of layer ``index`` of the stacked ``values``, for leaves that are not split.
+
+        The list has an entry for each leaf of the scan: ``None`` for split leaves.
+        """
         return [None if leaf.route else _at(value, index) for leaf, value in zip(self.leaves, values, strict=True)]
 
     def to_differentiate(self, arrays: Arrays) -> Arrays:
-        """Returns the arrays of the leaves; the arrays of frozen leaves are put into boxes, which take no gradient."""
+        """Returns the list ``arrays``, with the arrays of frozen leaves put into boxes, which take no gradient.
+
+        ``arrays`` has an array, or ``None``, for each leaf of the scan; other entries are unchanged.
+        """
 
         def boxed(box: Sharded, arrays: Any) -> Any:
             return jax.tree.map(lambda array: box.replace(value=array), arrays)
@@ -306,10 +325,12 @@ class _Scan:
         ]
 
     def advance(self, ahead: list[Arrays | None], shards: Arrays | None) -> list[Arrays | None]:
-        """Returns ``ahead`` after one more stage of each layer's gather, with the first stage of ``shards`` in front.
+        """Runs one more stage (all-gather over an axis) of the gather of each layer in ``ahead``, and returns the list.
 
-        Entry 0 of the result is ``shards`` (``None``: no further layer) after the first stage, entry s is entry s - 1
-        of ``ahead`` after a further stage. The last entry of ``ahead``, a fully gathered layer, is dropped.
+        ``ahead[s]`` is a list of arrays, one for each leaf, of a layer after s + 1 stages. Entry 0 of the result is
+        ``shards`` after the first stage; entry s is ``ahead[s - 1]`` after a further stage. The last entry of
+        ``ahead``, a fully gathered layer, is dropped. ``None`` stands for no layer, in ``ahead`` and as ``shards`` past
+        the end of the scan.
         """
 
         def gather(stage: int, leaf: _Leaf, value: jax.Array) -> jax.Array:
@@ -323,10 +344,11 @@ class _Scan:
             return [arrays and self._of_split(partial(gather, stage), arrays) for stage, arrays in stages]
 
     def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
-        """Returns ``ahead`` for the first iteration: the first ``depth`` layers to compute, each at its gather stage.
+        """Starts the gathers of the first ``depth`` layers to compute, and returns ``ahead`` for the first iteration.
 
-        ``order`` has the indices of the layers in the order of computation. The list has an entry for each stage,
-        ``None`` for a stage without a layer.
+        The last entry is the first layer, fully gathered; each entry before is the next layer, with one stage less. An
+        entry is ``None`` if the scan has too few layers. ``order`` has the indices of the layers in the order of
+        computation, ``values`` are the stacked shards.
         """
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.
@@ -335,9 +357,9 @@ class _Scan:
         return ahead
 
     def _of_split(self, fn: Callable[[Any, Any], Any], arrays: Arrays) -> Arrays:
-        """Returns a list with ``fn(leaf, array)`` for each split leaf with an array, and ``None`` for other leaves.
+        """Returns a list with ``fn(leaf, array)`` for each split leaf that has an array, and ``None`` for other leaves.
 
-        ``arrays`` has an entry for each leaf of the scan.
+        ``arrays`` has an array, or ``None``, for each leaf of the scan.
         """
         pairs = zip(self.leaves, arrays, strict=True)
         return [None if leaf.route is None or array is None else fn(leaf, array) for leaf, array in pairs]
@@ -345,9 +367,10 @@ class _Scan:
     # --------------------------------------------------------------------------------------------------------- forward
 
     def forward(self, values: Arrays, carry: PyTree, per_layer: PyTree, shared: PyTree) -> tuple[Any, Any]:
-        """Returns ((last carry, stacked outputs), residuals for ``backward``); gathers weights of later layers ahead.
+        """Runs the layers, gathering later layers' weights ahead; returns ((last carry, stacked outputs), residuals).
 
-        The arguments are those of ``prefetched_scan``; ``values`` has the stacked shards of each leaf.
+        The residuals are the argument of ``backward``. The arguments are those of ``prefetched_scan``; ``values`` is a
+        list with the stacked shards [layers, ...] of each leaf.
         """
 
         def step(index: Scalar, state: Any, *, goes_on: bool = True) -> Any:
@@ -419,18 +442,21 @@ class _Scan:
         return self.scatter(d_values, 0, pending), d_carry, d_per_layer, d_shared
 
     def terms(self, grads: Arrays) -> Arrays:
-        """Returns the arrays to reduce-scatter for a layer's gradients ``grads``; ``None`` for unsplit leaves.
+        """Returns a list with the input of the reduce-scatter for each split leaf of a layer, and ``None`` for others.
 
-        ``grads`` are the gradients of the gathered arrays. The next iteration runs the reduce-scatters.
+        ``grads`` is a list of the gradients of the gathered arrays. Each is divided by the number of devices, and cast
+        to the dtype of the sum. The next iteration runs the reduce-scatters.
         """
         return self._of_split(
             lambda leaf, grad: terms_to_scatter(grad, leaf.route.axes, leaf.route.communication, leaf.stacked), grads
         )
 
     def scatter(self, d_values: Arrays, index: Scalar, terms: Arrays) -> Arrays:
-        """Returns the stacked gradients ``d_values`` with the gradients of split leaves of layer ``index`` written in.
+        """Returns the list ``d_values``, with the gradients of layer ``index`` written into the arrays of split leaves.
 
-        These are made by a reduce-scatter of ``terms``, the result of the method ``terms`` for the layer.
+        ``d_values`` has the stacked gradients [layers, ...] of each leaf. The gradients of the layer's shards are made
+        here, by a reduce-scatter of ``terms``, which the method ``terms`` has returned for the layer. Leaves that are
+        not split are unchanged.
         """
 
         def scattered(leaf: _Leaf, term: jax.Array) -> Any:

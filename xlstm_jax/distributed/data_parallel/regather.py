@@ -73,8 +73,9 @@ def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *
     """Returns the decision of the policy ``base`` on the results of an operation, or False (recompute) for weights.
 
     JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. False
-    is returned for gathers over axes that are not in ``kept_axes``, for operations in ``RECOMPUTED``, and for complex
-    values.
+    is returned, without a call of ``base``, for gathers over an axis that is not in ``kept_axes``, for operations in
+    ``RECOMPUTED`` and calls that contain only such operations, for single values read from a table, and for complex
+    values. A value with a name (``checkpoint_name``) is recomputed, too, if ``base`` keeps everything.
     """
     name = primitive.name
     if may_be_complex(name, inputs, params):

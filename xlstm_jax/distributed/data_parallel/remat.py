@@ -69,7 +69,7 @@ def remat_policy(
 # Cached, since JAX compares policies by identity.
 @functools.cache
 def _policy(base: Policy, offloaded: tuple[str, ...], kept_axes: frozenset[str]) -> Policy:
-    """Returns the policy that keeps the values that ``base`` keeps, but no gathered weights, for ``jax.checkpoint``.
+    """Returns the policy for ``jax.checkpoint`` that keeps the values that ``base`` keeps, but no gathered weights.
 
     Values with a name (``checkpoint_name``) in ``offloaded`` are kept in host memory. Results of gathers over
     ``kept_axes`` alone are kept, too. The same object is returned for equal arguments.

@@ -100,8 +100,8 @@ def shard_params(
 def box_shards(params: PyTree, policy: ShardPolicy) -> PyTree:
     """Returns the parameters, unsharded on each device, split and boxed as by ``shard_params``; inside ``shard_map``.
 
-    ``policy`` has all options of a wrapped module. Each device keeps its shard of a leaf that is split; other leaves
-    are unchanged, or boxed if ``policy`` freezes them.
+    Each device keeps its shard of a leaf that is split. A leaf that ``policy`` freezes, or that the model splits, is
+    boxed; other leaves are unchanged. ``policy`` has all options of a wrapped module.
     """
     # Sizes are read from the running shard_map: one wrapped model works on every mesh that has its axes.
     sizes = {axis: collectives.axis_size((axis,)) for axis in policy.axes}
@@ -114,7 +114,9 @@ def box_params(
     policy: ShardPolicy,
     take: Callable[[Any, int, tuple[str, ...]], Any] | None = None,
 ) -> PyTree:
-    """Returns the tree with boxes around the leaves that ``policy`` splits or freezes; other leaves are unchanged.
+    """Returns the tree with each leaf that ``policy`` splits or freezes, or that the model splits, in a ``Sharded``.
+
+    Other leaves are unchanged, but for boxes of logical names that rules map to no axis: these boxes are removed.
 
     Args:
       params: global arrays, abstract arrays, or (inside ``shard_map``) arrays that are unsharded on each device.
@@ -198,11 +200,16 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 
 
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
-    """Returns the variables; boxes that a module has just made record the module as the gathering unit.
+    """Returns the variables of a module, in which the boxes that the module has just made name the module as unit.
 
-    The record is ``unit_depth``, the number of names in the leaf's path below the module. ``before`` is the tree before
-    the module made its boxes. A box with a unit in ``before``, and with the same axes now, belongs to a module inside,
-    and is unchanged.
+    The unit of a leaf is the wrapped module that gathers the leaf. It is stored as ``unit_depth``, the number of names
+    in the leaf's path below the module: 1 for "params/kernel". Unchanged are bare leaves, boxes with axes of which no
+    wrapped module gathers any, and boxes of a wrapped module inside: these have a unit in ``before``, and the same axes
+    now.
+
+    Args:
+      variables: the variables after the module has boxed its leaves.
+      before: the same variables before.
     """
 
     def mark(path: str, leaf: Any, old: Any) -> Any:
@@ -276,8 +283,11 @@ class PlannedLeaf(Sharded, repr=False):
     def of(cls, leaf: Any, boxed: Any, decision: Decision) -> "PlannedLeaf":
         """Returns ``boxed`` as a ``PlannedLeaf`` with the decisions that ``leaf`` has, followed by ``decision``.
 
-        ``leaf`` is the leaf before the wrapper's decision, ``boxed`` the same leaf after it, as ``box_params`` returns
-        it.
+        Args:
+          leaf: the leaf before the wrapper's decision: a bare value, a box, or a ``PlannedLeaf`` with earlier
+            decisions.
+          boxed: the same leaf after the decision, as ``box_params`` returns it.
+          decision: whether and how the wrapper splits the leaf.
         """
         # A leaf that is not split is boxed, too: the box carries the decision to the end of init.
         before = leaf if isinstance(leaf, PlannedLeaf) else None
@@ -298,10 +308,10 @@ class PlannedLeaf(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
-        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: without padding and these names.
+        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: without padding and ``axes``.
 
         The leaf is returned unchanged if another wrapper gathers it: if no decision over ``axes`` has split the leaf,
-        and axes other than ``axes`` split it.
+        and an axis that is not in ``axes`` splits it.
         """
         # Gathered here if this wrapper split the leaf, or if only ``axes`` split it; else another wrapper gathers it.
         is_split_over_axes = any(

@@ -45,14 +45,18 @@ class Store:
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
     def read(self, stored: jax.Array, is_split: Sequence[bool]) -> jax.Array:
-        """Returns the value of a stored array (here the same array): without padding, say.
+        """Converts a stored array to the value that a module reads, and returns the value: here ``stored`` itself.
 
-        A dim i that is still split, with ``is_split[i]`` true, stays as stored.
+        A store with padding cuts the padding off. A dim i that is still split, with ``is_split[i]`` true, stays as
+        stored.
         """
         return stored
 
     def write(self, value: jax.Array, shape: Shape) -> jax.Array:
-        """Returns ``value`` as a stored array of the given shape."""
+        """Converts ``value`` to a stored array of shape ``shape``, and returns the array: here ``value`` itself.
+
+        A store with padding adds the padding.
+        """
         return value
 
     def written_part(self, value: Any, shape: Shape, part: tuple[slice, ...]) -> np.ndarray:
@@ -68,7 +72,7 @@ class Store:
         return np.asarray(value[part])
 
     def order(self, ndim: int) -> tuple[int, ...]:
-        """Returns a permutation: for each dim of a value with ``ndim`` dims, the index of the stored dim."""
+        """Returns, for each dim of a value with ``ndim`` dims, the index of the stored dim: here 0 to ndim - 1."""
         return tuple(range(ndim))
 
     def of_value(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -76,19 +80,19 @@ class Store:
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store for the result of a ``read`` of which some dims were still split, and stayed as stored."""
+        """Returns the store for the result of a ``read`` in which split dims stayed as stored: here the same store."""
         return self
 
     def with_dim(self, index: int) -> "Store":
-        """Returns the store of a leaf with an additional (layer) dim at ``index``."""
+        """Returns the store of the leaf with an additional (layer) dim at ``index``: here the same store."""
         return self
 
     def without_dim(self, index: int) -> "Store":
-        """Returns the store of a leaf without its dim ``index``."""
+        """Returns the store of the leaf without its dim ``index``: here the same store."""
         return self
 
     def of_last_dims(self, ndim: int) -> "Store":
-        """Returns the store of one layer of a stacked leaf; a layer's dims are the last ``ndim`` dims of the leaf."""
+        """Returns the store of one layer of stacked layers, the last ``ndim`` dims of the leaf: here the same store."""
         return self
 
 
@@ -113,11 +117,17 @@ class Uneven(Protocol):
     """Protocol of a mode of the option ``uneven``, which applies to leaves without a dim that the axes divide."""
 
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
-        """Returns the reason to split ``dim`` of ``size``, though ``parts`` does not divide it; ``None``: not split."""
+        """Returns the reason to split ``dim`` of size ``size`` in ``parts``, though ``parts`` does not divide ``size``.
+
+        ``None``: the leaf is not split.
+        """
         ...
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf in a format in which ``parts`` divides ``leaf.dim``; array and store may change."""
+        """Returns the leaf in a storage format in which ``parts`` divides the dim ``leaf.dim``.
+
+        The array, which may get padding, and the store in the result may differ from ``leaf``.
+        """
         ...
 
 

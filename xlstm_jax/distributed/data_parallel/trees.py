@@ -149,8 +149,9 @@ def unbox(tree: PyTree) -> PyTree:
 def with_mesh_names(variables: PyTree) -> PyTree:
     """Returns variables of ``model.init`` with the logical names of dims replaced by axes of the current mesh.
 
-    ``init`` must run under ``boxes_without_constraints``. Parameters get boxes with axes, by ``split_by_model``. Leaves
-    of other collections are replicated, and lose their boxes of logical names.
+    ``init`` must run under ``boxes_without_constraints``. ``variables`` is a dict of collections. Leaves of "params"
+    with axes get boxes that list the axes, see ``split_by_model``. Leaves of other collections lose their boxes of
+    logical names, and are replicated; boxes with axes stay, as boxes of Flax.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
@@ -164,10 +165,11 @@ def with_mesh_names(variables: PyTree) -> PyTree:
 
 
 def readable(tree: PyTree) -> PyTree:
-    """Returns the tree for a model inside ``shard_map``, where a leaf in a box of Flax reads as this device's shard.
+    """Converts the boxes of Flax in the tree, for a model that runs inside ``shard_map``, and returns the tree.
 
-    A box of Flax constrains its sharding when it is read, which is an error inside ``shard_map``. The library's boxes
-    stay: the leaves are parameters of a second model, which gathers.
+    Each becomes a ``Sharded`` whose ``unbox`` returns this device's shard: the ``unbox`` of a box of Flax would
+    constrain the sharding, which is an error inside ``shard_map``. Boxes of the library stay unchanged, and gather when
+    read: such leaves are parameters of a second model. Bare values stay unchanged.
     """
 
     def shard(leaf: Any) -> Any:
@@ -210,7 +212,9 @@ def differentiable(tree: PyTree) -> list[Sharded]:
 
 
 def split_differentiable(tree: PyTree) -> tuple[list[Any], Callable[..., PyTree]]:
-    """Returns the leaves that take a gradient (boxes are leaves), and a function to rebuild the tree.
+    """Returns the leaves that take a gradient, in tree order, and a function that puts other leaves in their place.
+
+    The leaves that take a gradient are floats that are not frozen; a box is a leaf. Boxes are returned as they are.
 
     Returns:
       The list, and ``put_back(leaves, fill_other=...)``, which returns the tree with ``leaves`` in place of the listed
@@ -270,7 +274,10 @@ def split_arrays(tree: PyTree, *array_types: type[Any]) -> tuple[dict[int, Any],
 
 
 def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``."""
+    """Returns the ``PartitionSpec`` for ``names``, the axes of each dim, without axes that have size 1 on ``mesh``.
+
+    ``None`` entries at the end are dropped: (None, "fsdp", None) gives P(None, "fsdp").
+    """
     # Axes of size 1 in a spec would cost collectives on a mesh of one device: under check_vma=True a value declared
     # varying becomes equal only by an all-reduce, which is compiled and run.
     entries: list[AxisEntry] = []
@@ -284,7 +291,7 @@ def spread_spec(names: Iterable[AxisEntry], mesh: Mesh | AbstractMesh) -> Partit
 
 
 def stored_shape(leaf: Sharded) -> tuple[int, ...]:
-    """Returns the global shape of a leaf, including padding; also for a shard, inside ``shard_map``."""
+    """Returns the global shape of the array in ``leaf``, with padding; also for a shard, inside ``shard_map``."""
     # Inside shard_map the value is a shard, and its axes are bound. Elsewhere axes count as 1: the value is global.
     counts = [math.prod(map(size_if_bound, entry_axes(entry))) for entry in leaf.names]
     return tuple(map(operator.mul, leaf.value.shape, counts))

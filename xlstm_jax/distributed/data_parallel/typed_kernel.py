@@ -108,10 +108,10 @@ def typed_kernel(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _traced(fn: Callable[..., Any], *args: Any) -> tuple[core.Jaxpr, list[Any], Any]:
-    """Traces ``fn(*args)`` without types (as with ``check_vma=False``); only shapes and dtypes of ``args`` are used.
+    """Returns (jaxpr, consts, structure) of ``fn(*args)``, traced without types (as with ``check_vma=False``).
 
-    Returns the jaxpr, the list of arrays that ``fn`` closes over (the values of ``jaxpr.constvars``), and the tree
-    structure of the result.
+    ``consts`` are the arrays that ``fn`` closes over, the values of ``jaxpr.constvars``; ``structure`` is the tree
+    structure of the result. Only shapes and dtypes of ``args`` are used.
     """
     with types_are_checked(False):
         closed, results = jax.make_jaxpr(fn, return_shape=True)(*jax.tree.map(_shape, args))
@@ -156,7 +156,7 @@ class _Kernel(core.Primitive):
     multiple_results = True
 
     def is_high(self, *_: Any, **__: Any) -> bool:
-        """Returns False, for JAX: the operation is lowered unchanged, also if its program has references."""
+        """Returns False, for JAX: the operation is then lowered unchanged, also if its jaxpr has references."""
         return False
 
 
