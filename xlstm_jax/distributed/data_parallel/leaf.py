@@ -408,9 +408,16 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
 
 
 def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
-    """Returns the array of ``to_split`` in a box that splits dim ``to_split.dim`` over ``axes``.
+    """Returns a ``Sharded`` that holds the array of ``to_split``, with ``axes`` as the name of dim ``to_split.dim``.
 
-    Fields that are not arguments, such as ``trainable``, are taken from ``box``, the leaf before.
+    The array must be in the form in which the box shall hold it: nothing is cut here.
+
+    Args:
+      box: the leaf before the split, from which fields such as ``trainable`` and ``marks`` are taken.
+      to_split: the array, the axes of each dim so far, the dim to split, and the store.
+      axes: the axes that split the dim, outermost first.
+      communication: the communication options for the box; without ``replicas`` those of ``box`` are kept. The new box
+        has no copies along axes that split the leaf.
     """
     names = list(to_split.names)
     names[to_split.dim] = axes_entry(axes)

@@ -121,7 +121,7 @@ def path_string(path: tuple[Any, ...]) -> str:
 
 
 def named_leaf(argument: str, path: str) -> str:
-    """Returns the expression for a leaf of an argument: ``batch['x']``; ``batch`` if the argument is a single leaf."""
+    """Returns a text that names a leaf of an argument: "batch['x']" for the path "x", "batch" for the path "."."""
     return argument if path == "." else f"{argument}['{path}']"
 
 

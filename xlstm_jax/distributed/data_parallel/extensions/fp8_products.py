@@ -63,11 +63,11 @@ class Product(NamedTuple):
 
 
 def products_of(variables: Mapping[str, Any]) -> list[Product]:
-    """Returns the paths of the fp8 products of a unit, with the path of each product's kernel.
+    """Returns a list with a ``Product`` for each fp8 product of a unit: the paths of its state and of its kernel.
 
     An fp8 product is a submodule "Fp8..." of Flax that multiplies in float8, and keeps the scale of its kernel in the
-    collection ``OVERWRITTEN`` of ``variables``. Products that share a kernel are left out, since their scales may
-    differ.
+    collection ``OVERWRITTEN`` of ``variables``. The paths begin with the collection. Products that share a kernel are
+    left out, since their scales may differ.
     """
     result: list[Product] = []
 
@@ -84,16 +84,18 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
 
 
 def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the kernel argument of a product's first call; it must be the kernel gathered for the product.
+    """Returns the kernel argument in a call of an fp8 product, if it is the kernel that was gathered for the product.
 
-    The entry of the product in ``kernels`` is set to ``None``, so that a second call raises.
+    ``None`` for any module without an entry in ``kernels``. The entry of the product is set to ``None``, so that a
+    second call of the product raises.
 
     Args:
       kernels: the quantised and gathered kernels, by the paths of their products in the model.
-      product: the module called with ``args`` and ``kwargs``; ``None`` is returned if its path is not in ``kernels``.
+      product: the called module.
+      args, kwargs: the arguments of the call.
     Raises:
-      ValueError: the argument is not the kernel, unless a module of ``READERS`` calls the product; or the kernel is in
-        float16, where small values of V are lost; or the product was called before.
+      ValueError: the argument is another array, unless a module of ``READERS`` calls the product; or the argument is
+        float16, where small values of the kernel are lost; or the product was called before.
     """
     path, place = "/".join(product.path), place_of_kernel(product)
     if path not in kernels:
@@ -120,7 +122,7 @@ def place_of_kernel(product: Any) -> int:
 
 
 def with_operand(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operand: Any) -> tuple[Any, Any]:
-    """Returns (args, kwargs) of a product, with the kernel argument (positional or ``rhs``) replaced by ``operand``."""
+    """Returns (args, kwargs) of an fp8 product, with ``operand`` as the kernel argument (positional or ``rhs``)."""
     place = place_of_kernel(product)
     if len(args) > place:
         return (*args[:place], operand, *args[place + 1 :]), kwargs
@@ -297,9 +299,10 @@ class Fp8Products(Extension):
         return wires
 
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
-        """Returns, by path of a history, a function from its leaf to the value that the product reads (``recording``).
+        """Returns functions by the path of a history (the largest magnitudes of a kernel) in the unit's variables.
 
-        The history then records the largest magnitude of the shard instead of the gathered kernel's.
+        A function takes the leaf of the history, and returns the value that the product reads (see ``recording``). The
+        product then records the largest magnitude of the shard instead of the gathered kernel's.
         """
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 

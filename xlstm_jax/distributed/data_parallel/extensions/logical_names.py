@@ -40,10 +40,14 @@ class LogicalNames(DimNames):
         return _by_rules((name,), None)[0] if nn.get_logical_axis_rules() else name
 
     def names_in_metadata(self, names: tuple[Any, ...], rules: Any) -> tuple[tuple[AxisEntry, ...], bool]:
-        """Returns the mesh axes for each name in an NNX variable's metadata, and whether a rule applies to any name.
+        """Returns (axes, is_logical) for the dim names in an NNX variable's metadata.
 
-        The variable's ``rules`` have precedence over the rules in force. A name without a rule is an axis, as in NNX.
-        If there are rules and a mesh, a name of no axis does not split the dim (``None``).
+        ``axes`` has the mesh axes of each dim, ``is_logical`` says whether a rule applies to any name. A name without a
+        rule is an axis, as in NNX. If there are rules and a mesh, a name of no axis does not split the dim (``None``).
+
+        Args:
+          names: a name, or ``None``, for each dim of the variable.
+          rules: the rules of the variable, or ``None``; they have precedence over the rules in force.
         """
         by_name = dict(composite_rules(nn.get_logical_axis_rules(), rules))
         mesh = jax.sharding.get_abstract_mesh()

@@ -77,7 +77,10 @@ class Columns:
 
     @classmethod
     def of(cls, arrays: Sequence[tuple[tuple[int, ...], int]]) -> "Columns":
-        """Returns the columns for arrays packed in this order, given as the (shape, split dim) of a single shard."""
+        """Returns the ``Columns`` of arrays that are packed in this order.
+
+        ``arrays`` has, for each array, (shape of a single shard, the dim that is split).
+        """
         shapes, dims = zip(*arrays, strict=True)
         return cls(tuple(shapes), tuple(dims))
 
@@ -91,7 +94,10 @@ class Columns:
         return jnp.concatenate([array.reshape(rows, -1) for array in moved], axis=1)
 
     def split(self, packed: jax.Array) -> list[jax.Array]:
-        """Returns the arrays of a packed array [r, s], in the order and shapes in which ``join`` took the arrays."""
+        """Returns the arrays in a packed array [r, s]: the inverse of ``join``, a list in the order of ``shapes``.
+
+        An array whose single shard is [.., d / n, ..] is returned as [.., r d / n, ..].
+        """
         # The transpose of lax.split is one concatenate; slices would be padded and added.
         parts = lax.split(packed, [math.prod(shape) for shape in self.shapes], axis=1)
         return [

@@ -61,16 +61,16 @@ class Packing(Option, ABC):
 
     @abstractmethod
     def packs_leaf_of(self, full_bytes: float) -> bool:
-        """Returns whether the packing sends a leaf together with others, by the size of the leaf.
+        """Returns whether the packing sends a leaf of this size together with other leaves. Abstract.
 
         ``full_bytes`` are the bytes of the leaf's shards on all devices, in the format in which they are sent.
         """
 
     @abstractmethod
     def group_into_parcels(self, shards: Mapping[Any, ShardToSend]) -> Sequence[Parcel]:
-        """Returns the parcels (groups of shards that are sent together), with two or more shards each.
+        """Returns the parcels (two or more shards that are sent together) among ``shards``, given by key. Abstract.
 
-        ``shards`` has the shards by key; ``members`` of a parcel are keys. A shard in no parcel is sent alone.
+        ``members`` of a parcel are keys. A shard in no parcel is sent alone.
         """
 
 
@@ -201,7 +201,7 @@ def shard_to_send(
       shard: type of the shard on this device.
       dim: the dim that is split.
       axes: mesh axes that split the dim.
-      communication: the options of the leaf, none of them ``None``.
+      communication: the options of the leaf, after ``filled_from`` has read missing options from the leaf's box.
       trains: False for a frozen leaf.
     """
     spread = collectives.spread_axes(axes)

@@ -37,9 +37,10 @@ class ZeroPadding(Store):
 
     @classmethod
     def of(cls, sizes: Sizes) -> Store:
-        """Returns the store (storage format) of a value with padded dims; ``UNCHANGED_STORE`` if no dim is padded.
+        """Returns a ``ZeroPadding`` (a format in which a leaf is stored with zeros at the end of dims) for ``sizes``.
 
-        ``sizes`` has the size without padding for each padded dim, and ``None`` for the other dims.
+        ``sizes`` has, for each dim of the leaf, the size without padding, or ``None`` for a dim that is not padded. If
+        no dim is padded, ``UNCHANGED_STORE`` (values are stored as they are) is returned.
         """
         return cls(tuple(sizes)) if any(sizes) else UNCHANGED_STORE
 

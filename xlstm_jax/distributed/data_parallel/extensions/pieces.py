@@ -33,15 +33,18 @@ def can_send_pieces(box: Sharded, along: int) -> bool:
 
 
 def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") -> tuple[jax.Array, Pieces] | None:
-    """Returns a matrix's shard on this device, and the layout of the gathered pieces (ranges of dim ``along``).
+    """Returns (shard, layout) to gather a matrix in pieces along dim ``along``; ``None`` if only a full gather works.
 
-    ``None`` if the matrix must be gathered in full. A frozen shard is under ``stop_gradient``.
+    A piece is a range of the dim. The shard is this device's array in ``box``, under ``stop_gradient`` if frozen. The
+    layout is a ``Pieces``, as the functions of ``wire/pieces`` take it.
 
     Args:
       box: the shard in its box.
       along: the dim that is cut into pieces.
       *operands: the arrays used together with the matrix.
       path: the name of the matrix in errors.
+    Raises:
+      ValueError: an axis of copies is not bound, or a dtype of the options does not fit the matrix.
     """
     communication = box.communication
     split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None
@@ -65,13 +68,17 @@ class ReadsShards:
 
     @nn.nowrap
     def pieces(self) -> dict[str, Piece]:
-        """Returns, by name of a parameter that is read in pieces, (dim that is cut, number of entries in a piece)."""
+        """Returns (dim that is cut, number of entries in a piece) for each parameter that is read in pieces, by name.
+
+        By default {}: no parameter is read in pieces.
+        """
         return {}
 
     def from_shards(self, method: str, shards: dict[str, Sharded], *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of ``method``, called with ``args`` and ``kwargs``, computed from the module's shards.
+        """Returns the result of ``method`` for ``args`` and ``kwargs``, computed from the module's shards. Abstract.
 
-        ``shards`` has the split parameters by name, each a box with this device's shard. ``None``: a gather is needed.
+        ``None``: the result cannot be computed without a gather. ``shards`` has the split parameters by name, each a
+        box with this device's shard.
         """
         raise NotImplementedError
 

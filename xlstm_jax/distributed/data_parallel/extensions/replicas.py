@@ -60,10 +60,10 @@ class Replicas(Copies):
         return collectives.all_reduce_sum(term, axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns the norm of the error by which ``mean`` of a gradient rounds more than sums in ``dtype`` do.
+        """Returns an estimate of the norm of the error in ``mean`` of a gradient from sums in ``reduce_dtype``.
 
-        ``sizes`` has the absolute values of the gradient's entries, ``dtype`` is the gradient's. 0 if ``reduce_dtype``
-        is not narrower than ``dtype``.
+        0 if ``reduce_dtype`` is ``None``, or not narrower than ``dtype``, the dtype of the gradient. ``sizes`` has the
+        absolute values of the gradient's entries.
         """
         if wire_format := WIRE_FORMATS.get(str(self.reduce_dtype)):
             # Errors are uniform up to half the distance between two codes.

@@ -85,9 +85,11 @@ class RowLookups(Extension):
 
     @contextmanager
     def initialising(self, module: Any, method: str) -> Iterator[None]:
-        """Enters a context around ``method`` of an ``nn.Embed``; on exit marks the table if ``method`` has made it.
+        """Enters a context around ``method`` of an ``nn.Embed``, which updates the mark of the table on exit.
 
-        The mark says that a single lookup has read the table. A second call in ``init`` removes the mark.
+        During ``init``, a table that this call has made gets the mark ``LOOKED_UP``: a single lookup has read the
+        table. A later call in ``init``, or another method, removes the mark. Without a box around the table nothing
+        changes.
         """
         before = _table(module) if module.is_initializing() else None
         yield

@@ -149,9 +149,12 @@ def is_nnx(cls: type[Any]) -> bool:
 def as_unit(target: Any, policy: ShardPolicy) -> Any:
     """Returns ``target`` wrapped as a unit, so that "params" are gathered before its public methods run.
 
-    A Linen class gives a subclass of the same name. A ``partial`` of a class gives a ``partial`` of the subclass. A
-    function gives a function, see ``_lifted_function``. In ``init``, "params" are split after the method. ``policy``
-    has the options of ``shard_module_params``.
+    In ``init``, "params" are split after the method. ``policy`` has the options of ``shard_module_params``. By
+    ``target``:
+    - a Linen class: a subclass of the same name.
+    - a ``functools.partial`` of a class: a ``partial`` of the subclass.
+    - a function of a module: a function that gathers the module's parameters, then runs ``target``.
+    - a function that makes a module: a function that makes a wrapped module (see ``_lifted_function``).
     """
     if isinstance(target, functools.partial):
         return functools.partial(as_unit(target.func, policy), *target.args, **target.keywords)
@@ -189,10 +192,10 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns a unit's variables with the split leaves gathered by ``gather_here``.
+    """Returns the variables of a unit with unsharded arrays in place of the split leaves, by ``gather_here``.
 
-    ``gather_here`` gets the path (for errors) and the extensions of the innermost ``RunningUnit``, the record of a unit
-    whose method runs, if there is such a record.
+    The path of the unit (for errors) and its extensions are read from the innermost ``RunningUnit``, the record of a
+    unit whose method runs. Without a record, ``gather_here`` gets neither.
     """
     units = active_interceptors_of(RunningUnit)
     if not units:
@@ -201,11 +204,11 @@ def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
 
 
 def _lifted_function(target: Method, policy: ShardPolicy) -> Method:
-    """Returns a function that calls ``target`` with gathers. Each call decides between two kinds of ``target``.
+    """Returns a function that calls ``target``, a function of a module or a function that makes a module, with gathers.
 
-    If the first positional argument is a module, ``target`` is a function of a module: the parameters of the module are
-    gathered, then ``target`` runs. Otherwise ``target`` is a function that makes a module: the class of the returned
-    module is replaced, in place, by the wrapped class of ``as_unit``.
+    Each call decides by the first positional argument. If it is a module, the parameters of the module are gathered,
+    then ``target`` runs. Otherwise ``target`` must make and return a module; the class of this module is replaced, in
+    place, by the wrapped class of ``as_unit``.
 
     Raises:
       TypeError: (when called) the first argument is not a module, and ``target`` has not returned a module.
@@ -249,7 +252,13 @@ def methods_to_lift(cls: type[nn.Module]) -> list[str]:
 def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> Method:
     """Returns a method that runs ``gathering`` if the module is bound (has variables), else ``plain``.
 
-    ``plain`` is the method of the user's class, ``gathering`` the same method with a gather of the parameters before.
+    Args:
+      plain: the method of the user's class.
+      gathering: the same method, which gathers the parameters first.
+      policy: the options of the unit.
+    Raises:
+      ValueError: (when called, on shards or under ``jax.set_mesh``) the module is inside ``nn.WeightNorm`` or
+        ``nn.SpectralNorm``.
     """
 
     @functools.wraps(plain)

@@ -56,7 +56,10 @@ class Selection:
         return f"larger_than({self.size})"
 
     def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
-        """Returns whether a module becomes a unit: ``predicate(path, module)``, or ``by_size`` without a predicate."""
+        """Returns whether a module becomes a unit: ``predicate(path, module)``, or ``by_size`` without a predicate.
+
+        ``by_size`` says whether the parameters of the module have more values than ``size``, as the caller has found.
+        """
         return bool(self.predicate(path, module)) if self.predicate else by_size
 
 
@@ -71,10 +74,13 @@ class Sharding:
 
 
 def sharded_model(model: Any, sharding: Sharding) -> Any:
-    """Returns ``model`` with its class replaced by a subclass that shards the chosen modules.
+    """Returns ``model`` with its class replaced by a subclass that shards the modules chosen by ``sharding``.
 
-    The result has the form of ``model``: an instance gives an instance with equal fields, a class the subclass, and a
-    ``functools.partial`` of a class a ``partial`` of the subclass with the same arguments.
+    ``sharding`` has the arguments of a ``shard_modules`` call. An instance gives an instance with equal fields, a class
+    the subclass, and a ``functools.partial`` of a class a ``partial`` of the subclass with the same arguments.
+
+    Raises:
+      TypeError: ``model`` is an instance that its parent module has named already.
     """
     if isinstance(model, functools.partial):
         return functools.partial(sharded_model(model.func, sharding), *model.args, **model.keywords)
@@ -85,9 +91,10 @@ def sharded_model(model: Any, sharding: Sharding) -> Any:
 
 
 def _subclass(cls: type[nn.Module], sharding: Sharding) -> Any:
-    """Returns a subclass of ``cls`` whose public methods split and gather the parameters of the chosen modules inside.
+    """Returns a subclass of ``cls`` whose public methods split and gather the parameters of chosen modules inside.
 
-    The names of the class and of the parameters stay.
+    ``sharding`` has the arguments of a ``shard_modules`` call, which choose the modules. The names of the class and of
+    the parameters stay.
     """
     methods = {name: _intercepted(getattr(cls, name), sharding) for name in methods_to_lift(cls)}
     methods["__init__"] = vars(cls)["__init__"]  # a decorator may have replaced it
@@ -98,9 +105,11 @@ def _subclass(cls: type[nn.Module], sharding: Sharding) -> Any:
 
 
 def _intercepted(plain: Method, sharding: Sharding) -> Method:
-    """Returns a method of a sharded model that runs ``plain`` under the interceptor of a new ``LinenRun``.
+    """Returns a method of a sharded model that runs ``plain``, the method of the user's class, with gathers inside.
 
-    ``plain`` runs without a new interceptor if the model is unbound, or if the same model already runs such a method.
+    The method calls ``plain`` under the interceptor of a new ``LinenRun``, which splits and gathers the parameters of
+    the modules that ``sharding`` chooses. If the model is unbound, or if the same model already runs such a method,
+    ``plain`` is called without a new interceptor.
     """
 
     @functools.wraps(plain)
@@ -250,17 +259,18 @@ class LinenRun:
         return result
 
     def _leaves(self, module: nn.Module) -> dict[str, Sharded]:
-        """Returns the boxed parameters of a module and its submodules, by path in the model as "h_0/mlp/kernel"."""
+        """Returns the parameters of a module and its submodules, each as a ``Sharded``, by path as "h_0/mlp/kernel"."""
         return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
 
     def _is_left_out(self, path: str) -> bool:
-        """Returns True, for a module inside the model's ``nn.map_variables`` that ``larger_than`` would choose.
+        """Returns True or raises, for the module at ``path``, which is inside an ``nn.map_variables`` of the model.
 
-        Such a module cannot be a unit: the map would compute from shards. ``larger_than`` passes over the module; a
-        module around the map may be chosen, and gathers before the map runs.
+        Such a module cannot be a unit: the map would compute from shards. True if units are chosen by size
+        (``larger_than``), which passes over the module: a module around the map may be chosen, and gathers before the
+        map runs.
 
         Raises:
-          ValueError: the module was chosen by class or by predicate.
+          ValueError: units are chosen by a class or a predicate, which has chosen the module.
         """
         if not self.sharding.selection.predicate:
             return True
@@ -288,9 +298,10 @@ def do_nothing(module: nn.Module) -> None:
 
 
 def parameters(module: nn.Module) -> list[tuple[tuple[str, ...], str, Sharded]]:
-    """Returns (module path, name, boxed leaf) for each parameter of a module, its submodules and modules in its fields.
+    """Returns (module path, name, leaf) for each parameter of a module, its submodules and modules in its fields.
 
-    The module path is a tuple of names from the model on. The name is relative to this path, as "mlp/kernel".
+    The module path is a tuple of names from the model on. The name is relative to this path, as "mlp/kernel". Each leaf
+    is a ``Sharded``: a bare value is put into a box.
     """
     scopes = get_module_scopes(module)[0]
     params = [(scope.path, sharded_leaves(scope.variables().get("params", {}))) for scope in scopes]

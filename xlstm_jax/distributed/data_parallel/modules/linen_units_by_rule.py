@@ -35,11 +35,11 @@ class LinenRunByRule(LinenRun):
     _layers: set[str] = field(default_factory=set)
 
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
-        """Returns the result of ``method``, a method of ``module`` in ``init``; splits the module's own parameters.
+        """Runs ``method``, a method of ``module`` in ``init``, then splits the parameters that ``module`` owns.
 
-        ``method`` takes no arguments and is called first. A module owns the parameters that no module inside has split
-        before. When the outermost call of the model returns, ``_choose_units`` chooses the units of the whole model;
-        until then the owner is the unit of a parameter.
+        Returns the result of ``method``, which takes no arguments. A module owns the parameters that no module inside
+        has split before. Recurrent cells own no parameters. When the outermost call of the model returns,
+        ``_choose_units`` chooses the units of the whole model; until then the owner is the unit of a parameter.
         """
         result = method()
         # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.

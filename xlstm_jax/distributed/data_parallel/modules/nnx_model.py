@@ -186,7 +186,10 @@ class NnxModel:
         return nnx.merge(graphdef, [self._with_value(path, leaf, leaves, rngs) for path, leaf in state])
 
     def unbind(self, module: nnx.Module) -> dict[str, Any]:
-        """Returns the variables of a module made by ``bind`` (after custom steps, say), in the form of ``init``."""
+        """Returns the variables of a module made by ``bind``, as a dict of collections like the result of ``init``.
+
+        Call it after custom steps on the module, say. Split parameters are in boxes; random state is left out.
+        """
         return unflatten_dict(leaves_of(module), sep="/")
 
     def with_units(self, where: Any, policy: ShardPolicy) -> "NnxModel":
@@ -278,9 +281,9 @@ class NnxModel:
         return modules_of(self._abstract)
 
     def _made(self, streams: nnx.Rngs) -> nnx.Module:
-        """Returns a new module with initial values: the result of ``make(streams)``.
+        """Returns a new module with initial values: ``make(streams)``, with ``streams`` as the source of random keys.
 
-        Metadata of variables with axis names are kept as metadata; NNX does not shard the values by them.
+        Axis names in the metadata of variables stay metadata: NNX does not shard the values.
         """
         with nnx.use_eager_sharding(False):  # axes in a variable's metadata become names of its box
             return with_arrays_as_data(self.make(streams))
@@ -346,10 +349,14 @@ class NnxModel:
         return [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Returns, by path of a variable, its shape in the unit that gathers it, and whether a single lookup reads it.
+        """Returns, by path of a variable: (shape in the unit that gathers it, whether exactly one lookup reads it).
 
-        The model is traced with the shapes of ``rngs`` and ``inputs``, and nothing is computed. In a scan over layers
-        the shape is the shape of a single layer, without the layer dim. Variables that no unit reads are missing.
+        The model is traced with the shapes of the arguments, and nothing is computed. In a scan over layers the shape
+        is the shape of a single layer, without the layer dim. Variables that no unit reads are missing.
+
+        Args:
+          rngs: a key, or a dict of keys by stream.
+          inputs, method, kwargs: the call to trace, as in ``apply``.
         """
         seen: dict[str, _Seen] = {}
 

@@ -292,7 +292,7 @@ def boxed_leaf(variable: Any) -> Any:
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:
-    """Returns the options for the gather of a split leaf outside of units, over the axes in the leaf's box.
+    """Returns a ``ShardPolicy`` for the gather of a split leaf that no unit gathers: over the axes in the leaf's box.
 
     ``None`` for a leaf without a library box, or without axes to gather over. A split leaf without a unit occurs if
     rules for logical names have split the leaf, or if units of another model have initialised the variables. The leaf
@@ -353,7 +353,10 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 
 
 def make_unit(module: nnx.Module, policy: ShardPolicy) -> None:
-    """Turns a module into a unit, in place: its class becomes a subclass whose public methods gather first."""
+    """Turns ``module`` into a unit, in place: its class becomes a subclass whose public methods gather first.
+
+    ``policy`` has the options of the unit. Parameters of units inside the module are left to these units.
+    """
     # In place: other attributes of the model may refer to this object.
     object.__setattr__(module, "__class__", _unit_type(type(module), policy))
 

@@ -92,8 +92,9 @@ def scan_layers(
 def _prefetching_if_split(plain: Callable[..., Any], prefetching: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method that runs ``prefetching`` if a parameter of the layers must be gathered, else ``plain``.
 
-    Each call decides: ``plain`` runs for an unbound module, in ``init``, with mutable parameters, outside of
-    ``shard_map``, and if no parameter is split. Both arguments are methods with the same arguments and results.
+    ``plain`` runs the ordinary scan over the layers, ``prefetching`` the scan that gathers weights ahead; both are
+    methods with the same arguments and results. Each call decides: ``plain`` runs for an unbound module, in ``init``,
+    with mutable parameters, outside of ``shard_map``, and if no parameter is split.
     """
 
     @functools.wraps(plain)

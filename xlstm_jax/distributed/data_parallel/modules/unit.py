@@ -95,7 +95,8 @@ class ShardsItself(Protocol):
 def as_predicate(where: Any, system: ModuleSystem) -> Predicate:
     """Returns ``where`` of ``shard_modules`` as a function of (path, module) that is true for the chosen modules.
 
-    A class or tuple of classes chooses their instances. A function is returned unchanged.
+    A class or tuple of classes chooses their instances. A function is returned unchanged. ``system`` describes the
+    module library (Linen or NNX), whose module classes are allowed.
 
     Raises:
       TypeError: ``where`` is not a module class, a tuple of module classes or a function.
@@ -160,10 +161,10 @@ def _no_axis(axis: str) -> ValueError:
 
 
 def entered(system: ModuleSystem, name: str, run: Method, module: Any, args: Any, kwargs: Any) -> Any:
-    """Returns ``run(module, *args, **kwargs)``, for a method of a unit, in the name scope "``name``.sharded".
+    """Returns ``run(module, *args, **kwargs)``, called under ``jax.named_scope(f"{name}.sharded")``.
 
-    The input is named for remat policies, see ``named_input``. The gather runs outside of the module's own name scope;
-    profiles and forecasts show the gather under ``name``.
+    ``run`` is a method of the unit ``module`` that gathers the parameters first: profiles and forecasts show the gather
+    under this scope. Before, ``named_input`` names the input, so that remat policies can keep the input.
     """
     args, kwargs = named_input(system, args, kwargs)
     with jax.named_scope(f"{name}.sharded"):
@@ -266,19 +267,19 @@ def gather_here(
 
 
 def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
-    """Returns the mesh axes over which to gather a leaf that rules for logical names have split.
+    """Returns the mesh axes over which to gather the leaf in ``box``, which rules for logical names have split.
 
-    These are the axes of the unit, then the bound axes in the box to gather over that the unit does not have.
+    These are the axes of the unit, then the bound axes in ``box.gathered_axes`` that the unit does not have.
     """
     others = [axis for axis in box.gathered_axes if not policy.has_axis(axis) and collectives.is_bound(axis)]
     return (*policy.axes, *others)
 
 
 def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns a split leaf, still sharded, in a box with the unit's communication options.
+    """Returns the split leaf in ``box``, still a shard, in a box with the communication options of a unit.
 
-    Options that the unit leaves ``None``, and the replicas, are read from the old box. ``None`` is returned if the leaf
-    is also split over axes that the unit does not gather.
+    ``policy`` has the options of the unit. Options that the unit leaves ``None``, and the replicas, are read from
+    ``box``. ``None`` is returned if the leaf is also split over axes that the unit does not gather.
     """
     if not all(map(policy.has_axis, box.axes)):
         return None
@@ -287,10 +288,10 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
 
 
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns ``shard_to_read`` of the split parameters of a module, by name: boxes with shards and the unit's options.
+    """Returns the split parameters of a module by name: boxes with this device's shards and the options of the unit.
 
-    ``params`` are the module's "params"; entries of submodules, bare leaves, and leaves split over other axes are left
-    out.
+    ``policy`` has the options of the unit, ``params`` are the module's "params". Entries of submodules, bare leaves,
+    and leaves that are split over axes of no unit here are left out.
     """
     shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in shards.items() if shard is not None}
@@ -325,12 +326,18 @@ def carry_axes(tree: PyTree) -> list[str]:
 
 
 def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns ``run``, or with ``reshard_after_forward`` a function that repeats its gathers in the backward pass.
+    """Returns a function like ``run`` that gathers again in the backward pass, if ``policy`` says so, else ``run``.
 
-    The function has the arguments and results of ``run``, which gathers the parameters of ``module`` and computes.
-    Values that are costly to compute are kept for the backward pass; gathered weights and results of cheap operations
-    (casts, arithmetic) are computed again. Gathers over the axes that ``reshard_after_forward`` leaves out are not
-    repeated: their results are kept. On a single device, or outside of ``shard_map``, ``run`` is called unchanged.
+    ``run(module, *args, **kwargs)`` gathers the parameters of ``module`` and computes; the new function has the same
+    arguments and results. With the option ``reshard_after_forward``, values that are costly to compute are kept for the
+    backward pass; gathered weights and results of cheap operations (casts, arithmetic) are computed again. Gathers over
+    the axes that the option leaves out are not repeated: their results are kept. On a single device, or outside of
+    ``shard_map``, ``run`` is called unchanged.
+
+    Args:
+      run: the function to change.
+      system: the module library, with its version of ``jax.checkpoint``.
+      policy: the options of the unit, with ``reshard_after_forward``.
     """
     if not policy.reshard_after_forward:
         return run
