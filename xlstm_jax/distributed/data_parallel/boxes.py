@@ -173,10 +173,10 @@ class _Initialiser:
 def _boxing_without_constraints(
     method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext
 ) -> Any:
-    """Interceptor for ``nn.intercept_methods``: runs a method, and returns its result.
+    """Interceptor for ``nn.intercept_methods``: returns ``method(*args, **kwargs)``, a call on ``context.module``.
 
-    Meanwhile the module's fields that are initialisers, such as ``kernel_init``, return boxes without sharding
-    constraints.
+    During the call the module's fields that are initialisers, such as ``kernel_init``, are replaced by initialisers
+    that make boxes without sharding constraints.
     """
     module = context.module
     fields = {field.name: getattr(module, field.name, None) for field in dataclasses.fields(module)}

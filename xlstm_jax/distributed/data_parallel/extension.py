@@ -117,7 +117,10 @@ class Extension:
         return None
 
     def initialising(self, module: Any, method: str) -> AbstractContextManager[None]:
-        """Returns a context around ``method`` of a module that may be in ``init``; by default without effect."""
+        """Returns a context manager that the library enters around ``method`` of ``module``; by default without effect.
+
+        The module is a unit, or may become a unit, and may be in ``init``.
+        """
         return nullcontext()
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
@@ -410,10 +413,10 @@ def avoids_gather(box: Sharded) -> bool:
 
 @contextmanager
 def recording_parts() -> Iterator[dict[str, PartialGather]]:
-    """Yields an empty dict, filled in the context with the leaves that modules gather in successive parts.
+    """Yields an empty dict: path in the model -> ``PartialGather``, filled while ``model.init`` runs in the context.
 
-    The context is for ``model.init``. The keys are paths in the model, the values say along which dim a leaf is cut,
-    and how many entries a part has.
+    The entries are the leaves that modules gather in successive parts. A ``PartialGather`` says along which dim the
+    leaf is cut, and how many entries a part has.
     """
     partial_gathers: dict[str, PartialGather] = {}
     with ExitStack() as stack:

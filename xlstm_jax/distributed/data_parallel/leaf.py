@@ -143,12 +143,15 @@ class Sharded(QuickBox):
     # ----------------------------------------------------------------------------------------------- reads as an array
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Returns the value for a read of the parameter: gathered inside ``shard_map``, and without padding.
+        """Returns the array that a module reads: in ``shard_map`` gathered over the bound axes except ``model_axes``.
 
-        The gather runs over the bound axes except ``model_axes``. ``apply_constraint`` is ignored.
+        The array is without padding, and under ``stop_gradient`` if the leaf is frozen. Outside of ``shard_map`` the
+        value is global, and nothing is gathered; a leaf with ``read_as_stored`` is returned as stored.
+        ``apply_constraint`` is ignored.
 
         Raises:
-          ValueError: inside ``shard_map`` the value is a full array, where a shard was expected.
+          ValueError: inside ``shard_map`` the value is a full array, where a shard was expected; or see
+            ``_axes_to_read``.
         """
         del apply_constraint
         if self.read_as_stored:
@@ -305,7 +308,8 @@ def leaf_of(leaf: Any) -> Sharded:
 
     A ``Sharded`` is returned unchanged if its names fit. ``names`` of the result has an entry for each dim of the
     value: ``None`` is added for unnamed dims, and surplus names are dropped. (An optimizer may store a scalar per leaf
-    of a boxed tree, in a box with the leaf's names.)
+    of a boxed tree, in a box with the leaf's names.) Inside a loss the result for a box of Flax has the loss's
+    ``model_axes``.
     """
     # Nearly all leaves return here, thousands of times in a trace: ``np.ndim`` alone would double the time.
     if type(leaf) is Sharded and not leaf.model_axes and len(leaf.names) == getattr(leaf.value, "ndim", None):
@@ -402,7 +406,7 @@ def with_layer_names(leaf: Any) -> Any:
 def with_last_names(leaf: Any, ndim: int) -> Any:
     """Returns a boxed leaf with only the last ``ndim`` names: without the names of leading layer dims.
 
-    The value is unchanged, as is a bare leaf.
+    The names (None, None, "fsdp") become (None, "fsdp") for ``ndim`` 2. The value is unchanged, as is a bare leaf.
     """
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 

@@ -16,8 +16,8 @@ from xlstm_jax.introspection import inside_branch, is_batched
 def can_send_parts(box: Sharded) -> bool:
     """Returns whether a leaf is a matrix of which parts can be sent in place of the full matrix.
 
-    True for a matrix of floats, sent without a block format, with exactly one split dim, stored in the value's order of
-    dims, that the model itself does not split.
+    True for a matrix of floats that is sent as numbers (not as blocks of 8-bit codes with scales), has exactly one
+    split dim, is stored with its dims in order, and is not split by the model itself.
     """
     is_float = box.communication.format_of(box.value) is None and jnp.issubdtype(value_dtype(box.value), jnp.inexact)
     is_stored_plainly = not box.model_axes and not box.read_as_stored and box.store.order(len(box.names)) == (0, 1)

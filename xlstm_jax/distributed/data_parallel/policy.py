@@ -113,7 +113,10 @@ class ShardPolicy:
 
     @property
     def kept_axes(self) -> frozenset[str]:
-        """Axes over which weights stay gathered for the backward pass, although ``reshard_after_forward`` drops them.
+        """Axes over which weights stay gathered from the forward pass to the backward pass.
+
+        These are the axes of the wrapper that ``reshard_after_forward`` does not name. Empty if the option is True or
+        False.
 
         Raises:
           ValueError: ``reshard_after_forward`` names other axes than those of the wrapper, or the remaining axes are

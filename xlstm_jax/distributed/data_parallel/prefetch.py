@@ -169,8 +169,8 @@ class _Leaf(NamedTuple):
     def shard(self, value: Any) -> jax.Array:
         """Returns the array to send for ``value``, a layer's shard: ``value`` itself, or a packed array [1, s].
 
-        For a parcel (leaves that are sent together) ``value`` is the list of the members' shards, which are packed: s
-        values.
+        For a parcel (leaves that are sent together) ``value`` is a list with the shard of each member, and the result
+        has the s values of all shards.
         """
         return self.parcel.pack(value) if self.parcel else value
 
@@ -297,9 +297,9 @@ class _Scan:
     def arrived(self, ahead: list[Arrays | None]) -> Arrays:
         """Returns the unsharded weights of the layer that computes next, from the last entry of ``ahead``.
 
-        ``ahead`` has an entry for each gather stage; the last entry is the layer after all stages: a list with an array
-        for each leaf. The result is a like list, in which each array is converted from the format in which shards are
-        sent (8-bit codes, say) back to values. Padding stays. The entry of a leaf that is not split is ``None``.
+        ``ahead`` has an entry for each gather stage. The last entry is a layer after all stages: a list with an array
+        for each leaf. The result has the same form, with each array converted from the format in which shards are sent
+        (8-bit codes, say) back to values. Padding stays. The entry of a leaf that is not split is ``None``.
         """
         return self._of_split(lambda leaf, arrived: leaf.wire.receive(arrived), ahead[-1] or [])
 
@@ -396,11 +396,11 @@ class _Scan:
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-        """Returns the cotangents of the four arguments of ``forward``: runs the layers from last to first.
+        """Runs the layers from last to first, and returns the cotangents of the arguments of ``forward``, in order.
 
         While a layer computes, the weights of the next layers to run (earlier in the model) are gathered, and the
         gradient of the layer that ran before is scattered. ``residuals`` are from ``forward``, ``cotangents`` are of
-        its results.
+        its first result, (last carry, stacked outputs). Leaves without gradient have ``None``.
         """
         values, carries, per_layer, shared = residuals
         # Gradients of integers have dtype float0, which no loop can carry.

@@ -114,10 +114,10 @@ def _is_table(name: str, params: dict[str, Any]) -> bool:
 
 
 def _is_cheap_call(base: Policy, name: str, params: dict[str, Any]) -> bool:
-    """Returns whether an operation is a call of a function in which the policy keeps no value, to be recomputed.
+    """Returns whether an operation calls a function in which the policy keeps no value, so that the call is recomputed.
 
-    False for an operation that calls no function. ``base`` is the user's policy, ``params`` are the operation's
-    parameters with the body of the function.
+    False for an operation that calls no function. ``base`` is the user's policy, ``name`` the operation's name,
+    ``params`` are the operation's parameters, with the body of the function.
     """
     # JAX applies policies inside most functions, but not inside a function with a custom derivative if nothing in it is
     # differentiated, such as the gather of frozen weights. The maxima in such a gather are those of packed blocks.

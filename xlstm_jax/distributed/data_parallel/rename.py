@@ -206,12 +206,13 @@ def _layers_in(node: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, s
 
 
 def _stacked(layers: dict[int, PyTree], layer_names: str) -> PyTree:
-    """Returns one tree with leaves [layers, ...], stacked in order from the trees of the layers by number.
+    """Returns one tree with leaves [layers, ...], stacked from the trees of the layers in the order of their numbers.
 
-    ``layer_names`` is the pattern of the layers' names for errors, as "block_{}".
+    ``layers`` has the tree of each layer by its number. ``layer_names`` is the pattern of the layers' names for errors,
+    as "block_{}".
 
     Raises:
-      ValueError: a number from 0 on is missing, or layers differ in structure, shape, dtype or box.
+      ValueError: a number from 0 to the largest is missing, or layers differ in structure, shape, dtype or box.
     """
     if missing := sorted(set(range(max(layers))) - set(layers)):
         existing = listed([layer_names.format(number) for number in sorted(layers)], shown=SHOWN_NAMES)

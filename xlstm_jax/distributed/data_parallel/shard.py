@@ -308,8 +308,9 @@ class PlannedLeaf(Sharded, repr=False):
         )
 
     def gathered(self, axes: tuple[str, ...]) -> "PlannedLeaf":
-        """Returns the leaf as a wrapped module reads it after a gather over ``axes``: without padding and ``axes``.
+        """Returns the leaf in the form in which a wrapped module reads the leaf after a gather over ``axes``.
 
+        Nothing is gathered: the value of a plan is global. Padding is removed from the value, ``axes`` from the names.
         The leaf is returned unchanged if another wrapper gathers it: if no decision over ``axes`` has split the leaf,
         and an axis that is not in ``axes`` splits it.
         """

@@ -90,9 +90,10 @@ read_without_constraints(nn.LogicallyPartitioned, _LogicallyNamed)
 
 
 def _on_mesh(entry: AxisEntry, sizes: Mapping[str, int]) -> AxisEntry:
-    """Returns the entry of a dim (the axes that split the dim) without axes that ``sizes`` lacks, or ``None``.
+    """Returns ``entry``, the axes that split a dim, without the axes that are missing in ``sizes``.
 
-    ``None`` stands for no axis. ``sizes`` has the axis sizes of the mesh by name.
+    ("dp", "fsdp") gives "fsdp" if ``sizes``, the axis sizes of the mesh by name, has no "dp". ``None`` if no axis is
+    left.
     """
     return axes_entry(tuple(axis for axis in entry_axes(entry) if axis in sizes))
 

@@ -38,8 +38,10 @@ class LinenRunByRule(LinenRun):
         """Runs ``method``, a method of ``module`` in ``init``, then splits the parameters that ``module`` owns.
 
         Returns the result of ``method``, which takes no arguments. A module owns the parameters that no module inside
-        has split before. Recurrent cells own no parameters. When the outermost call of the model returns,
-        ``_choose_units`` chooses the units of the whole model; until then the owner is the unit of a parameter.
+        has split before. Recurrent cells own no parameters, nor do modules inside a unit that the model itself has
+        wrapped, or inside an ``nn.map_variables`` or ``nn.vmap`` of the model. When the outermost call of the model
+        returns, ``_choose_units`` chooses the units of the whole model; until then the owner is the unit of a
+        parameter.
         """
         result = method()
         # A cell would gather at every step of its loop: the module around the loop owns the cell's parameters.

@@ -228,8 +228,8 @@ class NnxModel:
     def _with_units_by_rule(self, rule: UnitRule, policy: ShardPolicy) -> "NnxModel":
         """Returns a copy of the model with further units (modules that gather their parameters), chosen by ``rule``.
 
-        The rule chooses among modules that are neither a unit, nor inside a unit, nor a Linen module
-        (``nnx.bridge.ToNNX``). The reasons of the choice are added to ``reasons`` of the copy.
+        The new units have the options ``policy``. The rule chooses among modules that are neither a unit, nor inside a
+        unit, nor a Linen module (``nnx.bridge.ToNNX``). The reasons of the choice are added to ``reasons`` of the copy.
         """
         params = [path for path, leaf in contents(self._abstract).items() if collection_of(leaf) == "params"]
         owners = {path.rpartition("/")[0] for path in params}
@@ -416,11 +416,12 @@ def _streams(rngs: PyTree) -> nnx.Rngs:
 
 
 def _random_state(path: str, leaf: Any, rngs: PyTree) -> Any:
-    """Returns the value for the random state ``leaf`` of the module at ``path``: zeros for a count, else a key.
+    """Returns the value for ``leaf``, random state (a count or a key of ``nnx.Rngs``) of a module: zeros for a count.
 
-    The key is derived from the key of the leaf's stream in ``rngs`` (or of "default") and from ``path``, so streams
-    have separate keys; a stacked leaf gets an array of keys, separate for each layer. If ``rngs`` has no key for the
-    stream, the result is a ``_NoKey``, which raises when a key is drawn; the streams in ``STREAMS_OF_ZEROS`` use key 0.
+    The value of a key is derived from the key of the leaf's stream in ``rngs`` (or of "default"), and from ``path``,
+    the path of the leaf, so that streams have separate keys. A stacked leaf gets an array of keys, separate for each
+    layer. If ``rngs`` has no key for the stream, the result is a ``_NoKey``, which raises when a key is drawn; the
+    streams in ``STREAMS_OF_ZEROS`` use key 0.
     """
     value, tag = leaf.get_raw_value(), leaf.get_metadata("tag", "default")
     if not isinstance(leaf, nnx.RngKey):
@@ -465,9 +466,10 @@ class _NoKey:
 def _sharded(
     unit_params: Mapping[str, Any], path: str, policy: ShardPolicy, seen: Mapping[str, _Seen]
 ) -> dict[str, Any]:
-    """Returns the parameters of the unit at ``path``, split and boxed by ``policy``; keys are "params/" + path.
+    """Returns the parameters of the unit at ``path``, split and boxed by ``policy``, in the order of ``unit_params``.
 
-    The shape of a single layer, without layer dims, decides which dim is split.
+    The keys are those of ``unit_params`` with "params/" in front. The shape of a single layer, without layer dims,
+    decides which dim is split.
 
     Args:
       unit_params: values or boxes of the parameters that the unit gathers, by path in the model.

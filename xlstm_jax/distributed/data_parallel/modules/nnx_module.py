@@ -169,10 +169,10 @@ def is_split(variable: Any) -> bool:
 
 
 def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the unsharded values of split variables, by the paths of ``variables``.
+    """Returns the unsharded values of split variables, as bare arrays by the paths of ``variables``.
 
-    Each shard is gathered over the FSDP axes of its unit. A dim that the model itself splits (tensor parallel) stays
-    split.
+    Each shard is gathered over the axes of its unit, with the unit's options. A dim that the model itself splits
+    (tensor parallel) stays split.
     """
     full_values: dict[str, Any] = {}
     # Units sharded by different ``shard_modules`` calls have different policies, with different axes and dtypes.
@@ -185,9 +185,10 @@ def _full_values(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def gathered(variables: Mapping[str, Any]) -> Iterator[None]:
-    """Replaces, inside the context, the values of split variables by gathered values; restores the shards on exit.
+    """Replaces, inside the context, the values of split variables by unsharded values; restores the shards on exit.
 
-    ``variables`` are split variables by path; the paths name the leaves in errors. The variables are changed in place.
+    ``variables`` are split variables by path, changed in place; the paths name the leaves in errors. Inside the context
+    the model must not write the variables: a write raises a ``ValueError``.
     """
 
     def write(values: Mapping[str, Any], state: type[_Changed]) -> None:

@@ -123,7 +123,9 @@ def _of_one_layer(stacked: PyTree) -> PyTree:
 def _prefetching_scan(
     run: Callable[..., Any], *, split_rngs: Mapping[Any, bool], in_axes: Any, length: int
 ) -> Callable[..., Any]:
-    """Returns a Linen transformation, for ``lift_transform``, that scans a layer by ``prefetched_scan``.
+    """Returns ``f(scopes, carry, *args)``, for Linen's ``lift_transform``, which runs ``length`` layers in sequence.
+
+    ``f`` calls ``prefetched_scan``, which gathers weights ahead, and returns (last carry, outputs [layers, ...]).
 
     Args:
       run: the layer, ``run(scopes, carry, *args)``, which returns (carry, outputs).

@@ -290,8 +290,8 @@ def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
 def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
     """Returns the split parameters of a module by name: boxes with this device's shards and the options of the unit.
 
-    ``policy`` has the options of the unit, ``params`` are the module's "params". Entries of submodules, bare leaves,
-    and leaves that are split over axes of no unit here are left out.
+    ``policy`` has the options of the unit, ``params`` are the module's "params". Left out are entries of submodules,
+    bare leaves, and leaves that are also split over axes that the unit does not gather.
     """
     shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
     return {name: shard for name, shard in shards.items() if shard is not None}
