@@ -211,6 +211,8 @@ def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> Non
 def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
     """Raises if a gradient that would be divided by the number of devices over ``axes`` is an average over an axis.
 
+    Nothing is checked inside the context ``wrong_averages_pass``.
+
     Args:
       path: the path of the leaf, for the error.
       value: a gradient that does not vary over ``axes`` by type.

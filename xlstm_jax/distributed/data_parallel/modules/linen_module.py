@@ -366,10 +366,11 @@ class RunningUnit:
 
 @contextmanager
 def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
-    """Marks a module as the running unit inside the context, so that ``active_interceptors_of(RunningUnit)`` finds it.
+    """Enters a context in which ``module`` is the running unit, which ``active_interceptors_of(RunningUnit)`` finds.
 
-    If the module reads a full array where its parameter is a shard over ``axes``, Linen raises a shape error; the
-    context replaces this error by ``closed_over_error``, which names the leaf and the cure.
+    The unit's extensions may change the arguments of methods that run in the context. If the module reads a full array
+    where its parameter is a shard over ``axes``, Linen raises a shape error; the context replaces this error by
+    ``closed_over_error``, which names the leaf and the cure.
     """
     recorded = active_interceptors_of(Stacks)
     for stacks in recorded:
