@@ -94,10 +94,11 @@ _a_row_of: dict[object, PyTree] = {}
 
 
 def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
-    """Returns the batch, of ``rows`` rows, with copies of its rows appended in turn, up to ``padded`` rows.
+    """Returns the batch of this process, of ``rows`` rows, with copies of its rows appended up to ``padded`` rows.
 
-    Rows are repeated from the first on; scalars are unchanged. If ``rows`` is 0, every row is a copy of one row of an
-    earlier batch with leaves of the same shapes and dtypes, which this process has kept.
+    Rows are repeated in turn, from the first on; scalars are unchanged. If ``rows`` is 0, every row is a copy of one
+    row of an earlier batch with leaves of the same shapes and dtypes, which this process has kept. Arrays become NumPy
+    arrays.
 
     Raises:
       ValueError: the batch has no rows, and this process has padded no batch with such leaves before.

@@ -55,7 +55,10 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def shard_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
-        """Makes the global batch from the rows of this process, as the function ``shard_batch``, in a given sharding.
+        """Makes the global batch from the rows of this process, split as ``sharding`` says; call it in every process.
+
+        ``batch`` has arrays [rows, ...] with the rows of this process, and scalars, which are replicated. Returns a
+        tree of global arrays [all rows, ...], like the function ``shard_batch``.
 
         Raises:
           TypeError: ``sharding`` is not a ``NamedSharding``; or as ``shard_batch``.
@@ -73,7 +76,7 @@ class DataParallel(nnx.Module):
     def shard_model_state(
         state: PyTree, mesh: Mesh, param_sharding: str = "replicate", *, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     ) -> PyTree:
-        """Places the state on the devices of the mesh.
+        """Returns the state as global arrays on the devices of the mesh, replicated or split.
 
         Args:
           state: arrays, as parameters, an optimizer state or ``nnx.state(model)``; equal in every process.
