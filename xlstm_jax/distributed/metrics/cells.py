@@ -54,7 +54,9 @@ def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
 
 
 def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Appends dims of size 1 to ``weight``, so that it broadcasts over the trailing dims of ``values``.
+    """Returns ``weight`` with dims of size 1 appended, so that it broadcasts over the trailing dims of ``values``.
+
+    For values [b, t, d] a weight [b] becomes [b, 1, 1], and a scalar becomes [1, 1, 1].
 
     Raises:
       ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -114,9 +116,10 @@ class Total(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
-        """Sums ``values * weight`` over every dim except the last ``keep``, in float32 (float64 with x64).
+        """Returns the sum of ``values * weight`` over every dim except the last ``keep``, as a pair (high, low).
 
-        ``weight`` has the leading dims of ``values``, or is a scalar; a value of weight 0 is ignored, NaN included.
+        Sums are in float32 (float64 with x64), without a gradient. ``weight`` has the leading dims of ``values``, or is
+        a scalar; None: 1. A value of weight 0 is ignored, NaN included.
 
         Raises:
           ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -217,9 +220,10 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
-        """Returns integers as a cell of the same shape: the upper and the lower 32 bits of each, signed, without a sum.
+        """Returns the integers ``values`` as a ``Count`` of equal shape, each as a 64-bit integer; nothing is summed.
 
-        A bool counts as 0 or 1.
+        ``high`` has the upper and ``low`` the lower 32 bits of each integer, in two's complement. A bool counts as 0 or
+        1.
         """
         # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):

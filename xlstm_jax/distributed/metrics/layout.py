@@ -109,7 +109,10 @@ class Layout:
         return spans
 
     def pack(self, cells: Cells, identity: Cells) -> Vectors:
-        """Packs ``cells`` into vectors [k] by vector name; cells missing from ``cells`` are taken from ``identity``.
+        """Returns ``cells`` packed into vectors [k], by vector name.
+
+        Cells are accumulators: ``cells`` is a single cell or a nested dict of cells. Cells missing from ``cells`` are
+        taken from ``identity``, the neutral cells of the layout.
 
         Raises:
           ValueError: a cell is not in the layout, or its shape differs from the layout.
@@ -129,9 +132,10 @@ class Layout:
         return self.vectors_of({group: jax.tree.map(end_to_end, *some) for group, some in groups.items()})
 
     def unpack(self, vectors: Vectors) -> Cells:
-        """Returns the cells in ``vectors``, the inverse of ``pack``: a cell or nested dicts, as in the identity.
+        """Returns the cells (accumulators) in ``vectors``, the inverse of ``pack``: a cell or a nested dict of cells.
 
-        Leading dims of the vectors, which count devices, are kept: [..., k] -> [..., *shape of the cell].
+        The structure is the structure from which the layout was built. Leading dims of the vectors, which count
+        devices, are kept: [..., k] -> [..., *shape of the cell].
         """
         groups, cells = self.groups_of(vectors), {}
         ends: dict[Group, int] = defaultdict(int)
@@ -173,7 +177,7 @@ class Layout:
         return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 
     def merge_rows(self, rows: Vectors) -> Vectors:
-        """Returns the vectors [k] of the merge of n states, whose vectors ``rows`` are [n, k]."""
+        """Returns the vectors [k] of the merge of n states, by vector name; ``rows`` has the vectors [n, k]."""
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 

@@ -68,10 +68,10 @@ class MeshState:
         sync_together([self])
 
     def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
-        """Merges the cells of a new value, packed in vectors [k], into the first local value of this process.
+        """Merges the state of a new value, vectors [k] by vector name, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges. Other processes
-        are not waited for.
+        are not waited for. The state then counts as not synchronized.
         """
 
         def with_row(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ class MeshState:
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
-        """Merges the cells of n new values, packed in vectors [n, k], into the local values: row i on device i."""
+        """Merges n new values, vectors [n, k] by vector name, into the n local values: row i on device i."""
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:

@@ -212,7 +212,10 @@ class PureMetric(ABC):
         return jax.vmap(self.result)(state.cells)
 
     def state_of(self, cells: Cells) -> Synced:
-        """Builds a state from ``cells``; cells missing from the dict are taken from ``identity``.
+        """Returns a ``Synced`` state of ``cells``, accumulators; cells missing from a dict are those of ``identity``.
+
+        Nothing is sent. The cells are used as given: ``observe(batch)`` gives the state of a batch, {} the neutral
+        state.
 
         Raises:
           ValueError: a cell is not in ``identity``, or its shape differs.
@@ -302,9 +305,11 @@ def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple
 
 
 def sync_states(states: list[Local]) -> list[Synced]:
-    """Merges each of several states over devices, like ``PureMetric.sync``, in shared collectives (in ``shard_map``).
+    """Returns each of several local states merged over the devices, in order; all states share the collectives.
 
-    All states have the same axes. Returns the synchronized states in the order of ``states``.
+    Call the function inside ``shard_map``. All states have the same axes. The states are gathered by one collective or,
+    if a device would receive more than ``GATHER_BYTES``, merged by an all-reduce per (operation, dtype). Raises a
+    ``ValueError`` if the axes are not bound, or if a state holds the values of several devices.
     """
     axes = states[0].axes
     collectives.check_bound(axes, caller="sync")
@@ -323,9 +328,10 @@ def sync_states(states: list[Local]) -> list[Synced]:
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Returns each of ``cells`` merged over the devices of ``axes``, in order; inside ``shard_map``.
+    """Returns each of ``cells`` (accumulators, such as ``Total``) merged over the devices of ``axes``, in order.
 
-    All cells share one collective per (operation, dtype), for the operations sum, max and min.
+    Call the function inside ``shard_map``. All cells share one collective per (operation, dtype), for the operations
+    sum, max and min.
     """
     # A collective adds numbers, not pairs: each cell is split into arrays whose plain sums are exact.
     pieces = [cell.pieces() for cell in cells]

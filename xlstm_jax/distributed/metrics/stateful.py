@@ -184,7 +184,7 @@ class MetricAccumulator(MeshState):
             )
 
     def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
-        """Returns a number or NumPy array in the accumulator dtype; a ``jax.Array`` is returned unchanged."""
+        """Returns ``value`` as a NumPy array in the accumulator dtype; a ``jax.Array`` is returned unchanged."""
         # Cast by NumPy: jit would first truncate a host value of 64 bits to 32 bits.
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
@@ -293,7 +293,11 @@ class Metric(ABC, Generic[Value]):
             state.reset()
 
     def to(self, device: Place) -> None:
-        """Moves the states to a single device or to a different mesh; see ``MetricAccumulator.to``."""
+        """Moves the states to a single device or to a different mesh, which then has a local value on every device.
+
+        ``device`` is a device, a mesh, an index into ``jax.local_devices()``, or a platform such as "cpu" or "cpu:1".
+        Raises a ``ValueError`` if this process has no such device, or if other processes hold local values.
+        """
         for _, state in self._states():
             state.to(device)
 
