@@ -98,8 +98,9 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 def _how_to_make(mesh: object) -> str:
     """Returns a sentence for an error: how to make the mesh that the caller meant by ``mesh``, a wrong argument.
 
-    ``mesh`` may be a sharding, an ``AbstractMesh``, axis sizes (with or without names) or a sequence of devices; the
-    call in the sentence contains its sizes. For any other value the sentence has an example, {'fsdp': -1}.
+    For a ``NamedSharding`` the sentence names the mesh of the sharding. For an ``AbstractMesh``, axis sizes (with or
+    without names) or a sequence of devices the sentence has a call with these sizes. For any other value the call has
+    an example, {'fsdp': -1}.
     """
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."
@@ -251,8 +252,9 @@ class BatchLayout:
     def sequence(self) -> SequenceLayout:
         """Token order ("contiguous" or "zigzag") and axes for layers that exchange tokens between devices (attention).
 
-        The axes are those that split other dims than dim 0 (the tokens), and those that split dim 0 (the rows), both
-        without axes of size 1. If the layout's ``tokens`` is None, the order is "contiguous".
+        A ``SequenceLayout`` of the order, the axes that split other dims than dim 0 (the tokens), and the axes that
+        split dim 0 (the rows), both without axes of size 1. If the layout's ``tokens`` is None, the order is
+        "contiguous".
         """
         columns = [axis for axis in self.axes if axis not in self.row_axes]
         axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
@@ -278,7 +280,7 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def reorder(self, batch: PyTree) -> PyTree:
-        """Returns a global batch in natural order, of plain arrays, with the tokens in the order of the step.
+        """Returns a global ``batch``, plain arrays in natural order, with tokens moved into the order of the step.
 
         If ``self.tokens`` is "zigzag", the token dim of each leaf is permuted; leaves without tokens are unchanged. For
         another order the batch is returned unchanged.

@@ -118,7 +118,7 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
 
 
 def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Returns TPU devices by position: (slice, coordinates of the chip within the slice, core of the chip) -> device.
+    """Returns TPU devices by position, a flat tuple: (slice, coordinates of the chip in the slice, core of the chip).
 
     Slices are numbered 0, 1, ... in the order of JAX's slice indices. Coordinates begin at 0 in the used part of a
     slice.
@@ -133,9 +133,9 @@ def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
 
 
 def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
-    """Returns, by JAX's slice index, the smallest coordinate along each dim among the slice's ``devices``.
+    """Returns a dict from JAX's slice index to the smallest coordinate along each dim among the slice's ``devices``.
 
-    The result is the corner of the box of the torus that the devices span.
+    For example {0: (0, 4, 0)}: the corner of the box of the torus that the devices span.
     """
     coords = defaultdict(list)
     for device in devices:

@@ -133,11 +133,12 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Returns ``add(weights)`` as a ``Total``; ``add`` is a plain sum, or a scatter-add, of its argument.
+        """Returns the sums ``add(weights)`` as a ``Total``; ``add`` is a plain sum, or a scatter-add, of its argument.
 
         ``add`` is called for the upper and for the lower half of the significand of each weight (``halves``), and both
-        results are merged. Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of
-        many. Exact for up to 2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
+        results are merged to pairs (high, low). Much cheaper than ``of`` for a histogram, where each weight is added to
+        a single bin of many. Exact for up to 2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or
+        1.
         """
         # A half has 12 of the 24 bits of a float32; the other 12 bits are free for carries.
         upper, lower = halves(weights.astype(wide_float()))
@@ -202,10 +203,12 @@ class Count(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
-        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``, and returns the cell.
+        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``: returns a ``Count``.
 
         Args:
-          weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row.
+          values: integers or bools of any shape.
+          weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row. None: 1.
+          keep: the number of last dims that the result keeps.
         Raises:
           TypeError: values or weights are floats, which a count of integers would truncate.
           ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -300,9 +303,10 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """Returns the largest (``Minimum``: smallest) value of nonzero weight, over every dim except the last ``keep``.
+        """Returns a cell with the largest (``Minimum``: smallest) value over every dim except the last ``keep``.
 
-        ``weight`` has the leading dims of ``values``, or is a scalar; another shape raises a ``ValueError``.
+        ``weight`` has the leading dims of ``values``, or is a scalar; another shape raises a ``ValueError``. Values of
+        weight 0 are left out; None: every value counts. Without any value the result is the neutral cell, such as -inf.
         """
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)

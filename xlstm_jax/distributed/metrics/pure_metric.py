@@ -53,7 +53,11 @@ class _State(struct.PyTreeNode):
 
     @property
     def cells(self) -> Cells:
-        """Accumulators of the state in the structure of ``PureMetric.identity``, [...]; [n, ...] for a ``Local``."""
+        """Accumulators of the state, in the structure of ``PureMetric.identity``: a cell or nested dicts of cells.
+
+        The arrays of a ``Local`` state have a leading device dim, [n, ...]; the arrays of a ``Synced`` state do not,
+        [...].
+        """
         return self.layout.unpack(self.vectors)
 
 
@@ -98,7 +102,7 @@ class PureMetric(ABC):
 
     @abstractmethod
     def identity(self) -> Cells:
-        """Returns the neutral state: an accumulator from the module ``cells``, or a (nested) dict of accumulators."""
+        """Returns the neutral cells: an accumulator from the module ``cells``, or a (nested) dict of accumulators."""
 
     @abstractmethod
     def observe(self, *args: Any, **kwargs: Any) -> Cells:
@@ -130,7 +134,7 @@ class PureMetric(ABC):
         return Local(collectives.to_varying(_row(nothing.vectors), axes), nothing.layout, axes)
 
     def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
-        """Adds a batch to the state of this device; never communicates.
+        """Returns the state of this device with a batch added; never communicates.
 
         Args:
           state: the state of this device, from ``empty`` or the previous ``update``; its buffers may be donated.
@@ -242,7 +246,7 @@ class PureMetric(ABC):
         return Local(rows, state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        """Raises a ``ValueError`` unless a batch varies, by its types, along ``axes`` and along no other axis.
+        """Raises a ``ValueError`` unless the batch ``observed`` varies, by its types, along ``axes`` and no other axis.
 
         ``axes`` are the axes declared in ``empty``. If the batch varies along an undeclared axis, only one device along
         this axis would count. If the batch is equal along a declared axis, equal values would count several times. A

@@ -112,8 +112,9 @@ def _given_membership(
 ) -> Membership | None:
     """Returns the membership in a job (address, number of processes, index) that a user's arguments describe.
 
-    None if address, number and index are all None. Raises a ``ValueError`` if the user gives only some of the three, or
-    values that do not fit, and a ``TypeError`` if a number is not an int.
+    None if address, number and index are all None. ``local_device_ids`` become part of the result, unchecked. Raises a
+    ``ValueError`` if the user gives only some of the first three arguments, or values that do not fit, and a
+    ``TypeError`` if a number is not an int.
     """
     arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in arguments.values()):

@@ -129,7 +129,7 @@ def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[in
 
 
 def named(processes: Sequence[int]) -> str:
-    """Formats process indices as "process 3", or "processes 0, 1"."""
+    """Formats process indices as "process 3", or "processes 0, 1", in ascending order."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
 
 

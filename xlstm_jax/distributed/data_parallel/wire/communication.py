@@ -47,7 +47,7 @@ class Wire(Protocol):
     rounds_again: ClassVar[bool]
 
     def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the array to send in place of the shard ``[..., d / N, ...]``."""
+        """Returns the array to send in place of ``shard``, ``[..., d / N, ...]`` in the gather dtype."""
         ...
 
     def along(self, dim: int) -> int:
@@ -55,7 +55,10 @@ class Wire(Protocol):
         ...
 
     def receive(self, arrived: jax.Array) -> jax.Array:
-        """Returns the value ``[..., d, ...]`` from the sent arrays of N devices, concatenated in device order."""
+        """Returns the value ``[..., d, ...]`` from ``arrived``, the sent arrays of N devices.
+
+        The sent arrays are concatenated in device order, along the dim that ``along`` returns.
+        """
         ...
 
 
@@ -101,7 +104,7 @@ class WireFormat:
 
     @property
     def itemsize(self) -> float:
-        """Bytes sent per value, on average, in an array without padding."""
+        """Bytes sent per value, on average, in an array without padding. Abstract."""
         raise NotImplementedError
 
     def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
@@ -210,7 +213,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the 8-bit format in which a gather sends ``value``; None for a plain dtype."""
+        """Returns the name of the 8-bit format in which a gather sends ``value``; None if sent in a plain dtype."""
         return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:

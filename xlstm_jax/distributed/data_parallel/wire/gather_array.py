@@ -286,11 +286,12 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers each dim of a shard over the axes in ``axes`` that split the dim. Returns (array, names).
+    """Gathers each dim of the shard ``value`` over the axes in ``axes`` that split the dim. Returns (array, names).
 
-    ``names`` has an entry per dim, with the axes that split the dim; the returned names keep only axes not in ``axes``.
-    ``wire`` is the format in which shards are sent (``None``: the format that ``communication`` selects). ``path``
-    names the leaf in errors.
+    ``names`` has an entry of a ``PartitionSpec`` per dim, with the axes that split the dim; the returned names keep
+    only axes not in ``axes``. ``communication`` has the dtypes and the axes of copies of the leaf. ``wire`` is the
+    format in which shards are sent (``None``: the format that ``communication`` selects). ``path`` names the leaf in
+    errors.
     """
     left = list(names)
     for dim, entry in enumerate(names):
