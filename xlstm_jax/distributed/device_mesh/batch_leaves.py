@@ -51,7 +51,10 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 def has_numbers(dtype: Any) -> bool:
-    """Returns whether devices support the dtype. True also for None (a Python number) and for PRNG keys."""
+    """Returns whether arrays of ``dtype`` can be on devices. True also for None (a Python number) and for PRNG keys.
+
+    False for objects, texts, dates and records, and for floats wider than 64 bits (complex: 128 bits).
+    """
     kind = getattr(dtype, "kind", None)
     # bfloat16 and similar dtypes have the kind of records.
     if kind in NO_NUMBERS or issubclass(getattr(dtype, "type", object), np.void):

@@ -49,7 +49,10 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
-        """Returns the sharding of a batch with rows split over ``data_axis``, a mesh axis or a tuple of axes."""
+        """Returns the sharding of a batch whose dim 0, the rows, is split over ``data_axis``, one axis or several.
+
+        Raises a ``TypeError`` if ``mesh`` is not a mesh with devices, and a ``ValueError`` if the mesh lacks an axis.
+        """
         check_mesh(mesh, devices=True)
         return placed(NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis"))))
 

@@ -241,7 +241,7 @@ class Count(Cell):
         return cls(sign, values.astype(jnp.uint32))
 
     def _times(self, weight: jax.Array) -> "Count":
-        """Returns the cell with each integer multiplied by a ``weight`` in 0..65535, which broadcasts to the cell."""
+        """Returns a ``Count`` with each integer times ``weight``, integers in 0..65535 that broadcast to the cell."""
         # A quarter of 16 bits times a weight of 16 bits fits into 32 bits.
         return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
@@ -253,7 +253,10 @@ class Count(Cell):
 
     @property
     def value(self) -> jax.Array:
-        """Returns the sum as int64 with x64; otherwise as float32, rounded above 2^24. See ``exact``."""
+        """Returns the sums in the shape of the cell: int64 with x64, otherwise float32, rounded above 2^24.
+
+        For exact sums see ``exact``.
+        """
         if wide_float() == jnp.float64:
             return (self.high.astype(jnp.int64) << 32) | self.low.astype(jnp.int64)
         # Both limbs of a small negative number are near 2^32, so the sign is removed before rounding to float32.

@@ -106,7 +106,10 @@ class PureMetric(ABC):
 
     @abstractmethod
     def observe(self, *args: Any, **kwargs: Any) -> Cells:
-        """Reduces a single batch to accumulators in the structure of ``identity``; a dict may omit entries."""
+        """Reduces one batch, the arguments, to accumulators in the structure of ``identity``.
+
+        A dict may omit entries, which the batch then leaves unchanged.
+        """
 
     @abstractmethod
     def result(self, cells: Cells) -> PyTree:

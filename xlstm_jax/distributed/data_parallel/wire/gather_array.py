@@ -437,18 +437,24 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``."""
+    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``.
+
+    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged.
+    """
     return set_context(_running_loss, loss)
 
 
 def running_loss() -> RunningLoss:
-    """Returns the facts on the loss function under trace; outside of a loss, a ``RunningLoss`` without axes."""
+    """Returns the facts on the loss function under trace, such as the axes over which its gradient is averaged.
+
+    Outside of a loss the result is a ``RunningLoss`` without axes. ``inside_loss`` sets the facts.
+    """
     return _running_loss.get()
 
 
 @contextlib.contextmanager
 def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable to ``value`` for the duration of a ``with`` block, and then restores the value before."""
+    """Context manager: sets a context variable to ``value``, and restores the earlier value at the end."""
     token = variable.set(value)
     try:
         yield
