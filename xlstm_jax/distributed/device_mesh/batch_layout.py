@@ -98,8 +98,9 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 def _how_to_make(mesh: object) -> str:
     """Returns a sentence for an error: how to make the mesh that the caller meant by ``mesh``, a wrong argument.
 
-    ``mesh`` may be a sharding, an ``AbstractMesh``, axis sizes (with or without names) or a sequence of devices; the
-    call in the sentence contains its sizes. For any other value the sentence has an example, {'fsdp': -1}.
+    For a ``NamedSharding`` the sentence names the mesh of the sharding. For an ``AbstractMesh``, axis sizes (with or
+    without names) or a sequence of devices the sentence has a call with these sizes. For any other value the call has
+    an example, {'fsdp': -1}.
     """
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."
@@ -189,14 +190,18 @@ class BatchLayout:
         return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in pairs])
 
     def in_specs(self, batch: PyTree) -> PyTree:
-        """Returns the tree of ``specs`` as ``in_specs`` for ``shard_map``: without axes of size 1 (no split)."""
+        """Returns a tree like ``batch`` with the ``PartitionSpec`` of each leaf, as ``in_specs`` for ``shard_map``.
+
+        Axes of size 1, which split nothing, are left out of the specs. Raises a ``ValueError`` if the layout does not
+        fit the shapes of the batch.
+        """
         return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
         """Returns the part of a global batch for one device: a tree like ``batch`` with the device's shards.
 
-        ``device``, an int or a traced integer, is the row-major index of the device over ``axes``. Dims are cut by the
-        specs of the layout; scalars are unchanged.
+        ``device``, an int or a traced integer, is the row-major index of the device over ``self.axes``. Dims are cut by
+        the specs of the layout; scalars are unchanged. Raises a ``ValueError`` if the layout does not fit the shapes.
         """
         places: dict[str, Any] = {}
         # The last axis varies fastest over the devices.
@@ -216,10 +221,13 @@ class BatchLayout:
         return jax.tree.map(local, batch, self.specs(batch))
 
     def of_batch(self, batch: PyTree) -> "BatchLayout":
-        """Returns the layout with ``tokens`` set: as given, else "zigzag" for ``ReorderedTokens``, else "contiguous".
+        """Returns the layout with its token order ``tokens`` set: "contiguous" or "zigzag", after checks of the batch.
+
+        A token order that is set already stays. None becomes "zigzag" if a leaf of the batch is a ``ReorderedTokens``
+        (an array whose tokens were brought into zigzag order for 2 or more devices), else "contiguous".
 
         Raises:
-          ValueError: a leaf has a different token layout, or was reordered for a different number of devices; or twice
+          ValueError: a leaf has a different token order, or was reordered for a different number of devices; or twice
             the number of devices does not divide the length of a sequence.
         """
         leaves = flatten_with_path(batch, one_leaf=ReorderedTokens)[0]
@@ -244,8 +252,9 @@ class BatchLayout:
     def sequence(self) -> SequenceLayout:
         """Token order ("contiguous" or "zigzag") and axes for layers that exchange tokens between devices (attention).
 
-        The axes are those that split other dims than dim 0 (the tokens), and those that split dim 0 (the rows), both
-        without axes of size 1. If the layout's ``tokens`` is None, the order is "contiguous".
+        A ``SequenceLayout`` of the order, the axes that split other dims than dim 0 (the tokens), and the axes that
+        split dim 0 (the rows), both without axes of size 1. If the layout's ``tokens`` is None, the order is
+        "contiguous".
         """
         columns = [axis for axis in self.axes if axis not in self.row_axes]
         axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
@@ -255,8 +264,9 @@ class BatchLayout:
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
         """Context manager for use inside ``shard_map``: yields this device's ``batch`` in token order ``self.tokens``.
 
-        For "zigzag" the tokens of leaves in natural order are exchanged between devices; ``ReorderedTokens`` leaves are
-        in zigzag order already, and become plain arrays. Layers called inside the context can read the token order.
+        ``batch`` has this device's shards. For "zigzag" the tokens of leaves in natural order are exchanged between
+        devices; ``ReorderedTokens`` leaves are in zigzag order already. The yielded tree has plain arrays. Layers
+        called inside the context can read the token order.
         """
         leaves, treedef = flatten_with_path(batch, one_leaf=ReorderedTokens)
         values = [leaf.value if isinstance(leaf, ReorderedTokens) else leaf for _, leaf in leaves]
@@ -270,7 +280,11 @@ class BatchLayout:
             yield jax.tree.unflatten(treedef, values)
 
     def reorder(self, batch: PyTree) -> PyTree:
-        """Returns a global batch of plain arrays with tokens in the order of the step: changed for zigzag only."""
+        """Returns a global ``batch``, plain arrays in natural order, with tokens moved into the order of the step.
+
+        If ``self.tokens`` is "zigzag", the token dim of each leaf is permuted; leaves without tokens are unchanged. For
+        another order the batch is returned unchanged.
+        """
         if self.tokens != ZIGZAG:
             return batch
         devices = num_shards(self.mesh, self.sequence.axes)
@@ -284,7 +298,8 @@ class BatchLayout:
     def _token_dims(self, batch: PyTree) -> list[int | None]:
         """Returns the token dim of each leaf, in the order of ``jax.tree.leaves``, or None for a leaf without tokens.
 
-        The token dim is the dim, other than dim 0, that the leaf's spec splits over all axes of the sequence.
+        The token dim is the dim, other than dim 0, that the leaf's spec splits over exactly the axes
+        ``self.sequence.axes``.
         """
         token_dims = []
         for spec in self._by_leaf(batch):
@@ -358,7 +373,7 @@ def batch_layout(
     batch_spec: PyTree | None = None,
     tokens: str | None = None,
 ) -> BatchLayout:
-    """Makes a ``BatchLayout`` from the ``batch_axes`` or ``batch_spec`` of a user, and the ``layout`` of a step.
+    """Returns the ``BatchLayout``, the split of a batch over the mesh, for a user's ``batch_axes`` or ``batch_spec``.
 
     ``batch_axes`` split dim 0 of each leaf; ``batch_spec`` is a ``PartitionSpec`` or a tree of specs. ``tokens`` is the
     ``layout`` of the step, "contiguous" or "zigzag"; None: to be taken from the batch.
@@ -423,10 +438,11 @@ def num_shards(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 
 
 def _named(path: str, spec: Any, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], ...]:
-    """Returns, for each dim, the axes in ``spec``, of the leaf at ``path``: P(("a", "b"), None) -> (("a", "b"), ()).
+    """Returns, for each dim, the axes in ``spec``, a leaf's entry of a user's ``batch_spec``.
 
-    Raises a ``TypeError`` unless ``spec`` is a ``PartitionSpec`` of names and None, and a ``ValueError`` if the mesh
-    lacks an axis, or if an axis splits two dims.
+    P(("a", "b"), None) gives (("a", "b"), ()). Raises a ``TypeError`` unless ``spec`` is a ``PartitionSpec`` of names
+    and None, and a ``ValueError`` if the mesh lacks an axis, or if an axis splits two dims. ``path`` names the leaf in
+    errors.
     """
     name = named_leaf("batch_spec", path)
     if not isinstance(spec, PartitionSpec) or PartitionSpec.UNCONSTRAINED in tuple(spec):

@@ -51,7 +51,10 @@ def why_no_array(leaf: Any) -> str | None:
 
 
 def has_numbers(dtype: Any) -> bool:
-    """Returns whether devices support the dtype. True also for None (a Python number) and for PRNG keys."""
+    """Returns whether arrays of ``dtype`` can be on devices. True also for None (a Python number) and for PRNG keys.
+
+    False for objects, texts, dates and records, and for floats wider than 64 bits (complex: 128 bits).
+    """
     kind = getattr(dtype, "kind", None)
     # bfloat16 and similar dtypes have the kind of records.
     if kind in NO_NUMBERS or issubclass(getattr(dtype, "type", object), np.void):
@@ -94,10 +97,11 @@ _a_row_of: dict[object, PyTree] = {}
 
 
 def with_copies(batch: PyTree, rows: int, padded: int) -> PyTree:
-    """Returns the batch, of ``rows`` rows, with copies of its rows appended in turn, up to ``padded`` rows.
+    """Returns the batch of this process, of ``rows`` rows, with copies of its rows appended up to ``padded`` rows.
 
-    Rows are repeated from the first on; scalars are unchanged. If ``rows`` is 0, every row is a copy of one row of an
-    earlier batch with leaves of the same shapes and dtypes, which this process has kept.
+    Rows are repeated in turn, from the first on; scalars are unchanged. If ``rows`` is 0, every row is a copy of one
+    row of an earlier batch with leaves of the same shapes and dtypes, which this process has kept. Arrays become NumPy
+    arrays.
 
     Raises:
       ValueError: the batch has no rows, and this process has padded no batch with such leaves before.

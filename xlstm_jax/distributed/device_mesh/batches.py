@@ -134,12 +134,15 @@ def abstract_batch(
     *,
     batch_spec: PyTree | None = None,
 ) -> PyTree:
-    """Returns the result of ``shard_batch`` as ``ShapeDtypeStruct``, to plan, forecast or compile a step.
+    """Returns a ``ShapeDtypeStruct`` with sharding for each leaf of a batch, to plan, forecast or compile a step.
+
+    The tree has the shapes, dtypes and shardings of the arrays that ``shard_batch`` makes.
 
     Args:
       batch: arrays or ``ShapeDtypeStruct`` with global shapes [b, ...], and scalars.
       mesh: a mesh, with or without devices.
-      batch_axes, batch_spec: as for ``shard_batch``.
+      batch_axes, batch_spec: the axes that dim 0 of each leaf is split over, or a ``PartitionSpec`` or a tree of specs;
+        one of both, as for ``shard_batch``.
     Raises:
       ValueError: the axes do not divide a leaf's rows or another dim; names the leaf and both numbers.
       TypeError: as ``shard_batch``, for leaves that are not arrays.
@@ -280,10 +283,11 @@ _batches_seen: dict[Mesh, tuple[int, object]] = {}
 def _agree_on_batch(batch: PyTree, rows: int, mesh: Mesh, layout: BatchLayout, timeout_s: float) -> None:
     """Compares a batch of new shapes or dtypes between processes; if batches differ, each raises a ``ValueError``.
 
-    Shapes, dtypes, scalars, ``rows`` (of this process, with padding) and ``layout`` are compared between all processes
-    of the mesh; values between processes with the same shards. If the shapes and dtypes are those of the last batch on
-    this mesh, nothing is compared. Waits up to ``timeout_s`` seconds for other processes, then raises a
-    ``TimeoutError``.
+    Every process of the mesh calls the function with the batch of this process. Shapes, dtypes, scalars, ``rows`` (of
+    this process, with padding) and ``layout`` are compared between all processes; values between processes with the
+    same shards. If shapes, dtypes, ``rows`` and ``layout`` are those of the last batch on this mesh, nothing is
+    compared. Waits up to ``timeout_s`` seconds for other processes, then raises a ``TimeoutError``. Raises a
+    ``RuntimeError`` if the processes have not joined a job.
     """
     if not jax.distributed.is_initialized():
         raise RuntimeError("the mesh spans processes that have not joined; call initialize_distributed at the start.")

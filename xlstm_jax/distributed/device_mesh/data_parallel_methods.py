@@ -49,13 +49,19 @@ class DataParallel(nnx.Module):
 
     @staticmethod
     def create_data_parallel_sharding(mesh: Mesh, data_axis: AxisNames = DATA_AXIS) -> NamedSharding:
-        """Returns the sharding of a batch with rows split over ``data_axis``, a mesh axis or a tuple of axes."""
+        """Returns the sharding of a batch whose dim 0, the rows, is split over ``data_axis``, one axis or several.
+
+        Raises a ``TypeError`` if ``mesh`` is not a mesh with devices, and a ``ValueError`` if the mesh lacks an axis.
+        """
         check_mesh(mesh, devices=True)
         return placed(NamedSharding(auto_mesh(mesh), PartitionSpec(mesh_axes(mesh, data_axis, "data_axis"))))
 
     @staticmethod
     def shard_batch(batch: PyTree, sharding: NamedSharding) -> PyTree:
-        """Makes the global batch from the rows of this process, as the function ``shard_batch``, in a given sharding.
+        """Makes the global batch from the rows of this process, split as ``sharding`` says; call it in every process.
+
+        ``batch`` has arrays [rows, ...] with the rows of this process, and scalars, which are replicated. Returns a
+        tree of global arrays [all rows, ...], like the function ``shard_batch``.
 
         Raises:
           TypeError: ``sharding`` is not a ``NamedSharding``; or as ``shard_batch``.
@@ -73,7 +79,7 @@ class DataParallel(nnx.Module):
     def shard_model_state(
         state: PyTree, mesh: Mesh, param_sharding: str = "replicate", *, min_weight_size: int = DEFAULT_MIN_WEIGHT_SIZE
     ) -> PyTree:
-        """Places the state on the devices of the mesh.
+        """Returns the state as global arrays on the devices of the mesh, replicated or split.
 
         Args:
           state: arrays, as parameters, an optimizer state or ``nnx.state(model)``; equal in every process.

@@ -230,7 +230,8 @@ def filled_sizes(shape: dict[str, int], count: int) -> tuple[int, ...]:
 def _nearest(sizes: Collection[int], count: int) -> list[tuple[int, ...]]:
     """Returns up to 3 shapes of exactly ``count`` devices that are closest to ``sizes``, the closest first.
 
-    A shape has as many sizes as ``sizes``. A size of -1 matches any size.
+    A shape is a tuple of as many axis sizes as ``sizes``. The distance counts factors: 4 is as far from 8 as 16 is. A
+    size of -1 matches any size.
     """
 
     def distance(shape: tuple[int, ...]) -> float:

@@ -30,7 +30,9 @@ Coordinates = tuple[int, ...]  # of a device in the array of devices, before dim
 
 
 def mesh_by_topology(sizes: tuple[int, ...], names: tuple[str, ...], devices: Sequence[Device]) -> Mesh:
-    """Makes a mesh of all ``devices`` whose first axes cross slow links.
+    """Returns a mesh of all ``devices``, ordered so that the first axes cross the slow links between hosts or slices.
+
+    ``sizes`` and ``names`` are the axis sizes, whose product is the number of devices, and the axis names.
 
     Raises:
       ValueError: slices (or, on platforms other than TPU, processes) have different numbers of devices.
@@ -67,11 +69,11 @@ def crossing_sizes(sizes: Sequence[int], units: int) -> tuple[int, ...]:
 
 
 def _hosts_or_slices(devices: Sequence[Device]) -> tuple[Counter[int], bool]:
-    """Returns (counts, by_process): the number of devices by host or slice, and whether hosts are processes.
+    """Returns (counts, by_process): the number of devices of each group with fast links, and what the groups are.
 
-    Links between hosts or slices are slow. The keys of ``counts`` are JAX's slice indices: of slices of a TPU or, on
-    other platforms, of hosts or groups of hosts behind a fast switch; ``by_process`` is then False. If JAX reports no
-    slices on a platform other than TPU, the keys are process indices, and ``by_process`` is True.
+    With ``by_process`` False the groups are JAX's slices: slices of a TPU or, on other platforms, hosts or groups of
+    hosts behind a fast switch. ``counts`` is by slice index. With ``by_process`` True the groups are processes, and
+    ``counts`` is by process index: on a platform other than TPU if all devices have the same slice index, or none.
     """
     # A TPU slice is one torus across its hosts, so its processes are not units.
     slices = Counter(_slice(device) for device in devices)
@@ -91,9 +93,10 @@ def _slice(device: Device) -> int:
 def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns (array, names): the devices with a dim per kind of link, the slowest first, and an axis name per dim.
 
-    Dims of size 1 are dropped. A single remaining dim is named "fsdp"; several are named "fsdp_x" and so on. On a TPU
-    the order of ``devices`` does not matter; on other platforms it is kept within a host. Raises a ``ValueError`` if
-    the devices do not fill a box of a TPU's torus, or if hosts have different numbers of devices.
+    Dims of size 1 are dropped. A single remaining dim is named "fsdp"; several are named by their links, such as
+    ("fsdp_slice", "fsdp_x", "fsdp_y") on TPUs and ("fsdp_host", "fsdp_device") on other platforms. On a TPU the order
+    of ``devices`` does not matter; on other platforms it is kept within a host. Raises a ``ValueError`` if the devices
+    do not fill a box of a TPU's torus, or if hosts have different numbers of devices.
     """
     on_torus = devices[0].platform == "tpu"
     located = _on_torus(devices) if on_torus else _on_hosts(devices)
@@ -115,7 +118,7 @@ def fsdp_layout(devices: Sequence[Device]) -> tuple[np.ndarray, tuple[str, ...]]
 
 
 def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
-    """Returns TPU devices by position: (slice, coordinates of the chip within the slice, core of the chip) -> device.
+    """Returns TPU devices by position, a flat tuple: (slice, coordinates of the chip in the slice, core of the chip).
 
     Slices are numbered 0, 1, ... in the order of JAX's slice indices. Coordinates begin at 0 in the used part of a
     slice.
@@ -130,9 +133,9 @@ def _on_torus(devices: Sequence[Device]) -> dict[Coordinates, Device]:
 
 
 def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
-    """Returns, by JAX's slice index, the smallest coordinate along each dim among the slice's ``devices``.
+    """Returns a dict from JAX's slice index to the smallest coordinate along each dim among the slice's ``devices``.
 
-    The result is the corner of the box of the torus that the devices span.
+    For example {0: (0, 4, 0)}: the corner of the box of the torus that the devices span.
     """
     coords = defaultdict(list)
     for device in devices:
@@ -143,7 +146,8 @@ def _corners(devices: Sequence[Device]) -> dict[int, Coordinates]:
 def _gap(devices: Sequence[Device], located: Mapping[Coordinates, Device], sizes: Sequence[int]) -> str:
     """Returns an error text for TPU devices that do not fill a box of a torus; names the first place without a device.
 
-    ``located`` has the devices by position (see ``_on_torus``), and ``sizes`` are the sizes of the box in each dim.
+    ``located`` has the devices by position, (slice number, coordinates in the slice, core of the chip), and ``sizes``
+    are the sizes of the box in each of these dims.
     """
     missing = next(index for index in np.ndindex(*sizes) if index not in located)
     corners = _corners(devices)

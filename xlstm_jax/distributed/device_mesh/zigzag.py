@@ -51,9 +51,12 @@ def to_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 
 
 def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
-    """Inverts ``to_zigzag``, for its ``ReorderedTokens`` leaves or for arrays in zigzag order, such as results.
+    """Inverts ``to_zigzag``: returns the batch with plain arrays in natural token order.
 
-    Arguments as for ``to_zigzag``. Raises a ``ValueError`` if a leaf was reordered for a different number of devices.
+    ``batch`` is a tree of ``ReorderedTokens`` leaves, the result of ``to_zigzag``, or of arrays in zigzag order, such
+    as results of a step. ``devices`` is the number of devices along the sequence axis, and ``dim`` the sequence dim;
+    arrays without this dim stay unchanged. Raises a ``ValueError`` if a leaf was reordered for a different number of
+    devices.
 
     >>> from_zigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), devices=2)
     array([[0, 1, 2, 3, 4, 5, 6, 7]])
@@ -77,7 +80,8 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
 def _of_tokens(batch: PyTree, fn: Callable[[Any, int], Any], dim: int) -> PyTree:
     """Returns the batch with ``fn(array, size of dim)`` in place of each array for which ``dim`` is in range.
 
-    Raises a ``ValueError`` if these sizes differ, or if ``dim`` is out of range for every leaf.
+    Other leaves are unchanged. Raises a ``ValueError`` if these sizes differ, or if ``dim`` is out of range for every
+    leaf.
     """
     # Leaves for which the dim is out of range have no tokens, and stay unchanged.
     leaves = [(path, x) for path, x in trees.leaves_with_path(batch) if -np.ndim(x) <= dim < np.ndim(x)]

@@ -54,7 +54,9 @@ def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
 
 
 def like_rows(weight: ArrayLike, values: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:
-    """Appends dims of size 1 to ``weight``, so that it broadcasts over the trailing dims of ``values``.
+    """Returns ``weight`` with dims of size 1 appended, so that it broadcasts over the trailing dims of ``values``.
+
+    For values [b, t, d] a weight [b] becomes [b, 1, 1], and a scalar becomes [1, 1, 1].
 
     Raises:
       ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -114,9 +116,10 @@ class Total(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Total":
-        """Sums ``values * weight`` over every dim except the last ``keep``, in float32 (float64 with x64).
+        """Returns the sum of ``values * weight`` over every dim except the last ``keep``, as a pair (high, low).
 
-        ``weight`` has the leading dims of ``values``, or is a scalar; a value of weight 0 is ignored, NaN included.
+        Sums are in float32 (float64 with x64), without a gradient. ``weight`` has the leading dims of ``values``, or is
+        a scalar; None: 1. A value of weight 0 is ignored, NaN included.
 
         Raises:
           ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -130,11 +133,12 @@ class Total(Cell):
 
     @classmethod
     def of_halves(cls, weights: jax.Array, add: Callable[[jax.Array], jax.Array]) -> "Total":
-        """Returns ``add(weights)`` as a ``Total``; ``add`` is a plain sum, or a scatter-add, of its argument.
+        """Returns the sums ``add(weights)`` as a ``Total``; ``add`` is a plain sum, or a scatter-add, of its argument.
 
         ``add`` is called for the upper and for the lower half of the significand of each weight (``halves``), and both
-        results are merged. Much cheaper than ``of`` for a histogram, where each weight is added to a single bin of
-        many. Exact for up to 2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or 1.
+        results are merged to pairs (high, low). Much cheaper than ``of`` for a histogram, where each weight is added to
+        a single bin of many. Exact for up to 2^12 weights of similar size per sum, and for up to 2^24 weights of 0 or
+        1.
         """
         # A half has 12 of the 24 bits of a float32; the other 12 bits are free for carries.
         upper, lower = halves(weights.astype(wide_float()))
@@ -199,10 +203,12 @@ class Count(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> "Count":
-        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``, and returns the cell.
+        """Sums integers or bools, times ``weight``, over every dim except the last ``keep``: returns a ``Count``.
 
         Args:
-          weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row.
+          values: integers or bools of any shape.
+          weight: integers in 0..65535, a scalar or with the leading dims of ``values``; 0 excludes a row. None: 1.
+          keep: the number of last dims that the result keeps.
         Raises:
           TypeError: values or weights are floats, which a count of integers would truncate.
           ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
@@ -217,9 +223,10 @@ class Count(Cell):
 
     @classmethod
     def _split(cls, values: ArrayLike) -> "Count":
-        """Returns integers as a cell of the same shape: the upper and the lower 32 bits of each, signed, without a sum.
+        """Returns the integers ``values`` as a ``Count`` of equal shape, each as a 64-bit integer; nothing is summed.
 
-        A bool counts as 0 or 1.
+        ``high`` has the upper and ``low`` the lower 32 bits of each integer, in two's complement. A bool counts as 0 or
+        1.
         """
         # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):
@@ -234,7 +241,7 @@ class Count(Cell):
         return cls(sign, values.astype(jnp.uint32))
 
     def _times(self, weight: jax.Array) -> "Count":
-        """Returns the cell with each integer multiplied by a ``weight`` in 0..65535, which broadcasts to the cell."""
+        """Returns a ``Count`` with each integer times ``weight``, integers in 0..65535 that broadcast to the cell."""
         # A quarter of 16 bits times a weight of 16 bits fits into 32 bits.
         return self.from_pieces([quarter * weight.astype(jnp.uint32) for _, quarter in self.pieces()])
 
@@ -246,7 +253,10 @@ class Count(Cell):
 
     @property
     def value(self) -> jax.Array:
-        """Returns the sum as int64 with x64; otherwise as float32, rounded above 2^24. See ``exact``."""
+        """Returns the sums in the shape of the cell: int64 with x64, otherwise float32, rounded above 2^24.
+
+        For exact sums see ``exact``.
+        """
         if wide_float() == jnp.float64:
             return (self.high.astype(jnp.int64) << 32) | self.low.astype(jnp.int64)
         # Both limbs of a small negative number are near 2^32, so the sign is removed before rounding to float32.
@@ -296,9 +306,10 @@ class Maximum(Cell):
 
     @classmethod
     def of(cls, values: ArrayLike, weight: ArrayLike | None = None, *, keep: int = 0) -> Self:
-        """Returns the largest (``Minimum``: smallest) value of nonzero weight, over every dim except the last ``keep``.
+        """Returns a cell with the largest (``Minimum``: smallest) value over every dim except the last ``keep``.
 
-        ``weight`` has the leading dims of ``values``, or is a scalar; another shape raises a ``ValueError``.
+        ``weight`` has the leading dims of ``values``, or is a scalar; another shape raises a ``ValueError``. Values of
+        weight 0 are left out; None: every value counts. Without any value the result is the neutral cell, such as -inf.
         """
         values = jnp.asarray(values)
         neutral = jnp.asarray(cls._neutral(values.dtype), values.dtype)

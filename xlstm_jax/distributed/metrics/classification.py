@@ -65,7 +65,7 @@ class Task(Protocol):
     def num_classes(self) -> int: ...
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the predicted and actual classes of a batch, as masks.
+        """Returns the predicted and actual classes of a batch, as ``Decisions``: masks, bools [b..., C].
 
         The shapes and dtypes of ``scores`` and ``labels`` depend on the task; others raise a ``ValueError``.
         """
@@ -279,7 +279,12 @@ class Statistic(ABC):
         """
 
     def compute(self, cells: Cells, task: Task) -> jax.Array:
-        """Computes the statistic from the cells "tp", "fp", "fn" and "tn" of ``task``: [C] for "per_class", else []."""
+        """Returns the statistic computed from counts: [C] if ``average`` is "per_class", else a scalar.
+
+        ``cells`` has the counts "tp", "fp", "fn" and "tn", each a ``Total`` [C]. A class with the denominator 0 has the
+        value ``zero_division``; NaN excludes the class from an average. ``task`` has no effect here; a subclass may
+        distinguish tasks.
+        """
         del task
         if self.average == "micro":
             return ratio(*self.terms(**_over_classes(cells)), self.zero_division)

@@ -109,7 +109,10 @@ class Layout:
         return spans
 
     def pack(self, cells: Cells, identity: Cells) -> Vectors:
-        """Packs ``cells`` into vectors [k] by vector name; cells missing from ``cells`` are taken from ``identity``.
+        """Returns ``cells`` packed into vectors: a dict with a vector [k] for each dtype, by vector name.
+
+        Cells are accumulators: ``cells`` is a single cell or a nested dict of cells. Cells missing from ``cells`` are
+        taken from ``identity``, the neutral cells of the layout.
 
         Raises:
           ValueError: a cell is not in the layout, or its shape differs from the layout.
@@ -129,9 +132,10 @@ class Layout:
         return self.vectors_of({group: jax.tree.map(end_to_end, *some) for group, some in groups.items()})
 
     def unpack(self, vectors: Vectors) -> Cells:
-        """Returns the cells in ``vectors``, the inverse of ``pack``: a cell or nested dicts, as in the identity.
+        """Returns the cells (accumulators) in ``vectors``, the inverse of ``pack``: a cell or a nested dict of cells.
 
-        Leading dims of the vectors, which count devices, are kept: [..., k] -> [..., *shape of the cell].
+        The structure is the structure from which the layout was built. Leading dims of the vectors, which count
+        devices, are kept: [..., k] -> [..., *shape of the cell].
         """
         groups, cells = self.groups_of(vectors), {}
         ends: dict[Group, int] = defaultdict(int)
@@ -146,7 +150,8 @@ class Layout:
     def groups_of(self, vectors: Vectors) -> dict[Group, Any]:
         """Returns a dict from group (type and dtypes of cells) to one long cell: all cells of the group end to end.
 
-        The arrays of the long cell are ranges of ``vectors``, [..., total size of the group's cells].
+        ``vectors`` are the packed cells of a state, [..., k] by vector name. The arrays of a long cell are ranges of
+        the vectors: [..., total size of the group's cells].
         """
         return {
             group: group[0](*(vectors[span.vector][..., span.start : span.end] for span in spans))
@@ -154,9 +159,10 @@ class Layout:
         }
 
     def vectors_of(self, groups: dict[Group, Cell]) -> Vectors:
-        """Returns the vectors [..., k] by vector name from the result of ``groups_of``, as its inverse.
+        """Returns the vectors [..., k] of a state, by vector name: the inverse of ``groups_of``.
 
-        The arrays of the groups' cells are joined along the last dim.
+        ``groups`` has, by group (type and dtypes of cells), one long cell: all cells of the group end to end. The
+        arrays of the long cells are joined along the last dim, a vector for each dtype.
         """
         arrays = defaultdict(list)
         for group, spans in self.spans.items():
@@ -165,20 +171,21 @@ class Layout:
         return {name: jnp.concatenate(some, axis=-1) for name, some in arrays.items()}
 
     def merge(self, a: Vectors, b: Vectors) -> Vectors:
-        """Returns the vectors of two merged states, ``a`` and ``b``: each cell merges by its rule, such as a sum.
+        """Returns the merge of two states, ``a`` and ``b``, as vectors: each cell merges by its rule, such as a sum.
 
-        Leading dims, if any, count devices and stay: row i of the result merges row i of ``a`` and of ``b``.
+        Leading dims of the vectors, if any, count devices and stay: row i of the result merges row i of ``a`` and of
+        ``b``.
         """
         others = self.groups_of(b)
         return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 
     def merge_rows(self, rows: Vectors) -> Vectors:
-        """Returns the vectors [k] of the merge of n states, whose vectors ``rows`` are [n, k]."""
+        """Returns the vectors [k] of the merge of n states, by vector name; ``rows`` has the vectors [n, k]."""
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 
 def _by_path(cells: Cells) -> dict[Path, Cell]:
-    """Flattens nested dicts of cells into a dict from path to cell; a bare cell gets the empty path."""
+    """Flattens nested dicts of cells into a dict from path, a tuple of names, to cell; a bare cell has the path ()."""
     # Wrapped in a dict, because `flatten_dict` takes only dicts and a state may be a single cell.
     flat: dict[Path, Any] = flatten_dict({"": cells})
     return {path[1:]: cell for path, cell in flat.items()}

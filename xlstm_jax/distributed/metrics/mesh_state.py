@@ -64,14 +64,14 @@ class MeshState:
         self._set_local(self._empty)
 
     def sync(self) -> None:
-        """Merges the local values by one collective over the devices of the mesh; every process must call it."""
+        """Sets ``synced`` to the merge of all local values over the mesh; every process must call ``sync``."""
         sync_together([self])
 
     def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
-        """Merges the cells of a new value, packed in vectors [k], into the first local value of this process.
+        """Merges the state of a new value, vectors [k] by vector name, into the first local value of this process.
 
         With ``on_all_processes`` every process passes the same global array, and only process 0 merges. Other processes
-        are not waited for.
+        are not waited for. The state then counts as not synchronized.
         """
 
         def with_row(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ class MeshState:
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
-        """Merges the cells of n new values, packed in vectors [n, k], into the local values: row i on device i."""
+        """Merges n new values, vectors [n, k] by vector name, into the n local values: row i on device i."""
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
@@ -138,9 +138,11 @@ class MeshState:
 
     @outside_set_mesh
     def state_dict(self) -> StateDict:
-        """Returns ``{"local", "synchronized", "is_synchronized"}``, nested dicts of arrays to save with the model.
+        """Returns the entries "local", "synchronized" (nested dicts of arrays) and "is_synchronized" (a bool), to save.
 
-        An array is a NumPy array if this process can read every entry, otherwise a global ``jax.Array``.
+        "local" has the cells of each device, [n, ...]; "synchronized" has the merged cells, or the initial cells if the
+        state is not synchronized. An array is a NumPy array if this process can read every entry, otherwise a global
+        ``jax.Array``.
         """
         cells = {"local": self.local.cells, "synchronized": (self.synced or self._initial).cells}
         arrays = jax.tree.map(lambda x: np.asarray(x) if is_readable(x) else x, cells)
@@ -184,9 +186,10 @@ class MeshState:
         return jax.tree.map(self._put_rows, rows)
 
     def _put_rows(self, rows: ArrayLike) -> jax.Array:
-        """Returns ``rows`` [n, ...] as a global array with row i on device i, the same in every process.
+        """Returns ``rows`` [n, ...], equal in every process, as a global array with row i on device i.
 
-        A readable array is put without running a program, so that no process waits for a different process.
+        An array that this process can read is put without running a program, so that no process waits for a different
+        process.
         """
         if not is_readable(rows):
             return jax.device_put(rows, self._split)

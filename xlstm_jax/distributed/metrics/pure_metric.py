@@ -53,7 +53,11 @@ class _State(struct.PyTreeNode):
 
     @property
     def cells(self) -> Cells:
-        """Accumulators of the state in the structure of ``PureMetric.identity``, [...]; [n, ...] for a ``Local``."""
+        """Accumulators of the state, in the structure of ``PureMetric.identity``: a cell or nested dicts of cells.
+
+        The arrays of a ``Local`` state have a leading device dim, [n, ...]; the arrays of a ``Synced`` state do not,
+        [...].
+        """
         return self.layout.unpack(self.vectors)
 
 
@@ -98,11 +102,14 @@ class PureMetric(ABC):
 
     @abstractmethod
     def identity(self) -> Cells:
-        """Returns the neutral state: an accumulator from the module ``cells``, or a (nested) dict of accumulators."""
+        """Returns the neutral cells: an accumulator from the module ``cells``, or a (nested) dict of accumulators."""
 
     @abstractmethod
     def observe(self, *args: Any, **kwargs: Any) -> Cells:
-        """Reduces a single batch to accumulators in the structure of ``identity``; a dict may omit entries."""
+        """Reduces one batch, the arguments, to accumulators in the structure of ``identity``.
+
+        A dict may omit entries, which the batch then leaves unchanged.
+        """
 
     @abstractmethod
     def result(self, cells: Cells) -> PyTree:
@@ -130,7 +137,7 @@ class PureMetric(ABC):
         return Local(collectives.to_varying(_row(nothing.vectors), axes), nothing.layout, axes)
 
     def update(self, state: Local, *args: Any, **kwargs: Any) -> Local:
-        """Adds a batch to the state of this device; never communicates.
+        """Returns the state of this device with a batch added; never communicates.
 
         Args:
           state: the state of this device, from ``empty`` or the previous ``update``; its buffers may be donated.
@@ -212,7 +219,10 @@ class PureMetric(ABC):
         return jax.vmap(self.result)(state.cells)
 
     def state_of(self, cells: Cells) -> Synced:
-        """Builds a state from ``cells``; cells missing from the dict are taken from ``identity``.
+        """Returns a ``Synced`` state of ``cells``, accumulators; cells missing from a dict are those of ``identity``.
+
+        Nothing is sent. The cells are used as given: ``observe(batch)`` gives the state of a batch, {} the neutral
+        state.
 
         Raises:
           ValueError: a cell is not in ``identity``, or its shape differs.
@@ -239,7 +249,7 @@ class PureMetric(ABC):
         return Local(rows, state.layout, axes)
 
     def check_observed(self, observed: PyTree, axes: tuple[str, ...]) -> None:
-        """Raises a ``ValueError`` unless a batch varies, by its types, along ``axes`` and along no other axis.
+        """Raises a ``ValueError`` unless the batch ``observed`` varies, by its types, along ``axes`` and no other axis.
 
         ``axes`` are the axes declared in ``empty``. If the batch varies along an undeclared axis, only one device along
         this axis would count. If the batch is equal along a declared axis, equal values would count several times. A
@@ -302,9 +312,11 @@ def _on_first_device(vectors: Vectors, nothing: Vectors, mesh: Mesh, axes: tuple
 
 
 def sync_states(states: list[Local]) -> list[Synced]:
-    """Merges each of several states over devices, like ``PureMetric.sync``, in shared collectives (in ``shard_map``).
+    """Returns each of several local states merged over the devices, in order; all states share the collectives.
 
-    All states have the same axes. Returns the synchronized states in the order of ``states``.
+    Call the function inside ``shard_map``. All states have the same axes. The states are gathered by one collective or,
+    if a device would receive more than ``GATHER_BYTES``, merged by an all-reduce per (operation, dtype). Raises a
+    ``ValueError`` if the axes are not bound, or if a state holds the values of several devices.
     """
     axes = states[0].axes
     collectives.check_bound(axes, caller="sync")
@@ -323,9 +335,10 @@ def sync_states(states: list[Local]) -> list[Synced]:
 
 
 def all_reduce_cells(cells: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Returns each of ``cells`` merged over the devices of ``axes``, in order; inside ``shard_map``.
+    """Returns each of ``cells`` (accumulators, such as ``Total``) merged over the devices of ``axes``, in order.
 
-    All cells share one collective per (operation, dtype), for the operations sum, max and min.
+    Call the function inside ``shard_map``. All cells share one collective per (operation, dtype), for the operations
+    sum, max and min.
     """
     # A collective adds numbers, not pairs: each cell is split into arrays whose plain sums are exact.
     pieces = [cell.pieces() for cell in cells]

@@ -94,9 +94,10 @@ class BinnedRanking(PureMetric):
         return {name: Total.identity((self.bins,)) for name in ("positive", "negative")}
 
     def observe(self, scores: ArrayLike, labels: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        """Returns the histograms of a batch, [bins]: the weight of positive and of negative labels by score bin.
+        """Returns the histograms of a batch: {"positive": ``Total`` [bins], "negative": ``Total`` [bins]}.
 
-        Scores and labels have the same shape. Label 1 is positive, any other label negative.
+        Entry b is the total weight of the labels whose score is in bin b. Scores and labels have the same shape. Label
+        1 is positive, any other label negative. ``weight`` is a scalar or has the leading dims of the labels; None: 1.
         """
         scores, labels = jnp.asarray(scores), jnp.asarray(labels)
         check_one_score_per_label(scores, labels, "BinnedRanking")
@@ -116,7 +117,11 @@ class BinnedRanking(PureMetric):
         }
 
     def result(self, cells: Cells) -> dict[str, jax.Array]:
-        """Returns AUROC, average precision and an error bound for each, as a dict of scalars, from the histograms."""
+        """Returns AUROC, average precision and a bound of the binning error of each, as scalars, from the histograms.
+
+        The names are "auroc", "auroc_error_bound", "average_precision" and "average_precision_error_bound". ``cells``
+        are the histograms of ``observe``, merged over batches.
+        """
         # Entry b is the weight in bin b and above; entry 0 is the total weight. Summed in pairs (high, low), because
         # the error of plain cumulative sums of a thousand float32 reaches 1e-4.
         reached = {name: jax.lax.associative_scan(Total.merge, total, reverse=True) for name, total in cells.items()}

@@ -43,9 +43,10 @@ def reduce_mean(metrics: Metrics) -> Metrics:
 
 
 def reduce_sum(metrics: Metrics) -> Metrics:
-    """Returns the metrics with each array replaced by the sum of its entries, as ``reduce_mean``.
+    """Returns the metrics with each array replaced by the sum of its entries; scalars are returned unchanged.
 
-    The sum of bools is an integer count.
+    For global arrays, under plain ``jit`` or outside of ``jit``. Values other than JAX arrays are unchanged. The sum of
+    bools is an integer count.
 
     >>> reduce_sum({"hits": jnp.array([True, False, True])})
     {'hits': Array(2, dtype=int32)}
@@ -54,7 +55,9 @@ def reduce_sum(metrics: Metrics) -> Metrics:
 
 
 def reduce_max(metrics: Metrics) -> Metrics:
-    """Returns the metrics with each array replaced by its largest entry, as ``reduce_mean``.
+    """Returns the metrics with each array replaced by its largest entry; scalars are returned unchanged.
+
+    For global arrays, under plain ``jit`` or outside of ``jit``. Values other than JAX arrays are unchanged.
 
     >>> reduce_max({"norm": jnp.arange(4.0)})
     {'norm': Array(3., dtype=float32)}
@@ -63,7 +66,9 @@ def reduce_max(metrics: Metrics) -> Metrics:
 
 
 def reduce_min(metrics: Metrics) -> Metrics:
-    """Returns the metrics with each array replaced by its smallest entry, as ``reduce_mean``.
+    """Returns the metrics with each array replaced by its smallest entry; scalars are returned unchanged.
+
+    For global arrays, under plain ``jit`` or outside of ``jit``. Values other than JAX arrays are unchanged.
 
     >>> reduce_min({"norm": jnp.arange(4.0)})
     {'norm': Array(0., dtype=float32)}
@@ -238,15 +243,22 @@ def reduce_custom_collective(
     *,
     weight: ArrayLike | None = None,
 ) -> Metrics:
-    """Reduces each metric over devices by the operation that ``reduce_fn`` names.
-
-    ``reduce_fn`` and errors are as in ``reduce_custom``, except that a Python number or NumPy array in ``reduce_fn``
-    counts as the value of every device: the sum of 2 over 8 devices is 16. ``weight`` is the weight of the means; see
-    ``reduce_mean_collective``.
+    """Reduces each metric over devices, elementwise, by its operation; inside ``shard_map`` or ``pmap``.
 
     >>> step = lambda x: reduce_custom_collective({"loss": x, "peak": x, "n": 2}, {"peak": "max", "n": "sum"}, "batch")
     >>> {name: float(x[0]) for name, x in jax.pmap(step, axis_name="batch")(jnp.arange(8.0)).items()}
     {'loss': 3.5, 'n': 16.0, 'peak': 7.0}
+
+    Args:
+      metrics: values of this device. A Python number or NumPy array that ``reduce_fn`` names counts as the value of
+        every device: the sum of 2 over 8 devices is 16.
+      reduce_fn: name -> "mean", "sum", "max", "min", or None to return the metric unchanged. Arrays missing from
+        ``reduce_fn`` are averaged. A nested dictionary of metrics takes a single operation or a dictionary.
+      axis_name: the axis or the tuple of axes that the batch is split over.
+      weight: a scalar, the weight of this device in means; see ``reduce_mean_collective``.
+    Raises:
+      ValueError: an axis is not bound, ``weight`` is not a scalar, an operation is unknown, or ``reduce_fn`` does not
+        fit the metrics.
     """
     axes = collectives.bound_axes(axis_name, caller="reduce_custom_collective")
     return _reduce_each(metrics, reduce_fn, lambda leaves, operation: _over_devices(leaves, operation, axes, weight))
@@ -281,8 +293,9 @@ def _on_arrays(tree: PyTree, fn: Callable[[list[jax.Array]], list[jax.Array]]) -
 def _over_devices(tree: PyTree, operation: str, axes: tuple[str, ...], weight: ArrayLike | None = None) -> PyTree:
     """Returns ``tree`` with each JAX array reduced elementwise over the devices of ``axes``; other leaves unchanged.
 
-    ``operation`` is "mean", "sum", "max" or "min"; ``weight`` is this device's weight of a mean. Sums have the dtype of
-    ``jnp.sum``; extrema, and means of floats, have the dtype of the array.
+    ``operation`` is "mean", "sum", "max" or "min". ``weight`` is a scalar, this device's weight of a mean (None: equal
+    weights), and has no effect on other operations. Sums have the dtype of ``jnp.sum``; extrema, and means of floats,
+    have the dtype of the array; means of integers and bools are float32.
     """
 
     def reduced(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -184,14 +184,14 @@ class MetricAccumulator(MeshState):
             )
 
     def _seen(self, value: ArrayLike) -> jax.Array | np.ndarray:
-        """Returns a number or NumPy array in the accumulator dtype; a ``jax.Array`` is returned unchanged."""
+        """Returns ``value`` as a NumPy array in the accumulator dtype; a ``jax.Array`` is returned unchanged."""
         # Cast by NumPy: jit would first truncate a host value of 64 bits to 32 bits.
         return value if isinstance(value, jax.Array) else np.asarray(value).astype(self.dtype)
 
     @property
     @outside_set_mesh
     def value(self) -> jax.Array:
-        """Returns the synchronized value, or the value of this process if values were added since the last ``sync``.
+        """Returns the synchronized value, or the value of this process if there was no ``sync`` since the last update.
 
         The value has the shape and dtype of the initial value. Before ``sync`` the initial value is contained only in
         the value of the process with the first device.
@@ -273,11 +273,14 @@ class Metric(ABC, Generic[Value]):
 
     @abstractmethod
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Adds a batch to the local state; never communicates."""
+        """Adds a batch, the arguments, to the local values of the accumulators; never communicates. Abstract."""
 
     @abstractmethod
     def compute(self) -> Value:
-        """Computes the value of the metric: after ``sync`` the value over every device and process."""
+        """Computes the metric's value from the accumulators: after ``sync`` the value over every device and process.
+
+        Abstract.
+        """
 
     def sync(self) -> None:
         """Merges the local states of all accumulators over devices and processes; every process must call ``sync``.
@@ -293,12 +296,19 @@ class Metric(ABC, Generic[Value]):
             state.reset()
 
     def to(self, device: Place) -> None:
-        """Moves the states to a single device or to a different mesh; see ``MetricAccumulator.to``."""
+        """Moves the states to a single device or to a different mesh, which then has a local value on every device.
+
+        ``device`` is a device, a mesh, an index into ``jax.local_devices()``, or a platform such as "cpu" or "cpu:1".
+        Raises a ``ValueError`` if this process has no such device, or if other processes hold local values.
+        """
         for _, state in self._states():
             state.to(device)
 
     def state_dict(self) -> StateDict:
-        """Returns the state of each accumulator by attribute path ("losses", "losses/0"), as nested dicts of arrays."""
+        """Returns the state of each accumulator by attribute path, such as "losses" or "losses/0".
+
+        A state consists of nested dicts of arrays.
+        """
         return {name: state.state_dict() for name, state in self._states()}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -369,10 +379,10 @@ class StatefulMetric(Metric[PyTree]):
 
     @outside_set_mesh
     def compute(self) -> PyTree:
-        """Computes the value over every device, under ``jit``.
+        """Computes the value over every device from the synchronized state, under ``jit``.
 
         Raises:
-          RuntimeError: a batch was added since the last ``sync``.
+          RuntimeError: the state is not synchronized: there was no ``sync`` since the last batch or ``reset``.
         """
         if self.state.synced is None:
             raise RuntimeError("compute reads the value of all devices: sync() first, or compute_local() for each.")
@@ -380,7 +390,10 @@ class StatefulMetric(Metric[PyTree]):
 
     @outside_set_mesh
     def compute_local(self) -> PyTree:
-        """Computes the value of each device from the batches of the device, without ``sync``: [n, ...]."""
+        """Computes the value of each device from the batches that this device has observed, without ``sync``.
+
+        The arrays of the value have a leading dim of the n devices, [n, ...].
+        """
         return _compute(self.metric, self.state.local)
 
 

@@ -73,8 +73,8 @@ def raise_on_all(
 def interruptions_go_on() -> Iterator[None]:
     """Context manager: replaces an error that Ctrl-C has caused by the original ``KeyboardInterrupt``.
 
-    Any other error leaves the context unchanged. See ``interruption`` for how the original is found; a ``SystemExit``
-    behind an error is raised in the same way.
+    The original is searched among the causes, contexts and group members of an error that is raised inside the context.
+    A ``SystemExit`` or similar behind an error is raised in the same way. Any other error leaves the context unchanged.
     """
     handled = sys.exception()
     try:

@@ -112,8 +112,9 @@ def _given_membership(
 ) -> Membership | None:
     """Returns the membership in a job (address, number of processes, index) that a user's arguments describe.
 
-    None if address, number and index are all None. Raises a ``ValueError`` if the user gives only some of the three, or
-    values that do not fit, and a ``TypeError`` if a number is not an int.
+    None if address, number and index are all None. ``local_device_ids`` become part of the result, unchecked. Raises a
+    ``ValueError`` if the user gives only some of the first three arguments, or values that do not fit, and a
+    ``TypeError`` if a number is not an int.
     """
     arguments = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
     if all(value is None for value in arguments.values()):
@@ -138,10 +139,12 @@ def _given_membership(
 
 
 def _detected_membership(local_device_ids: Sequence[int] | None, timeout_s: int) -> Membership | None:
-    """Returns the membership in a job that JAX detects from a cluster manager (SLURM, say); None without a cluster.
+    """Returns the membership in a job (address, number of processes, index) that JAX detects; None without a cluster.
 
-    Raises a ``ValueError`` if JAX_COORDINATOR_ADDRESS is set, but there is no cluster.
-    (``jax.distributed.initialize()`` cannot detect without joining.)
+    JAX detects the job from a cluster manager, such as SLURM. ``local_device_ids`` are the user's indices of
+    accelerators (None: detected, too), and ``timeout_s`` limits the detection. Raises a ``ValueError`` if
+    JAX_COORDINATOR_ADDRESS is set, but there is no cluster. (``jax.distributed.initialize()`` cannot detect without
+    joining.)
     """
     variable = os.environ.get("JAX_COORDINATOR_ADDRESS")
     detected = ClusterEnv.auto_detect_unset_distributed_params(variable, None, None, local_device_ids, None, timeout_s)

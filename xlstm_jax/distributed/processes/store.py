@@ -69,10 +69,10 @@ class KeyValueStore:
 
 
 def exchange_in(store: KeyValueStore, text: str, action: str, timeout_s: float) -> list[str]:
-    """Posts this process's text, and returns the texts of all ``store.processes``, in order.
+    """Posts this process's ``text``, and returns the texts of all ``store.processes``, in order.
 
-    Every process of ``store.processes`` must call this function. ``action`` names the purpose for errors, as "restore
-    step 3", and must be the same in every process.
+    ``store`` is the folder of one exchange in the job's key-value store. Every process of ``store.processes`` must call
+    this function. ``action`` names the purpose for errors, as "restore step 3", and must be the same in every process.
 
     Raises:
       TimeoutError: processes are missing after ``timeout_s`` seconds; names the processes.
@@ -129,7 +129,7 @@ def by_text(texts: Sequence[str], processes: Sequence[int]) -> dict[str, list[in
 
 
 def named(processes: Sequence[int]) -> str:
-    """Formats process indices as "process 3", or "processes 0, 1"."""
+    """Formats process indices as "process 3", or "processes 0, 1", in ascending order."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, sorted(processes)))}"
 
 

@@ -169,10 +169,10 @@ def check_bound(axes: Sequence[str], *, caller: str) -> None:
 
 
 def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
-    """Returns a user's ``axis_name`` as a tuple of axes, in order, after a check that each axis is bound.
+    """Returns a user's ``axis_name``, the name of an axis or a sequence of names, as a tuple, after checks of the axes.
 
-    Raises a ``ValueError`` for an unbound axis, and as ``as_axis_names``; ``caller`` is the user's function, for the
-    error.
+    Raises a ``ValueError`` if an axis is not bound (by ``shard_map``, say); the error names ``caller``, the user's
+    function. Raises a ``ValueError`` as well for no axis, a repeated axis, an entry that is no string, or a set.
     """
     axes = as_axis_names(axis_name)
     check_bound(axes, caller=caller)
@@ -252,7 +252,10 @@ def varying_axes(value: Any) -> frozenset[str]:
 
 
 def is_tracked(axis: str) -> bool:
-    """Returns whether types record variation along ``axis``: ``check_vma=True`` in the enclosing ``shard_map``."""
+    """Returns whether the types of JAX arrays show if a value varies along the bound mesh ``axis``.
+
+    True under ``check_vma=True`` in the enclosing ``shard_map``, False under ``check_vma=False``.
+    """
     # JAX has no public name for the mode. A device's index always varies along its axis, so its type shows the mode.
     if current_trace() != _in_this_trace.trace:
         _in_this_trace.trace, _in_this_trace.tracked = current_trace(), {}
@@ -329,7 +332,11 @@ def all_gather(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
 
 
 def all_gather_equal(value: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
-    """Gathers like ``all_gather``; under ``check_vma=True`` the type of the result is "equal on all devices"."""
+    """Returns the shards ``value`` of n devices, concatenated along ``dim``: [..., d / n, ...] -> [..., d, ...].
+
+    The devices are those of ``axes``, the first axis outermost. Under ``check_vma=True`` the type of the result is
+    "equal along ``axes``", while the result of a plain gather varies by type.
+    """
     # The type must be set explicitly: JAX does not infer equality, and types the result of a plain gather as varying.
     axes = spread_axes(axes)
     tracked = bool(axes) and is_tracked(axes[0])
@@ -372,8 +379,9 @@ def ragged_all_to_all(
 def shift(tree: PyTree, axes: Sequence[str], by: int = 1, *, ring: bool = True) -> PyTree:
     """Sends the arrays of ``tree`` to the device ``by`` places after this device along ``axes``.
 
-    Returns the arrays of the device ``by`` places before this device (after, if ``by`` is negative). In a ring the
-    first devices receive from the last devices; otherwise the first devices receive zeros.
+    Returns the arrays of the device ``by`` places before this device (after, if ``by`` is negative). With ``ring``
+    places are counted around the end: for ``by`` 1 the first device receives from the last device. Otherwise a device
+    without such a sender receives zeros.
     """
     axes = spread_axes(axes)
     count = axis_size(axes)
@@ -441,7 +449,10 @@ def _matrix_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def all_reduce_sum(value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Sums over devices in the value's dtype; the value must vary over the tracked axes in ``axes``."""
+    """Returns the sum of ``value`` over the devices of ``axes``, in the shape and dtype of ``value``.
+
+    Under ``check_vma=True`` the type of ``value`` must vary over all ``axes``. Narrow floats are not widened.
+    """
     return lax.psum(value, tuple(axes))
 
 
@@ -501,12 +512,12 @@ _SIGNED = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def all_reduce(operations: Sequence[str], values: Sequence[Any], axes: Sequence[str]) -> list[jax.Array]:
-    """Reduces ``values[i]`` over ``axes`` by ``operations[i]``: "sum", "max" or "min".
+    """Reduces ``values[i]`` over the devices of ``axes`` by ``operations[i]``: "sum", "max" or "min".
 
-    Returns the reduced arrays in the order and with the dtypes of ``values``, with one collective per (operation,
-    dtype). Every device's value counts, whatever the types: a sum of 1 over 8 devices is 8 in both modes, as for
-    ``lax.psum``. Values of a group are sent as a vector, uncast. If a value is NaN on any device, the result is NaN,
-    also for "max" and "min".
+    Returns the reduced arrays in the order and with the dtypes of ``values``. Values of equal operation and dtype are
+    sent as one vector, uncast, by one collective. Every device's value counts, also a value that is equal on all
+    devices by type: a sum of 1 over 8 devices is 8 for either ``check_vma``, as for ``lax.psum``. If a value is NaN on
+    any device, the result is NaN, also for "max" and "min".
     """
     # For "max" and "min" floats are sent as integers: an all-reduce of floats ignores NaN on some platforms.
     dtypes = [jnp.result_type(value) for value in values]

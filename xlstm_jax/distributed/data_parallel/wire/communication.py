@@ -47,7 +47,7 @@ class Wire(Protocol):
     rounds_again: ClassVar[bool]
 
     def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the array to send in place of the shard ``[..., d / N, ...]``."""
+        """Returns the array to send in place of ``shard``, ``[..., d / N, ...]`` in the gather dtype."""
         ...
 
     def along(self, dim: int) -> int:
@@ -55,7 +55,10 @@ class Wire(Protocol):
         ...
 
     def receive(self, arrived: jax.Array) -> jax.Array:
-        """Returns the value ``[..., d, ...]`` from the sent arrays of N devices, concatenated in device order."""
+        """Returns the value ``[..., d, ...]`` from ``arrived``, the sent arrays of N devices.
+
+        The sent arrays are concatenated in device order, along the dim that ``along`` returns.
+        """
         ...
 
 
@@ -93,12 +96,15 @@ class WireFormat:
         return bool(jnp.issubdtype(dtype, jnp.floating))
 
     def wire(self, shape: tuple[int, ...], dtype: DType, dim: int) -> Wire:
-        """Returns the ``Wire`` that converts shards of this shape and dtype for a gather along ``dim``. Abstract."""
+        """Returns the ``Wire``, which packs and unpacks shards of this shape and dtype in a gather along ``dim``.
+
+        Abstract.
+        """
         raise NotImplementedError
 
     @property
     def itemsize(self) -> float:
-        """Bytes sent per value, on average, in an array without padding."""
+        """Bytes sent per value, on average, in an array without padding. Abstract."""
         raise NotImplementedError
 
     def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
@@ -116,7 +122,8 @@ class WireFormat:
     def mean_error(self, terms: np.ndarray) -> np.ndarray:
         """Returns, for each of the ``terms``, the largest error of a single rounding to this format. Abstract.
 
-        ``terms`` is a vector of absolute values, of a gradient's entries. A subclass may return errors of padding, too.
+        ``terms`` is a vector with the absolute values of a gradient's entries. The result is an array of any shape,
+        whose L2 norm the caller takes; a subclass may add errors of padding entries.
         """
         raise NotImplementedError
 
@@ -160,9 +167,11 @@ class Communication:
         inter_host_axes: tuple[str, ...] = INTER_HOST_AXES,
         options: tuple[Option, ...] = (),
     ) -> "Communication":
-        """Returns a ``Communication`` with the names of dtypes that are given in any notation of JAX, or None.
+        """Returns the options with both dtypes as names ("bfloat16"); a dtype is given in any notation of JAX.
 
-        Raises as ``dtype_name``, also for an 8-bit format as ``grad_scatter_dtype``.
+        None stays None; the further arguments are stored as given. Raises a ``TypeError`` for a value that is no dtype,
+        and a ``ValueError`` for a dtype that is no float. ``gather_dtype`` may also be an 8-bit format (a name in
+        ``WIRE_FORMATS``, such as "int8").
         """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
@@ -182,7 +191,7 @@ class Communication:
 
     @property
     def copied_axes(self) -> tuple[str, ...]:
-        """Axes along which the shards have copies."""
+        """Axes along which devices hold copies of a shard; () without copies."""
         return self.replicas.axes if self.replicas else ()
 
     def dtypes(self, value: Any, path: str | None = None) -> tuple[Any, Any]:
@@ -204,7 +213,7 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the 8-bit format in which a gather sends ``value``; None for a plain dtype."""
+        """Returns the name of the 8-bit format in which a gather sends ``value``; None if sent in a plain dtype."""
         return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:
@@ -212,10 +221,10 @@ class Communication:
         return self.format_of(value) or jnp.dtype(self.dtypes(value)[0]).name
 
     def wire(self, shard: Any, dim: int, axes: tuple[str, ...]) -> Wire:
-        """Returns the format in which ``shard`` is sent in a gather along ``dim`` over ``axes``.
+        """Returns the ``Wire``, which packs and unpacks a leaf's ``shard`` in a gather along ``dim`` over ``axes``.
 
-        ``Unchanged`` if ``gather_dtype`` is no 8-bit format for the shard's dtype, or if every axis has size 1.
-        ``shard`` is an array, or the ``PrimalType`` of an array.
+        The result is ``Unchanged()``, which packs nothing, if ``gather_dtype`` is no 8-bit format for the shard's
+        dtype, or if every axis has size 1. ``shard`` is an array, or the ``PrimalType`` (shape and dtype) of an array.
         """
         name = self.format_of(shard) if collectives.spread_axes(axes) else None
         return WIRE_FORMATS[name].wire(shard.shape, shard.dtype, dim) if name else Unchanged()
@@ -226,6 +235,9 @@ DEFAULT_COMMUNICATION = Communication()
 
 def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collection[str] = ()) -> str | None:
     """Returns the name of a dtype, so that equal dtypes compare as equal; ``None`` for ``None``.
+
+    ``formats`` are names of 8-bit formats that are accepted as well. ``argument``, the user's argument, is named in
+    errors.
 
     Raises:
       TypeError: ``dtype`` is not a dtype.

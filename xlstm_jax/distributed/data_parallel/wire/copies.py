@@ -35,11 +35,11 @@ class Copies:
 
     @property
     def splits_optimizer_state(self) -> bool:
-        """True if the optimizer's state is split over these axes, too (ZeRO-1)."""
+        """Whether the optimizer's state is split over ``axes``, too (ZeRO-1). Here False; a subclass may override."""
         return False
 
     def without(self, axes: Collection[str]) -> "Copies | None":
-        """Returns the copies along the axes not in ``axes``; ``None`` if no axis remains."""
+        """Returns this ``Copies`` restricted to its axes that are not in ``axes``; ``None`` if no axis remains."""
         left = tuple(axis for axis in self.axes if axis not in axes)
         return replace(self, axis_name=left) if left else None
 

@@ -21,7 +21,7 @@ def sent_bytes(shape: Sequence[int], dim: int, gather_dtype: str) -> int:
     """Returns the number of bytes of one shard of this ``shape`` as sent: a device's bytes in a gather along ``dim``.
 
     The number of devices and of stages does not enter: the shard counts once. ``gather_dtype`` is a name in
-    ``WIRE_FORMATS`` (bytes of codes, padding and scales) or a dtype name, as for ``sent_itemsize``.
+    ``WIRE_FORMATS`` (bytes of codes, padding and scales), or the name of a dtype, such as "bfloat16".
     """
     if wire_format := WIRE_FORMATS.get(gather_dtype):
         return wire_format.nbytes(tuple(shape), dim)

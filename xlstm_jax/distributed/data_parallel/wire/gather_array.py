@@ -172,9 +172,9 @@ def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Ar
 def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
     """Returns this device's shard ``x``, cast to the gather dtype and typed as varying along the axes of copies.
 
-    The result is the argument of ``Wire.send``. PRNG keys are not cast. The type of the argument is "equal along the
-    axes of copies". Without a cast of the type here JAX would insert a cast behind the gather, whose transpose sums the
-    unsharded gradients.
+    ``communication`` has the gather dtype, and the axes along which devices hold copies of the shard. PRNG keys are not
+    cast, and nothing is packed in an 8-bit format: the caller does so by ``Wire.send``. If the type were not cast here,
+    JAX would cast the type behind the gather, and the transpose of this cast would sum unsharded gradients.
     """
     x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
     return x if is_prng_key(x) else x.astype(communication.dtypes(x)[0])
@@ -209,11 +209,11 @@ def check_one_gradient_of_one_batch(
 ) -> None:
     """Raises a ``ValueError`` in the backward pass of a gather if a mean of gradients over ``axes`` would be wrong.
 
-    First case: ``cotangent`` is batched by ``vmap``, one gradient per example, and the shard is not. (If the shard is
-    batched too, as in an ensemble, each shard has its own gradient.) Second case: the gather is differentiated within a
-    loss function that is differentiated itself. Under a ``remat`` inside the ``vmap`` no tracer shows that the shard is
-    one of several; callers then pass ``of_layers=True``, which permits the first case. ``path`` names the leaf in the
-    error. If all ``axes`` have size 1, nothing is raised.
+    First case: ``cotangent`` is batched by ``vmap``, one gradient per example, and the shard (described by ``primal``)
+    is not. If the shard is batched too, as in an ensemble, each shard has its own gradient, and nothing is raised.
+    Second case: the gather is differentiated within a loss function that is differentiated itself. Under a ``remat``
+    inside the ``vmap`` no tracer shows that the shard is one of several; callers then pass ``of_layers=True``, which
+    permits the first case. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
     """
     if not collectives.spread_axes(axes):
         return
@@ -231,9 +231,10 @@ def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: st
     """Returns the shard with a gradient that is multiplied by the number of devices along batch axes in ``model_axes``.
 
     ``model_axes`` are the axes of a gather over which the model itself splits the leaf at ``path``; only a user's code
-    gathers over such axes. The gradient of the gather is a mean over the axes. ``sync_gradients`` expects a sum over
-    the axes of the batch, and divides the sum; the factor makes the mean a sum. If no loss of
-    ``training.value_and_grad`` is running, the backward pass raises a ``ValueError``.
+    gathers over such axes. Batch axes are the axes over which the batch of the running loss is split. The gradient of
+    the gather is a mean over the axes. ``sync_gradients`` expects a sum over the axes of the batch, and divides the
+    sum; the factor makes the mean a sum. If no loss of ``training.value_and_grad`` is running, the backward pass raises
+    a ``ValueError``. If all ``model_axes`` have size 1, the shard is returned unchanged.
     """
     model_axes = collectives.spread_axes(model_axes)
     return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
@@ -262,11 +263,12 @@ _with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard,
 
 
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
-    """Returns the mean of ``grad``, the gradient of this device's shard, over the copies of the shard.
+    """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
 
-    The mean is float32 for narrower gradients. ``varying`` are the axes over which the type of the shard varies. Over a
-    tracked axis not in ``varying`` the result is the sum, not the mean: JAX sums further gradients of the shard (of a
-    penalty on the values, say) over the axis, and the terms of a gradient must be of the same kind.
+    ``copies`` has the axes of the copies, and computes the mean. The mean is float32 for narrower gradients.
+    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis (``check_vma=True``) not in
+    ``varying`` the result is the sum, not the mean: JAX sums further gradients of the shard (of a penalty on the
+    values, say) over the axis, and the terms of a gradient must be of the same kind.
     """
     axes, wide = collectives.spread_axes(copies.axes), widened(grad)
     if not axes:
@@ -284,11 +286,12 @@ def gather_dims(
     path: str,
     wire: Wire | None,
 ) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
-    """Gathers each dim of a shard over the axes in ``axes`` that split the dim. Returns (array, names).
+    """Gathers each dim of the shard ``value`` over the axes in ``axes`` that split the dim. Returns (array, names).
 
-    ``names`` has an entry per dim, with the axes that split the dim; the returned names keep only axes not in ``axes``.
-    ``wire`` is the format in which shards are sent (``None``: the format that ``communication`` selects). ``path``
-    names the leaf in errors.
+    ``names`` has an entry of a ``PartitionSpec`` per dim, with the axes that split the dim; the returned names keep
+    only axes not in ``axes``. ``communication`` has the dtypes and the axes of copies of the leaf. ``wire`` is the
+    format in which shards are sent (``None``: the format that ``communication`` selects). ``path`` names the leaf in
+    errors.
     """
     left = list(names)
     for dim, entry in enumerate(names):
@@ -314,9 +317,10 @@ def _gather_some(
 ) -> tuple[jax.Array, AxisEntry]:
     """Gathers ``dim``, which is split over ``split_axes``, over only those axes of ``split_axes`` that are in ``axes``.
 
-    Returns the array, and the entry (None, a name or a tuple) of the axes that still split the dim. Raises a
-    ``ValueError`` if an axis that stays split lies inside a gathered axis and the format of the shards rounds values
-    each time.
+    Returns (array, entry): the entry of a ``PartitionSpec`` (None, a name or a tuple) with the axes that still split
+    the dim. ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects. Raises a
+    ``ValueError``, with ``path``, if an axis that stays split lies inside a gathered axis, and the format would round
+    values twice.
     """
     first = next(i for i, axis in enumerate(split_axes) if axis in axes)
     outer, inner = split_axes[:first], split_axes[first:]
@@ -344,10 +348,10 @@ def _gather_some(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns ``value``, equal on all devices along ``axes``, with a type that says so; the gradient is unchanged.
+    """Returns ``value``, a gathered array, with the type "equal along ``axes``"; the gradient is unchanged.
 
-    The type of a gather says that the result varies over the axes of the gather. The gradient is equal along ``axes``,
-    too, and the gather averages equal terms.
+    The caller knows that ``value`` is equal on all devices along ``axes``; the type of a gather's result still says
+    that the value varies. In the backward pass the gradient, equal along ``axes`` too, becomes varying by type.
     """
     # The sum of the first device's value and of zeros has the same bits, NaN included.
     is_first = collectives.axis_index(axes) == 0
@@ -398,7 +402,8 @@ class RunningLoss:
         """Returns ``gather()`` for the leaf at ``path``, or the result of an earlier gather of the same shard.
 
         An earlier result is returned if ``shard`` is the same object, ``communication`` (any key of the gather's
-        options) is equal, and the trace is the same. Outside of a loss ``gather`` is always called.
+        options) is equal, and the trace is the same. Outside of a loss ``gather`` is always called. Inside a branch
+        (``lax.cond``) the path is appended to ``self.gathered_in_branches``.
 
         A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds the gradients of both
         reads before a single reduce-scatter. An array made within a transformation (``nn.remat``, ``lax.scan``) does
@@ -432,18 +437,24 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which ``running_loss()`` returns ``loss``."""
+    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``.
+
+    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged.
+    """
     return set_context(_running_loss, loss)
 
 
 def running_loss() -> RunningLoss:
-    """Returns the facts on the loss function under trace; outside of a loss, a ``RunningLoss`` without axes."""
+    """Returns the facts on the loss function under trace, such as the axes over which its gradient is averaged.
+
+    Outside of a loss the result is a ``RunningLoss`` without axes. ``inside_loss`` sets the facts.
+    """
     return _running_loss.get()
 
 
 @contextlib.contextmanager
 def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable to ``value`` for the duration of a ``with`` block, and then restores the value before."""
+    """Context manager: sets a context variable to ``value``, and restores the earlier value at the end."""
     token = variable.set(value)
     try:
         yield

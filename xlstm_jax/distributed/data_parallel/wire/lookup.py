@@ -75,17 +75,20 @@ class RowLookup:
     def blocks(self) -> tuple[int, int]:
         """Pair (n, c): in a row of the table, the w columns of a device are n blocks of c contiguous columns.
 
-        If the columns are split, n is the number of devices along ``outer``, and the blocks of the devices of a group
-        alternate in a row. If the rows are split, a device has one block of w columns.
+        If the columns are split, n is the number of devices along ``outer``: in a row, a block of the group's first
+        device is followed by a block of the second device, and so on, n times. (A group is the devices along
+        ``self.group``.) If the rows are split, a device has one block of w columns.
         """
         # A dim of columns is split over (outer, group), outermost first. So device g of a group has, after the gather
         # over `outer`, the blocks g, G + g, 2 G + g, ... of the row.
         return (self.outer_count, self.stored[1] // self.parts) if self.dim else (1, self.width)
 
     def sent_bytes(self, tokens: int, index_bytes: int, table_bytes: float, row_bytes: float) -> float:
-        """Returns the bytes that a device sends to look up ``tokens`` rows on each device: columns, indices and rows.
+        """Returns the bytes that one device sends when each device looks up ``tokens`` rows.
 
-        ``index_bytes`` are per index, ``table_bytes`` per value of the table, ``row_bytes`` per value of a row.
+        The sum of three parts: columns of the table (so that a device holds its columns of every row), indices, and
+        looked-up rows. ``index_bytes`` are the bytes of an index, ``table_bytes`` of a value of the table, and
+        ``row_bytes`` of a value of a looked-up row.
         """
         outer, group = (1 - 1 / count for count in (self.outer_count, self.group_count))
         columns = self.stored[0] * self.width * outer
@@ -107,14 +110,16 @@ def by_rows(
     table_bytes: float,
     row_bytes: float,
 ) -> RowLookup | None:
-    """Returns the lookup of ``tokens`` rows that sends the fewest bytes; ``None`` if a gather sends no more bytes.
+    """Returns the ``RowLookup`` (layout of a row lookup) that sends the fewest bytes; None if a gather sends no more.
 
-    The group consists of one or more of the innermost axes; of several only if a device's columns still fill the lanes
-    of a TPU.
+    Layouts differ in the group, the devices that exchange rows: the devices along one or more of the innermost axes.
+    Several axes form a group only if a device's columns still fill the lanes of a TPU.
 
     Args:
-      shape, stored, dim, communication, path: see ``RowLookup``.
+      shape, stored: (V, d) of the table, without and with padding.
+      dim: the split dim.
       axis_sizes: the axes that split the dim, outermost first, with their numbers of devices, each 2 or more.
+      communication, path: options and path of the leaf, for the result.
       tokens: the number of rows that each device needs.
       index_bytes: the bytes of an index.
       table_bytes, row_bytes: the bytes per value of the table, and of a row, forward and backward together.
@@ -157,10 +162,11 @@ def _look_up(shard: jax.Array, indices: jax.Array, lookup: RowLookup) -> jax.Arr
 def _look_up_fwd(
     shard: jax.Array, indices: jax.Array, lookup: RowLookup
 ) -> tuple[jax.Array, tuple[PrimalType, jax.Array]]:
-    """Looks up the rows that all devices of the group ask for in this device's columns, and sends each device its rows.
+    """Returns (rows, residuals) of the forward pass: the table's rows [..., d] at this device's ``indices`` [...].
 
-    Returns (rows, residuals): the rows [..., d] at the ``indices`` [...] of this device, and (type of the shard,
-    indices of all devices of the group) for the backward pass.
+    Each device of a group (the devices along ``lookup.group``) holds w columns of all rows. The device looks up the
+    rows that all devices of the group ask for in these columns, and sends each device its rows. The residuals for the
+    backward pass are (type of the shard, indices of all devices of the group).
     """
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
@@ -179,9 +185,9 @@ def _look_up_bwd(
 ) -> tuple[jax.Array, None]:
     """Returns (gradient of this device's shard of the table, None for the indices): the backward pass of ``_look_up``.
 
-    ``cotangent`` is the gradient of the rows [..., d] that this device has looked up. Devices send the gradients of
-    rows back to the devices that hold the columns, where the gradients of one row are added. The result is the mean
-    over all devices, and over copies.
+    ``residuals`` are (type of the shard, indices of all devices of the group). ``cotangent`` is the gradient of the
+    rows [..., d] that this device has looked up. Devices send the gradients of rows back to the devices that hold the
+    columns, where the gradients of one row are added. The result is the mean over all devices, and over copies.
     """
     (primal, asked), communication = residuals, lookup.communication
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
@@ -210,7 +216,8 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
     """Returns this device's w columns of all V rows of the table, [V, w] with padding, from the shards of all devices.
 
-    A table split by rows is exchanged within the group (all-to-all). Then shards are gathered over the outer axes.
+    ``shard`` is this device's shard. A table split by rows is exchanged by an all-to-all within the group (the devices
+    along ``lookup.group``). Then shards are gathered over the axes ``lookup.outer``.
     """
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
@@ -233,9 +240,10 @@ def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Splits rows [t, d] into the columns of each of the G devices of the group, [G, t, w]; padding columns are zeros.
+    """Splits rows [t, d] into the columns of each of the G devices of a group: [G, t, w]; padding columns are zeros.
 
-    Entry g has the columns that device g holds during the lookup: ``lookup.blocks``, in order.
+    A group is the devices along ``lookup.group``. Entry g has the w columns that device g holds during the lookup, in
+    their order in the table (see ``RowLookup.blocks``).
     """
     (count, size), group = lookup.blocks, lookup.group_count
     padded = jnp.pad(rows, [(0, 0), (0, group * lookup.width - rows.shape[1])])
@@ -244,9 +252,10 @@ def _in_parts(rows: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _in_one(parts: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Joins the columns of the G devices of the group into rows, the inverse of ``_in_parts``: [G, t, w] -> [t, G w].
+    """Joins the columns of the G devices of a group into rows, the inverse of ``_in_parts``: [G, t, w] -> [t, G w].
 
-    Columns are in the order of the table; padding columns, at the end of a row, are kept.
+    A group is the devices along ``lookup.group``. Columns are in the order of the table; padding columns, at the end of
+    a row, are kept.
     """
     (count, size), group = lookup.blocks, lookup.group_count
     rows = parts.reshape(group, -1, count, size).transpose(1, 2, 0, 3)

@@ -62,31 +62,33 @@ class Pieces:
         return collectives.axis_size(self.axes) if self.dim == self.piece_dim else 1
 
     def entries(self, start: jax.Array | int, size: int, places: jax.Array | None = None) -> jax.Array:
-        """Returns the positions of a gathered piece's entries along dim ``piece_dim`` of the padded matrix, as int32.
+        """Returns the positions of a gathered piece's entries along dim ``piece_dim`` of the unsharded matrix.
 
-        The matrix is unsharded here. If ``piece_dim`` is split, the gathered piece has the entries ``start`` to ``start
-        + size`` of each device's part, device by device. Otherwise the piece has the entries ``start`` to ``start +
-        size`` of the matrix. ``places`` are indices within the gathered piece, and the result has their shape; None:
-        all entries, in order. A position of ``self.size`` or more is padding.
+        Positions are int32 and count padding. If ``piece_dim`` is split, the gathered piece has the entries ``start``
+        to ``start + size`` of each device's part, device by device: ``start`` 1 and ``size`` 2 give [1, 2, 6, 7] for
+        two devices with 5 entries each. Otherwise the piece has the entries ``start`` to ``start + size`` of the
+        matrix. ``places`` are indices within the gathered piece, and the result has their shape; None: all entries, in
+        order. A position of ``self.size`` or more is padding.
         """
         places = jnp.arange(size * self.parts, dtype=jnp.int32) if places is None else places.astype(jnp.int32)
         return start + places if self.parts == 1 else places // size * self.entries_per_device + start + places % size
 
     def gather_piece(self, sent: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
-        """Returns a piece of the matrix, gathered over ``axes``, in the dtype of ``sent``.
+        """Returns a piece of the matrix, gathered over ``axes``, the same on each device, in the dtype of ``sent``.
 
-        The piece has the entries ``start`` to ``start + size`` of dim ``piece_dim``, of each device's part if this dim
-        is split. ``sent`` is this device's shard, as ``shard_as_sent`` returns it.
+        ``sent`` is this device's shard, already cast to the gather dtype. The piece has the entries ``start`` to
+        ``start + size`` of dim ``piece_dim``; if this dim is split, these entries of each device's part, device by
+        device.
         """
         local = lax.dynamic_slice_in_dim(sent, start, size, self.piece_dim)
         with jax.named_scope(GATHER_SCOPE):
             return collectives.all_gather(local, self.dim, self.axes)
 
     def scatter_gradient(self, gradient: jax.Array, primal: PrimalType) -> jax.Array:
-        """Returns this device's shard of the gradient of one piece: a reduce-scatter, with the mean over ``axes``.
+        """Returns the part of a piece's gradient for this device's shard: a reduce-scatter, a mean over ``axes``.
 
         ``gradient`` is this device's local gradient of the gathered piece, and ``primal`` has the type of the shard.
-        The result is still in the dtype of the sums: ``gradient_of_shard`` averages over copies and casts.
+        The result is in the dtype of the sums; the caller averages over copies of the shard, and casts.
         """
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.communication, primal)

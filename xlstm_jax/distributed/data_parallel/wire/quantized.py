@@ -35,9 +35,9 @@ class Format(NamedTuple):
     least_spacing: float
 
     def error_bound(self, value: ArrayLike, block_largest: ArrayLike) -> np.ndarray:
-        """Returns for each x the largest distance of ``unpack(pack(x))`` in float32 from x, in the broadcast shape.
+        """Returns, for each x in ``value``, the largest error of ``unpack(pack(x))`` in float32; shapes broadcast.
 
-        The bound is half the distance of two neighbouring codes, times the scale. ``value`` has the x, of either sign;
+        The bound is half the distance of two neighbouring codes, times the scale. An x may have either sign;
         ``block_largest`` has the largest absolute value of the block of each x, and broadcasts with ``value``. A few
         float32 roundings are left out. In an integer format the error is at most a fraction of the block's largest
         value; in a floating format at most a fraction of the value, down to the format's smallest numbers.

@@ -118,11 +118,11 @@ def _sent(rows: Array, counts: Array, received_counts: Array, exchange: Exchange
 
 @promoting
 def _sent_back(results: Array, counts: Array, received_counts: Array, exchange: Exchange) -> Array:
-    """Sends ``results`` [p m, d], one result for each row that ``_sent`` has received, back to the devices of the rows.
+    """Sends ``results``, one for each row that this device has received by ``_sent``, back to the devices of the rows.
 
-    The arguments are as for ``_sent``: ``received_counts[i]`` results, at i m and after, go to device i. Returns [r, d]
-    with r = ``exchange.length``, in the order of this device's rows before ``_sent``; zeros for rows that were not
-    sent.
+    ``results`` is [p m, d] for p devices and m = ``exchange.max_rows_per_pair``: the ``received_counts[i]`` results at
+    i m and after go to device i. ``counts[i]`` results come back from device i. Returns [r, d] with r =
+    ``exchange.length``, in the order of this device's rows before ``_sent``; zeros for rows that were not sent.
     """
     devices, max_rows = len(counts), exchange.max_rows_per_pair
     if has_ragged_all_to_all():
