@@ -36,9 +36,11 @@ _Values = dict[core.Var, Any]
 
 
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer with an ``update`` that accepts a state with leaves in host memory; a ``Wrapper``.
+    """Returns ``optimizer`` with an ``update`` that accepts an optimizer state with leaves in host memory.
 
-    The update copies these leaves to the device and back, group by group, as ``streamed``.
+    The new ``update`` copies these leaves to the device and back, group by group, as ``streamed``. ``params`` are the
+    boxed parameters of the optimizer, whose paths show which leaves of the state belong together; ``mesh`` is not read.
+    The function is a ``Wrapper``: it takes a ``ShardedOptimizer`` and returns a changed optimizer.
     """
     del mesh
 
