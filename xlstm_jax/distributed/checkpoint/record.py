@@ -408,9 +408,10 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 
 
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
-    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both.
+    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record of a saved step.
 
-    Dtypes may differ as in ``fits``.
+    The error names the paths that differ; or a leaf, with its shape and dtype in both. Dtypes may differ as in
+    ``fits``.
 
     Args:
       record: the record of the saved step, or of a part of the state.

@@ -75,8 +75,9 @@ def streamed(
     Args:
       update: takes a state on the device and returns the next state, of the same structure, and any further result.
       opt_state: a state with some leaves on the host; a state without such leaves is updated directly.
-      shardings: returns the shardings of all leaves of a state.
-      owners: returns for each leaf the name of its parameter; leaves of a parameter are adjacent.
+      shardings: takes a state; returns the shardings of all its leaves, in the tree of the state.
+      owners: returns for each leaf of ``opt_state``, in tree order, the path of its parameter. Leaves of a parameter
+        are copied one after the other.
     Returns:
       The result of ``update``; leaves that were on the host are on the host again.
     """

@@ -285,6 +285,8 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
     """Converts tensors of the model to the tensors of the reader (the program that reads published files), by name.
 
+    ``layout`` has the rules that join, divide, stack, unstack or repeat tensors, applied in order.
+
     Raises:
       ValueError: a rule does not fit the tensors; names the tensors.
 

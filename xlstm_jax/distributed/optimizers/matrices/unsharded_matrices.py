@@ -98,11 +98,11 @@ def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place
     """Returns the initial state of the rule ``tx`` for the matrices of a group, with leaves [matrices, ...].
 
     A group has matrices of equal form, which owner devices update. If mesh axes split the matrices, each leaf is in a
-    box that splits the first dim over the owners. Outside of ``shard_map`` the state is global; inside, it is for the
-    matrices of this device.
+    box that splits the first dim over the owners, with empty places at the end for an equal number per owner. Outside
+    of ``shard_map`` the state is global; inside, it is for the matrices of this device.
 
     Args:
-      tx: the rule; its ``init`` gets a matrix of zeros for each matrix.
+      tx: the rule, whose ``init`` gets zeros [rows, columns] in place of each matrix.
       group: the matrices and their owners.
       place: the layout of the leaves, with the mesh and the sizes of its axes.
     Raises:
