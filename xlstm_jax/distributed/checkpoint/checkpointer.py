@@ -369,10 +369,12 @@ class Checkpointer:
     def _read(
         self, step: int, likes: record.Leaves, part_of: Callable[[record.Record, str], str]
     ) -> tuple[record.Leaves, record.Record]:
-        """Reads and checks a part of a step; returns its leaves by path in ``likes``, and record entries by saved path.
+        """Reads and checks a part of the state in a step; returns (restored leaves, record entries).
 
-        An error in one process is raised in every process: a ``CheckpointError`` if the step is damaged, a
-        ``ValueError`` if the step does not fit, an ``OSError`` for a system error.
+        Restored leaves are by path in ``likes``, each of the type of its leaf in ``likes``. Record entries (shape,
+        dtype, checksum) are of the part, by path in the saved state. Every process must call this method. An error in
+        one process is raised in every process: a ``CheckpointError`` if the step is damaged, a ``ValueError`` if the
+        step does not fit ``likes``, an ``OSError`` for a system error.
 
         Args:
           step: number of the step.
@@ -418,8 +420,9 @@ class Checkpointer:
     def _read_arrays(self, step: int, entries: record.Record, likes: record.Leaves) -> Arrays:
         """Returns the stored arrays of a step by path: an array for each entry of the record ``entries``.
 
-        The backend reads each array in the sharding of the leaf in ``likes``, or in full into a NumPy array. An array
-        without entries, such as shape [0, 3], is not stored, and is created here.
+        ``likes`` has the leaves of the target, by path in ``entries``. The result is a ``jax.Array`` in the sharding of
+        its leaf, or a NumPy array with all values if each process reads the full leaf (``record.reads_full_array``). An
+        array of size 0, such as shape [0, 3], is not stored, and is created here.
         """
         structs = record.read_structs(entries, likes)
         empty = {path: np.zeros(struct.shape, struct.dtype) for path, struct in structs.items() if not struct.size}
@@ -427,9 +430,10 @@ class Checkpointer:
         return {**empty, **self._backend.read_arrays(step, wanted)}
 
     def _steps_of_process_0(self) -> dict[int, steps.StepFolder]:
-        """Returns the step folders by number, as process 0 lists the directory; every process must call this method.
+        """Returns a ``StepFolder`` for each step, by the number in the folder name, as process 0 lists the directory.
 
-        On network file systems, which cache, the listings of the processes may differ.
+        A ``StepFolder`` has the step number in the record, and a problem. Every process must call this method. On
+        network file systems, which cache, the listings of the processes may differ.
         """
 
         def listing() -> str:
@@ -452,11 +456,12 @@ class Checkpointer:
         return read_on_all_processes(work, where, action, self.peer_timeout_s)
 
     def _become_writer(self) -> Writer:
-        """Returns the directory's writer, locked and opened, for ``save``; every process must call this method.
+        """Returns the ``Writer`` of the directory (holds the lock, and runs saves), locked and opened, for ``save``.
 
-        In the first call, and after a restore has found damaged steps, process 0 creates and locks the directory,
-        removes empty step folders and renames damaged steps; then every process opens the backend. Other calls return
-        the same writer. Raises a ``CheckpointError`` if a second job or object writes the directory.
+        Every process must call this method. In the first call, and after a restore has found damaged steps, process 0
+        creates and locks the directory, removes empty step folders and renames damaged steps; then every process opens
+        the backend. Other calls return the same writer. Raises a ``CheckpointError`` if a second job or object writes
+        the directory.
         """
         if self._writer is not None and self._writer.is_open and not self._damaged:
             return self._writer

@@ -141,10 +141,10 @@ def checksum_each(arrays: Arrays) -> Sums:
 
 
 def checksum_program(array: Any) -> Callable[[Any], jax.Array]:
-    """Returns a jitted function that computes ``checksum`` of arrays with the sharding of ``array``.
+    """Returns a jitted function from an array to its ``checksum``, for arrays on the same devices as ``array``.
 
-    The result of the function, uint32 [2], is replicated on the devices of the array. For a NumPy array the function
-    runs on the default device.
+    The result of the function is the checksum of the global array, uint32 [2], replicated on the devices of ``array``.
+    If ``array`` is a NumPy array, the function runs on the default device.
     """
     # Replicated, because each process reads the result from its local devices.
     sharding = array.sharding if isinstance(array, jax.Array) else None
@@ -259,11 +259,11 @@ def is_in_host_memory(device: Device) -> bool:
 
 
 def _parts(path: str, array: jax.Array) -> list[_Part]:
-    """Returns a ``_Part`` for each shard that this process sums: local shards with ``replica_id`` 0, if not empty.
+    """Returns a ``_Part`` (data of a shard, and its position in the array) for each shard that this process sums.
 
-    A part of a device on a CPU holds a view of the shard's memory. A part of an accelerator holds the summand of the
-    shard in the checksum, uint32 [2], whose computation on the device has been started. ``path`` is the path of the
-    array.
+    These are the local shards of ``array`` with ``replica_id`` 0, without shards of size 0. On a CPU the data are a
+    view of the shard's memory. On an accelerator the data are the summand of the shard in the checksum, uint32 [2],
+    whose computation on the device has been started. ``path``, the path of the array, is a field of each ``_Part``.
     """
     parts, strides = [], _strides(array.shape)
     for shard in array.addressable_shards:

@@ -62,10 +62,11 @@ def is_of_the_system(error: BaseException) -> bool:
 
 
 def read_on_all_processes(work: Callable[[], Result], where: str, action: str, timeout_s: float) -> Result:
-    """Returns the result of ``work``, which reads files; raises in every process if ``work`` fails in any process.
+    """Calls ``work``, which reads files, and returns its result; raises in every process if any process fails.
 
-    Every process must call this function. In errors ``where`` names the source, as "step 3 in /checkpoints", and
-    ``action`` the work that a process did not finish, as "read step 3".
+    Every process must call this function, and gets the result of its call of ``work``. An error of ``work`` is either a
+    system error, by ``is_of_the_system``, or else damage of the files. In errors ``where`` names the source, as "step 3
+    in /checkpoints", and ``action`` the work that a process did not finish, as "read step 3".
 
     Raises:
       OSError: ``work`` had a system error in at least one process; names ``where``. Takes precedence over damage.

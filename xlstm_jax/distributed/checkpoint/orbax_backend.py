@@ -26,7 +26,10 @@ OTHER_READS_TIMEOUT_S = 10.0  # maximum time that a failed read waits for concur
 
 
 def orbax() -> Any:
-    """Returns the module ``orbax.checkpoint``, an optional dependency whose import takes a second."""
+    """Returns the module ``orbax.checkpoint``, an optional dependency whose import takes a second.
+
+    Raises an ``ImportError`` with instructions to install orbax if orbax is missing.
+    """
     try:
         import orbax.checkpoint
     except ImportError as error:
@@ -138,11 +141,11 @@ class _DeferredJson(NamedTuple):
 
 @cache
 def _deferred_json() -> _DeferredJson:
-    """Returns two classes for orbax: a handler of JSON that a function creates in the background, and its arguments.
+    """Returns two classes for orbax: a handler that writes JSON made by a function, and the arguments of the handler.
 
-    The arguments of a save contain a function without arguments, and the handler writes the JSON value that this
-    function returns. The JSON is the record, which contains checksums: ``save`` does not have to wait for their
-    computation.
+    An object of the arguments contains a function without arguments. During a save the handler calls the function in
+    the background, and writes the JSON value that the function returns. The JSON is the record, which contains
+    checksums: ``save`` does not have to wait for their computation.
     """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler
@@ -177,10 +180,10 @@ class _ConcurrentReads:
 def _retrying_readers() -> Any:
     """Returns orbax's readers of arrays, changed so that a failed reader waits for concurrent reads and then raises.
 
-    The result is a registry of orbax's type handlers, for ``jax.Array`` and NumPy arrays. Without the change, orbax
-    closes the event loop while concurrent reads are running, and each running read then writes to stderr: a damaged
-    file shared by many leaves produced a hundred lines. To wait only for the tasks that exist at the failure is not
-    enough, because the second reader may start further tasks.
+    The result is a registry of orbax's type handlers, for ``jax.Array`` and NumPy arrays. A failed reader waits at most
+    ``OTHER_READS_TIMEOUT_S``. Without the change, orbax closes the event loop while concurrent reads are running, and
+    each running read then writes to stderr: a damaged file shared by many leaves produced a hundred lines. To wait only
+    for the tasks that exist at the failure is not enough, because the second reader may start further tasks.
     """
     handlers, reads_of = orbax().type_handlers, WeakKeyDictionary[asyncio.AbstractEventLoop, _ConcurrentReads]()
 

@@ -58,9 +58,10 @@ _KINDS = {"bool": np.bool_, "int": jnp.integer, "float": jnp.floating, "complex"
 
 
 def bare_leaves(state: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
-    """Returns the values of the leaves by path, without boxes and padding; or ``value_of(leaf)`` for each leaf.
+    """Returns the values of a state's leaves without boxes and padding, by path; or ``value_of(leaf)`` for each leaf.
 
-    If given, ``value_of`` gets every leaf, boxed or not, as a ``Sharded``.
+    Paths are as ``blocks/mlp/kernel``. ``value_of``, if not None, gets every leaf, boxed or not, as a ``Sharded`` (the
+    library's box).
 
     Raises:
       TypeError: a leaf is not numeric.
@@ -89,10 +90,11 @@ def _above(path: str) -> list[str]:
 
 
 def unpadded(leaf: Sharded) -> Any:
-    """Returns the value of a leaf without box, in the shape of the plain model; an abstract leaf remains abstract.
+    """Returns the value of a leaf without box and padding, in the shape of the plain model.
 
-    A leaf that stores its value unchanged is returned as stored. From a leaf that is stored padded or packed a jitted
-    program computes the value, with the sharding ``evenly_split``.
+    If the leaf stores its value unchanged, the result is the stored array itself. For a leaf that is stored padded or
+    packed, a jitted program computes the value, with the sharding ``evenly_split``. If the stored array is abstract,
+    the result is abstract, too: a ``ShapeDtypeStruct`` with this sharding.
     """
     if leaf.stores_value:
         return leaf.value
@@ -131,13 +133,13 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
 
 
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
-    """Puts leaves into the structure, boxes and storage form of ``target``; the inverse of ``bare_leaves``.
+    """Returns the tree ``target`` with new leaves, in its boxes and storage form; the inverse of ``bare_leaves``.
 
-    The storage form is the array that devices store, as with padding.
+    The storage form is the array that devices store, for example with padding.
 
     Args:
       target: the tree to imitate, with arrays or abstract arrays as leaves.
-      leaves: values by path, in the shapes of the plain model.
+      leaves: the new values by path, in the shapes of the plain model.
       in_store: paths of leaves that are already in the storage form, and are not converted.
     """
 
@@ -150,9 +152,11 @@ def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset())
 
 
 def _written(like: Sharded, value: Any) -> Any:
-    """Returns a value in the storage form of the leaf ``like``, for example padded with zeros; runs inside ``jit``.
+    """Converts a value in the shape of the plain model to the array that devices store for the leaf ``like``.
 
-    If possible, the intermediate result is constrained to ``evenly_split``, so that each device computes only a part.
+    Runs inside ``jit``. For a padded leaf, zeros are appended. If the number of dims stays, the result is constrained
+    to the sharding ``evenly_split``, so that each device computes only a part. (Without such a sharding there is no
+    constraint.)
     """
     stored, split = stored_value(like, value), evenly_split(like.true_shape, like.value.sharding)
     if split is None or stored.ndim != value.ndim:
@@ -220,10 +224,11 @@ def stored_arrays(leaves: Leaves) -> Arrays:
 
 
 def record_without_sums(leaves: Leaves, state: PyTree = None) -> Record:
-    """Returns the record of a state, without checksums: shape and dtype of each leaf in ``leaves``, by path.
+    """Returns the record of a state without checksums: an entry with shape and dtype for each of ``leaves``, by path.
 
-    The entry of a PRNG key also has the key implementation. The first leaf of each ``opt_state`` in ``state`` also has
-    the name of the optimizer. The record references no array.
+    The entry of a PRNG key also has the name of the key implementation. For each ``opt_state`` in ``state``, the entry
+    of the leaf with the first path in alphabetical order also has the name of the optimizer; with ``state=None`` no
+    entry has an optimizer. The record references no array.
     """
     record = {path: _description(leaf) for path, leaf in leaves.items()}
     for path, leaf in leaves.items():
@@ -247,7 +252,10 @@ def with_sums(record: Record, sums: Mapping[str, list[int]]) -> Record:
 
 
 def to_json(record: Record, step: int) -> Json:
-    """Returns the JSON of a record: the record, its digest, the step, and a digest of the step and the first digest."""
+    """Returns a record as JSON, a dict: "leaves" (the record), "digest" (of the record), "step", and "step_digest".
+
+    Digests are SHA-256 in hexadecimal digits; "step_digest" is the digest of the list [step, "digest"].
+    """
     digest = _digest(record)
     return {"leaves": record, "digest": digest, "step": step, "step_digest": _digest([step, digest])}
 
@@ -377,6 +385,8 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
     """Raises a ``ValueError`` if paths, shapes or dtypes of a state to save differ from the newest saved step.
 
+    Dtypes may differ as in ``fits``.
+
     Args:
       entries: record of the state to save.
       newest: record of the newest step.
@@ -398,9 +408,10 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 
 
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
-    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record; the error has both.
+    """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record of a saved step.
 
-    Dtypes may differ as in ``fits``.
+    The error names the paths that differ; or a leaf, with its shape and dtype in both. Dtypes may differ as in
+    ``fits``.
 
     Args:
       record: the record of the saved step, or of a part of the state.
@@ -426,9 +437,10 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
     """Finds the parameters in a saved state; returns the prefix of their paths, such as "train/params/", or "".
 
-    With ``path`` the prefix is the path and a slash. If ``path`` is None, the parameters are the part called "params"
-    with exactly the leaves ``names``, or the full record. If neither has exactly these leaves, the only part called
-    "params" is returned, and ``check_fits`` names the leaves that differ. ``where`` names the step in errors.
+    With ``path`` the prefix is the path and a slash ("" for the path ""). If ``path`` is None, the parameters are the
+    part called "params" with exactly the leaves ``names``, or the full record. If neither has exactly these leaves, the
+    only part called "params" is returned, and ``check_fits`` names the leaves that differ. ``where`` names the step in
+    errors.
 
     Raises:
       ValueError: the record has no part at ``path``; several parts have exactly the leaves ``names``; or none has, and
@@ -478,10 +490,11 @@ def names_problem(saved: Set[str], expected: Set[str], target_has: str) -> str:
 
 
 def fits(saved: Entry, like: Entry) -> bool:
-    """Whether a saved leaf can be read into a leaf of the target: the shapes are equal, and the dtypes fit.
+    """Returns whether a saved leaf can be read into a leaf of the target: the shapes are equal, and the dtypes fit.
 
-    Dtypes fit if they are equal; or if one of the two leaves is a Python number and both are of the same kind (bool,
-    int, float, complex). A step counter, for example, is an int before the first step, and an array afterwards.
+    Both arguments are record entries, of which shape and dtype are compared. Dtypes fit if they are equal; or if one of
+    the two leaves is a Python number and both are of the same kind (bool, int, float, complex). A step counter, for
+    example, is an int before the first step, and an array afterwards.
     """
     names = {saved["dtype"], like["dtype"]}
     same_kind = bool(names & PYTHON_DTYPES.keys()) and len(set(map(_kind, names))) == 1
@@ -495,7 +508,10 @@ def _kind(dtype: str) -> str:
 
 
 def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
-    """Returns the leaves of a target by path, as ``bare_leaves(target, value_of)``, after a check of their shardings.
+    """Returns the leaves of a restore target by path, without boxes and padding, after a check of their shardings.
+
+    If ``value_of`` is not None, the result has ``value_of(leaf)`` for each leaf, as in ``bare_leaves``, whose errors
+    are raised here, too.
 
     Raises:
       ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
@@ -515,10 +531,10 @@ def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = No
 
 
 def reads_full_array(entry: Entry, like: Any) -> bool:
-    """Returns whether each process reads the full array of a leaf into NumPy, and not only shards.
+    """Returns whether each process reads a saved leaf in full into a NumPy array, and not in shards onto devices.
 
-    True if ``like`` is a local leaf (every process has a full copy), or if ``entry`` is of a Python number or of an
-    array without entries.
+    True if the target leaf ``like`` is local (every process has a full copy), or if ``entry``, the record entry of the
+    saved leaf, is of a Python number or of an array of size 0.
     """
     # "bool" is the dtype of both a Python bool and a bool array; only an array has dims.
     is_number = entry["dtype"] in PYTHON_DTYPES and not entry["shape"]
@@ -539,9 +555,10 @@ def data_struct(entry: Entry) -> jax.ShapeDtypeStruct:
 
 
 def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape, dtype and sharding with which ``Backend.read_arrays`` reads each leaf, by path.
+    """Returns shape, dtype and sharding with which ``Backend.read_arrays`` reads each leaf of ``record``, by path.
 
-    The sharding is None for a leaf that each process reads in full.
+    Shape and dtype are those of the stored array (``data_struct``). The sharding is from the target leaf in ``likes``,
+    which are by path in the record; None for a leaf that each process reads in full.
     """
     return {
         path: data_struct(entry).update(sharding=None if reads_full_array(entry, likes[path]) else likes[path].sharding)
@@ -552,6 +569,14 @@ def read_structs(record: Record, likes: Leaves) -> dict[str, jax.ShapeDtypeStruc
 def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
     """Converts a restored array to the type of the target leaf: Python number, NumPy array, ``jax.Array`` or PRNG key.
 
+    An array that was read in shards is returned unchanged, or as a PRNG key. A NumPy array that was read in full is
+    cast to the dtype of ``like``, and placed in the sharding of ``like``.
+
+    Args:
+      array: the array from ``Backend.read_arrays``; the key data of a PRNG key.
+      entry: the record entry of the saved leaf.
+      like: the target leaf, an array, abstract array or Python number.
+      path: names the leaf in the error.
     Raises:
       ValueError: the dtype of the target cannot represent a saved Python number.
     """
@@ -572,18 +597,25 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
 
 
 def placed_like(array: Any, like: Any) -> Any:
-    """Returns a copy of a host array: a NumPy array if ``like`` is a NumPy array, else placed in ``like``'s sharding.
+    """Returns a copy of a host array, in NumPy if ``like`` is a NumPy array, else as a ``jax.Array`` in its sharding.
 
-    ``array`` may be any object that supports array indexing.
+    ``array`` may be any object that supports array indexing. If ``like`` is uncommitted or has no sharding, the result
+    is an uncommitted ``jax.Array``.
     """
     return read_like(array, like)()
 
 
 def read_like(array: Any, like: Any) -> Callable[[], Any]:
-    """Reads the entries of ``array`` that this process needs, in any thread; returns a function that places them.
+    """Copies the entries of ``array`` that this process needs; returns a function that makes the full array.
 
-    The returned function must be called in the caller's thread, because placing depends on thread-local settings of
-    JAX: the default device, 64 bits.
+    The returned function takes no arguments. Its result is as for ``placed_like``: a NumPy array, or a global
+    ``jax.Array`` in the sharding of ``like``. ``read_like`` may run in any thread. The returned function must be called
+    in the thread that requested the read, because placing depends on thread-local settings of JAX: the default device,
+    64 bits.
+
+    Args:
+      array: a host array, or any object that supports array indexing, such as a tensor in a file.
+      like: an array or abstract array with the shape of ``array``.
     """
     if isinstance(like, np.ndarray | np.generic):
         value = np.array(array) if isinstance(like, np.ndarray) else array[()]

@@ -199,9 +199,10 @@ class TensorToWrite(NamedTuple):
         return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
 
     def read(self, gathered: np.ndarray) -> np.ndarray:
-        """Returns the values of the leaf, or of the layer ``layer``, without padding.
+        """Returns the values of the leaf on the host, or only of ``self.layer`` if a layer is set, without padding.
 
-        ``gathered`` is the array of ``to_gather``, unsharded.
+        ``gathered`` is the array that ``to_gather`` returns, unsharded; only its layer if ``to_gather`` returns a
+        layer, too.
         """
         return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
 
@@ -260,10 +261,10 @@ class ValueInStore:
 
 
 def import_targets(abstract_params: PyTree) -> Leaves:
-    """Returns the leaves to import into, by path: without padding and boxes, as arrays or abstract arrays.
+    """Returns the leaves to import into, by path: arrays or abstract arrays, without boxes and padding.
 
     A leaf that is stored padded (or in another form that the host can write in parts), and that has a sharding, is
-    returned as a ``LeafInStore``, which converts each device's part on the host.
+    returned as a ``LeafInStore``, which converts each device's part on the host. Errors are as for ``target_leaves``.
     """
 
     def to_be_written(leaf: Sharded) -> Any:
@@ -342,11 +343,11 @@ def grouped_by_bytes(nbytes: Mapping[str, int], max_file_bytes: int) -> list[lis
 
 
 def _files(leaves: Mapping[str, TensorToWrite], target: Path, max_file_bytes: int) -> dict[Path, list[str]]:
-    """Returns the names of the tensors of each file, in the order of the values in the file, by path of the file.
+    """Divides tensors into files; returns the names of the tensors in each file, by path of the file.
 
     The only file is ``target`` if all tensors are within ``max_file_bytes``; otherwise the files are numbered, as
-    ``model-00001-of-00002.safetensors``. A file has consecutive tensors of ``leaves``, sorted by item size, largest
-    first.
+    ``model-00001-of-00002.safetensors``. A file has consecutive tensors of ``leaves``, which are by name. Within a file
+    the names are in the order of the values: largest item size first, then alphabetical.
     """
     groups = grouped_by_bytes({name: leaf.nbytes for name, leaf in leaves.items()}, max_file_bytes)
     # Wide dtypes first: each tensor then starts at a multiple of its item size, as memory-mapping readers require.
@@ -497,11 +498,11 @@ def placed_parameters(
     names: NameMap | None,
     path: str | os.PathLike[str],
 ) -> PyTree:
-    """Returns the parameters that are stored in ``tensors``, in the shardings and boxes of ``abstract_params``.
+    """Reads the parameters that are stored in ``tensors``; returns them in the tree, shardings and boxes of a target.
 
     Args:
       tensors: the tensors of the files, by name.
-      abstract_params: arrays or ``ShapeDtypeStruct`` with shardings, boxed where leaves are split.
+      abstract_params: the target: arrays or ``ShapeDtypeStruct`` with shardings, boxed where leaves are split.
       names: maps leaves to tensor names and layouts; None: the name is the path of the leaf.
       path: names the model in errors.
     Raises:
@@ -527,7 +528,7 @@ def placed_parameters(
 
 
 def _ahead(read: Callable[[str], Result], leaves: Iterable[str]) -> Iterator[Result]:
-    """Yields the result of ``read`` for each leaf, in order; threads read up to ``READERS`` leaves ahead."""
+    """Yields ``read(leaf)`` for each path in ``leaves``, in order; threads read up to ``READERS`` leaves ahead."""
     with ThreadPoolExecutor(READERS) as readers:
         waiting: deque[Future[Result]] = deque()
         for leaf in leaves:
@@ -568,7 +569,7 @@ class StoredTensor(NamedTuple):
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
-        """Returns entries from ``values()``, cast to ``dtype``.
+        """Returns ``values``, entries from ``values()``, cast to ``dtype``.
 
         Raises a ``ValueError`` for a boolean that is neither 0 nor 1; ``name`` names the tensor in the error.
         """
@@ -636,7 +637,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def parse_json(content: bytes) -> Json:
-    """Parses UTF-8 JSON; raises a ``ValueError`` for a repeated name, which readers would resolve differently."""
+    """Parses JSON in UTF-8; raises a ``ValueError`` if the JSON is invalid, or if an object repeats a name.
+
+    Readers would resolve a repeated name differently.
+    """
 
     def without_duplicates(pairs: list[tuple[str, Json]]) -> Json:
         entries = dict(pairs)
@@ -715,7 +719,7 @@ def _tensor(path: Path, start: int, entry: dict[str, Any]) -> StoredTensor:
 
 
 def _holds(wanted: Any, stored: np.dtype) -> bool:
-    """Whether the dtype ``wanted`` represents every value of the dtype ``stored``: equal dtypes, or a wider float."""
+    """Returns whether the dtype ``wanted`` represents every value of ``stored``: equal dtypes, or a wider float."""
     floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (wanted, stored))
     return wanted == stored or (floats and _holds_floats(np.dtype(wanted), stored))
 

@@ -65,8 +65,10 @@ class StoredAt(NamedTuple):
 
 
 def stored_at(path: str, shape: tuple[int, ...], names: NameMap | None) -> StoredAt:
-    """Returns tensor names and layout in a file for the leaf at ``path`` with the global shape ``shape``.
+    """Returns the tensors of a leaf in a file: their names, their shape, and functions that convert between the dims.
 
+    ``path`` and ``shape`` are the path and the global shape of the leaf. The first pattern of ``names`` that matches
+    the full path gives names and dims; a name with ``{layer}`` stands for a tensor per index of the leaf's first dim.
     Without a name map (None) the leaf is a single tensor with the path as its name and the same dims.
 
     Raises:

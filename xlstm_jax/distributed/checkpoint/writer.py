@@ -147,12 +147,16 @@ class Writer:
             self._lock.check_place()
 
     def check(self) -> None:
-        """Raises a ``CheckpointError`` if the last save has failed; does nothing while the save is running."""
+        """Raises a ``CheckpointError`` if the last save has failed; does nothing during a save, or before a save."""
         if self._saving is not None and not self._backend.is_saving():
             self.wait()
 
     def close(self) -> None:
-        """Waits for the last save, as ``wait`` does, and unlocks the directory."""
+        """Waits for the last save, as ``wait`` does, closes the backend and unlocks the directory.
+
+        The directory is unlocked even if the save has failed, but not if the save is still running after its time
+        limit.
+        """
         with ExitStack() as at_last:
             # Runs even if `wait` raises: a failed save must not leave the directory locked.
             at_last.callback(self._close_unless_it_hangs)

@@ -129,8 +129,8 @@ def _small_tree(tree: PyTree, cut: int) -> tuple[PyTree, list[int | None]]:
     """Returns a boxed tree with few random values, and a list with the dim of each leaf to cut in two, in tree order.
 
     The tree is like ``tree`` in paths, ranks and dtypes. Dims have size 3, the dim to cut has size 4. The dim to cut is
-    the ``cut``-th split dim of the leaf, or the last if the leaf has fewer; None if the leaf is not split. Leaves
-    without gradient (frozen, or not floats) become None, and have no entry in the list.
+    split dim number ``cut`` of the leaf, counted from 0, or the last split dim if the leaf has fewer; None if the leaf
+    is not split. Leaves without gradient (frozen, or not floats) become None, and have no entry in the list.
     """
     rng = np.random.default_rng(0)
     trainable, (_, put_back) = trees.differentiable(tree), trees.split_differentiable(tree)

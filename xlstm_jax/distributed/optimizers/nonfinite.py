@@ -114,11 +114,12 @@ def skip_counts(opt_state: PyTree) -> Metrics:
 def with_skipped_collections(
     optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh
 ) -> ShardedOptimizer:
-    """Returns the optimizer with an ``update`` for states with ``skip_nonfinite``; a ``Wrapper``.
+    """Returns ``optimizer`` with an ``update`` for states with ``skip_nonfinite``.
 
-    If a step is skipped, the collections of the model (such as batch statistics) stay as before the step. A step that
-    would make a finite statistic non-finite is skipped, too. The metrics get the counts of skipped steps
-    (``skip_counts``).
+    If a step is skipped, the new ``update`` leaves the collections of the model (such as batch statistics) as before
+    the step. A step that would make a finite statistic non-finite is skipped, too. The metrics get the counts of
+    skipped steps (``skip_counts``). ``params`` and ``mesh`` are not read. The function is a ``Wrapper``: it takes a
+    ``ShardedOptimizer`` and returns a changed optimizer.
     """
     del params, mesh
 

@@ -70,10 +70,14 @@ _differentiable_sum = jax.custom_vjp(collectives.psum, nondiff_argnums=(1,))
 
 
 def _sum_bwd(axes: AxesOfEach, values: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
-    """Returns the gradients of the sums of ``_differentiable_sum``, for a loss that is averaged over devices.
+    """Returns the gradients in the backward pass of ``_differentiable_sum``, for a loss that is averaged over devices.
 
-    The result is a tuple with a single list, like ``values``. The gradient of sum i is the mean of cotangent i over the
-    devices of ``axes[i]``.
+    Args:
+      axes: for each value the mesh axes over which the value was summed.
+      values: this device's values before the sums.
+      cotangents: the cotangents of the sums, in the order of ``values``.
+    Returns:
+      A tuple with a single list: the gradient of value i is the mean of cotangent i over the devices of ``axes[i]``.
     """
     # Over tracked axes (check_vma) JAX has already summed the cotangents, and pmean has no effect: divide below.
     means = collectives.pmean(cotangents, axes)

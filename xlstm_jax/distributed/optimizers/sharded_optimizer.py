@@ -123,7 +123,7 @@ def as_parameters(state: PyTree, params: PyTree, caller: str) -> PyTree:
 
 
 def trainable(tree: PyTree) -> PyTree:
-    """Converts parameters or gradients to arrays for optax, without boxes and padding, in the same tree.
+    """Returns the tree of parameters or gradients for optax: arrays without boxes and padding.
 
     A leaf that is not trained (frozen, or not a float) becomes None.
     """
@@ -132,10 +132,10 @@ def trainable(tree: PyTree) -> PyTree:
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """Returns ``tree`` with new values of the trained leaves, in the boxes and with the padding of ``tree``.
+    """Returns ``tree`` with new ``values`` of the trained leaves, in its boxes and with its padding.
 
-    ``values`` is a tree as ``trainable`` returns it; the inverse of ``trainable``. Leaves that take no gradient are
-    unchanged.
+    ``values`` is a tree as ``trainable`` returns it: arrays without boxes and padding, and None for leaves that are not
+    trained, which stay unchanged in the result. The inverse of ``trainable``.
     """
     trainable, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
@@ -198,20 +198,21 @@ LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
 
 
 def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
-    """Returns (leaf, spec) for each leaf of boxed parameters, by path: the spec of its values on the mesh.
+    """Returns (leaf, spec) for each leaf of boxed parameters, by path.
 
-    The spec has no axes of size 1.
+    The leaf is a ``Sharded``, the library's box. The spec says how the stored values are split over ``mesh``, by the
+    axes in the box, without axes of size 1.
     """
     return {path: (leaf, trees.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
 
 
 def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns the tree of an optimizer's state with a ``NamedSharding`` for each leaf.
+    """Returns the tree of an optimizer's state with a ``NamedSharding`` in place of each leaf.
 
-    A leaf is split like its parameter, and a leaf without a parameter is replicated. A leaf in a ``StateBox`` is split
-    over the axes that the box names. A leaf with a shape unlike its parameter's is split over the parameter's axes
-    along a dim that these axes divide. With ZeRO-1 a leaf is also split over the axes along which its parameter has
-    copies.
+    A leaf with the shape of its parameter is split like the parameter, and with ZeRO-1 also over the axes along which
+    the parameter has copies. A leaf of another shape is split over the parameter's axes along a dim that these axes
+    divide; without such a dim it is replicated. A leaf without a parameter is replicated. A leaf in a ``StateBox`` is
+    split over the axes that the box names.
 
     Args:
       opt_state: the state as stored, arrays or abstract.
@@ -237,10 +238,10 @@ def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | Abs
 
 
 def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """Returns the spec of a leaf of the optimizer's state whose ``shape`` differs from its parameter's, ``owner``.
+    """Returns the spec of a leaf of the optimizer's state whose ``shape`` differs from the shape of its parameter.
 
-    The leaf is split over all axes of the parameter along the largest dim that these axes divide. If the axes divide no
-    dim, the leaf is replicated.
+    The leaf is split over all axes of the parameter, ``owner``, along the largest dim that these axes divide. If the
+    axes divide no dim, the leaf is replicated.
     """
     sizes = {axis: mesh.shape[axis] for axis in owner.axes if mesh.shape[axis] > 1}
     # No minimum size: the threshold avoids gathers of small parameters, and state is never gathered.
@@ -253,8 +254,14 @@ def _split_further(
 ) -> PartitionSpec:
     """Returns ``spec`` with a dim also split over the axes along which the parameter has copies (ZeRO-1).
 
-    The dim is the dim with the largest shard among dims whose shards the number of copies divides. Without such a dim
-    ``spec`` is returned unchanged. ``shape`` is the global shape of the leaf of the optimizer's state.
+    The dim is the dim with the largest shard among dims whose shards the number of copies divides. Without such a dim,
+    or with a single copy, ``spec`` is returned unchanged.
+
+    Args:
+      spec: how the parameter splits the leaf of the optimizer's state.
+      shape: the global shape of this leaf.
+      copies: has the axes of the copies.
+      mesh: the mesh of the axes.
     """
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
     entries = [entry_axes(entry) for entry in spec] + [()] * (len(shape) - len(spec))
@@ -319,9 +326,11 @@ class Placement:
     """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``."""
 
     def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns the optimizer, with shardings that place its state in the chosen memory; a ``Wrapper``.
+        """Returns a ``ShardedOptimizer`` that stores its state in the chosen memory.
 
-        For device memory, the choice of this class, the result is ``optimizer`` itself.
+        This class chooses device memory, and returns ``optimizer`` itself; ``params`` and ``mesh`` are not read. A
+        subclass returns a copy of ``optimizer`` whose function ``shardings`` places leaves of the state elsewhere, as
+        ``Offload`` in host memory. ``params`` are the boxed parameters, arrays or abstract, and ``mesh`` is their mesh.
         """
         del params, mesh
         return optimizer
@@ -384,13 +393,14 @@ def parameter_layout() -> ParameterLayout | None:
 def sharded_optimizer(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, *wrappers: Wrapper
 ) -> ShardedOptimizer:
-    """Makes the optimizer of boxed parameters from an optax transform.
+    """Makes a ``ShardedOptimizer`` (init, update and state shardings for boxed parameters) from an optax transform.
 
     Args:
       tx: the transform.
       params: boxed parameters, arrays or abstract: only boxes, shapes and dtypes are read.
       mesh: the mesh of the parameters.
-      *wrappers: further wrappers, applied around the registered wrappers, the last outermost.
+      *wrappers: functions that take a ``ShardedOptimizer``, ``params`` and ``mesh`` and return a changed optimizer;
+        applied in order around the registered wrappers, the last outermost.
     """
     optimizer = _plain(tx, params, mesh)
     for wrap in WRAPPERS:
@@ -431,7 +441,7 @@ def _kinds(opt_state: PyTree) -> set[object]:
 
 
 def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Makes a ``ShardedOptimizer`` from an optax transform, without wrappers for skipped steps, offload and so on.
+    """Makes a ``ShardedOptimizer`` from an optax transform, without any wrapper (such as for skipped steps or offload).
 
     ``params`` are boxed parameters on ``mesh``, arrays or abstract: only boxes, shapes and dtypes are read.
     """

@@ -36,9 +36,11 @@ _Values = dict[core.Var, Any]
 
 
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Returns the optimizer with an ``update`` that accepts a state with leaves in host memory; a ``Wrapper``.
+    """Returns ``optimizer`` with an ``update`` that accepts an optimizer state with leaves in host memory.
 
-    The update copies these leaves to the device and back, group by group, as ``streamed``.
+    The new ``update`` copies these leaves to the device and back, group by group, as ``streamed``. ``params`` are the
+    boxed parameters of the optimizer, whose paths show which leaves of the state belong together; ``mesh`` is not read.
+    The function is a ``Wrapper``: it takes a ``ShardedOptimizer`` and returns a changed optimizer.
     """
     del mesh
 
@@ -73,8 +75,9 @@ def streamed(
     Args:
       update: takes a state on the device and returns the next state, of the same structure, and any further result.
       opt_state: a state with some leaves on the host; a state without such leaves is updated directly.
-      shardings: returns the shardings of all leaves of a state.
-      owners: returns for each leaf the name of its parameter; leaves of a parameter are adjacent.
+      shardings: takes a state; returns the shardings of all its leaves, in the tree of the state.
+      owners: returns for each leaf of ``opt_state``, in tree order, the path of its parameter. Leaves of a parameter
+        are copied one after the other.
     Returns:
       The result of ``update``; leaves that were on the host are on the host again.
     """

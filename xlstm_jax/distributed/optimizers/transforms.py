@@ -162,9 +162,11 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
-    """Returns factors of the updates, each as a function of the update count: schedules first, then constant factors.
+    """Returns the factors by which an optimizer multiplies updates, each as a function of the number of updates so far.
 
-    ``of_parts`` are the parts of an optimizer. Returns [] for parts without a schedule, even with constant factors.
+    ``of_parts`` are the parts of the optimizer. Schedules, also of a learning rate in ``inject_hyperparams``, come
+    first, in the order of the parts; then constant factors. Returns [] for parts without a schedule, even with constant
+    factors.
     """
     result: list[Callable[[Any], Any]] = []
     factors: list[Any] = []
@@ -180,10 +182,10 @@ def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
 
 
 def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
-    """Returns whether an optimizer's part applies weight decay to a parameter, by path, according to the part's mask.
+    """Returns for each parameter, by path, whether the mask of an optimizer's part applies weight decay to it.
 
-    None if the part has no mask of weight decay, or if the mask is a function that raises for shapes in place of
-    arrays.
+    The result is None if the part has no mask of weight decay, or if the mask is a function that raises for shapes in
+    place of arrays.
 
     Args:
       part: a part of the optimizer, from ``parts``.

@@ -39,7 +39,7 @@ class DisagreementError(RuntimeError):
 
 
 def named_devices(devices: Sequence[Device]) -> str:
-    """Returns the devices as text, with their processes: "3 of process 0, 5 of process 1"."""
+    """Returns the ids of the devices as text, in the given order, with processes: "3 of process 0, 5 of process 1"."""
     return ", ".join(f"{device.id} of process {device.process_index}" for device in devices)
 
 

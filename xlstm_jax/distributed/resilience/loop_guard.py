@@ -176,7 +176,7 @@ class LoopGuard:
 
     @contextmanager
     def paused(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Suspends the step timeout in a long section, such as an evaluation or the wait for a checkpoint.
+        """Context that suspends the step timeout in a long section, such as an evaluation or the wait for a checkpoint.
 
         ``timeout_s`` limits the section; None (the default) sets no limit. The clock of the step restarts after the
         section.
@@ -235,9 +235,9 @@ class LoopGuard:
             )
 
     def _failed_shard(self) -> str | None:
-        """Returns the error, as text, of a local device that failed to compute one of the last two losses; else None.
+        """Returns an error text if a local device failed to compute one of the last two losses, else None.
 
-        Does not wait. In a run of a single process the result is always None.
+        Does not wait for losses that are still computed. In a run of a single process the result is always None.
         """
         if jax.process_count() == 1:
             return None
@@ -348,7 +348,10 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decisive(values: Mapping[str, Any]) -> Any:
-    """Returns the value by which a step is judged: the counter of consecutive skipped steps, else the loss."""
+    """Returns the value by which a step is judged: the counter of consecutive skipped steps if present, else the loss.
+
+    ``values`` are from ``_values_to_check``, by name; the loss is present.
+    """
     # With the counter a non-finite loss is not an error: the update was skipped.
     return values.get(SKIPPED_IN_A_ROW, values[LOSS])
 

@@ -91,7 +91,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _split(gaps: np.ndarray, width: int) -> np.ndarray:
-    """Splits gaps (numbers of unchanged entries) that do not fit into unsigned integers of ``width`` bytes.
+    """Returns ``gaps`` (numbers of unchanged entries) as unsigned integers of ``width`` bytes; larger gaps are split.
 
     With 1 byte a gap of 600 becomes 255, 255, 88: each 255 ends at an unchanged entry that is stored like a changed
     entry.

@@ -97,7 +97,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], digests: Mappin
     Args:
       path: the file.
       tensors: values by name.
-      digests: ``digest_of`` each tensor by name, written to the metadata of the header.
+      digests: digests of tensors by name, from ``digest_of``, written to the metadata of the header.
     Raises:
       OSError: the file cannot be written.
       ImportError: the package safetensors is not installed.
@@ -226,7 +226,10 @@ def _read_index(path: Path) -> Index:
 
 
 def read_files(directory: Path, index: Index) -> tuple[dict[str, Header], dict[str, str]]:
-    """Returns the headers of the files of a version, by file name, and digests of the tensors, by tensor name.
+    """Returns the headers of the files of a version, by file name, and the digests of all tensors, by tensor name.
+
+    The digests are read from the headers. For a delta they include unchanged tensors, of which the files have no
+    values.
 
     Raises:
       FileNotFoundError: a file has been deleted.

@@ -72,7 +72,7 @@ class Tensor(NamedTuple):
         return np.stack(parts, self.dim) if self.is_new_dim else np.concatenate(parts, self.dim)
 
     def part_of(self, array: np.ndarray) -> np.ndarray:
-        """Returns the part of ``array`` at ``place``, as a view; ``array`` is the model's tensor, undivided."""
+        """Returns the part of ``array`` at ``self.place``, as a view; ``array`` is the model's tensor, undivided."""
         for index in self.place:
             array = array[index]
         return array
@@ -97,9 +97,10 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors after the rule is applied, by name, from the tensors before, without values.
+        """Applies the rule to tensors without values, by name; returns the tensors after the rule, by name.
 
-        Raises a ``ValueError`` if the rule does not fit the tensors.
+        Tensors that the rule does not concern are in the result unchanged. Raises a ``ValueError`` if the rule does not
+        fit the tensors.
         """
         ...
 
@@ -283,6 +284,8 @@ def tensors_in_layout(like: Mapping[str, "ShapeAndDtype"], layout: Layout) -> di
 
 def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.ndarray]:
     """Converts tensors of the model to the tensors of the reader (the program that reads published files), by name.
+
+    ``layout`` has the rules that join, divide, stack, unstack or repeat tensors, applied in order.
 
     Raises:
       ValueError: a rule does not fit the tensors; names the tensors.

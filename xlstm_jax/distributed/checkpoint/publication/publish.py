@@ -163,10 +163,11 @@ def _from_process_0(work: Callable[[], dict[str, int]]) -> dict[str, int]:
 def _files(
     version: int, process: int, names: list[str], tensors: Mapping[str, Tensor], max_file_bytes: int
 ) -> dict[str, list[str]]:
-    """Assigns the tensors ``names`` of a process to files of a full version.
+    """Divides the tensors ``names`` of a process into files of a full version; returns the names in each file.
 
-    Returns the names of the tensors in each file, by file name. Tensors keep their order. A file has at most
-    ``max_file_bytes`` of values, or a single larger tensor. ``tensors`` has the description of each tensor, by name.
+    The result is by file name. Tensors keep their order. A file has at most ``max_file_bytes`` of values, or a single
+    larger tensor. ``tensors`` has the description of each tensor, by name. ``version`` and ``process`` are parts of the
+    file names.
     """
     groups = grouped_by_bytes({name: tensors[name].nbytes for name in names}, max_file_bytes)
     return {file_name(version, process, number, delta=False): group for number, group in enumerate(groups)}

@@ -202,7 +202,10 @@ def _all_to_all(parts: Sequence[Iterable[np.ndarray]], longest: int) -> list[np.
 
 @lru_cache(maxsize=1)
 def _mesh_of_processes() -> Mesh:
-    """Returns a mesh [process, device] with an equal number of devices from each process."""
+    """Returns a mesh [process, device] with all processes and an equal number of devices from each.
+
+    The number is the smallest number of devices of a process; the devices of a process with the lowest ids are taken.
+    """
     devices: list[list[Device]] = [[] for _ in range(jax.process_count())]
     for device in sorted(jax.devices(), key=lambda device: device.id):
         devices[device.process_index].append(device)
@@ -219,9 +222,10 @@ def _to_writers(mesh: Mesh) -> Any:
 
 
 def received_in_rounds(sources: Sequence[Sequence[tuple[str, Source]]]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields name and unsharded values of each source of this process, in order.
+    """Yields (name, unsharded values) of each source that this process receives, in order.
 
-    In round i each process receives its source i. Every process must exhaust the iterator.
+    A source is a leaf, or a layer of a leaf. In round i each process receives its source i. Every process must exhaust
+    the iterator.
 
     Args:
       sources: for each process, in order of the process index, the names and sources that the process receives.

@@ -240,9 +240,10 @@ def _unsettled(path: str, shape: Shape, stacked: int) -> str:
 
 
 def _checked(overrides: Overrides, shapes: Mapping[str, Shape]) -> Overrides:
-    """Returns ``overrides`` unchanged, after checks against the shapes of all leaves, by path.
+    """Returns ``overrides`` (dims of a matrix, by pattern of paths) unchanged, after checks against the leaves.
 
-    Raises a ``ValueError`` if a pattern matches no leaf, or, like ``check_dims``, if dims do not fit a matching leaf.
+    ``shapes`` has the shape of each leaf, by path. Raises a ``ValueError`` if a pattern matches no leaf, or, like
+    ``check_dims``, if dims do not fit a matching leaf.
     """
     for pattern, dims in overrides.items():
         fitting = fnmatch.filter(shapes, pattern)

@@ -142,10 +142,13 @@ def matrix_leaf(
     dtype: str,
     any_order: bool,
 ) -> tuple[MatrixForm, MatrixLeaf]:
-    """Returns the form of a leaf's matrices, by which leaves are grouped, and the leaf's dims in the order of the form.
+    """Returns the ``MatrixForm`` of a leaf's matrices, and a ``MatrixLeaf`` with the dims in the order of the form.
+
+    Leaves of equal form (sizes, split and dtype of a matrix) are grouped. The order is: dims that count matrices,
+    shorter side, longer side.
 
     Args:
-      choice: the decision, which must have dims of a matrix.
+      choice: dims of the inputs and outputs of the leaf's matrices; ``choice.dims`` must not be None.
       local: shape of the shard of a device.
       names: for each dim the axes that split the dim.
       sizes: sizes of the mesh axes, in mesh order.
@@ -185,8 +188,8 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
     """Groups leaves of equal form, and chooses the owner devices of each group; returns the groups, largest work first.
 
-    A large group is then computed while smaller groups are sent. ``sizes`` are the sizes of the mesh axes, in mesh
-    order.
+    A large group is then computed while smaller groups are sent. ``leaves`` has results of ``matrix_leaf``; ``sizes``
+    are the sizes of the mesh axes, in mesh order.
     """
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:
@@ -197,12 +200,12 @@ def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str,
 
 
 def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
-    """Returns rounds in order, lists of groups to send together: a small group would leave owners without work.
+    """Divides groups of matrices into rounds, and returns the rounds in order: lists of groups to send together.
 
-    A group joins the first round with the same owner devices and dtype if all matrices of the round are then at most as
-    many as owners; ``first_place`` of the group is then the next free owner. Other groups start a round. A round takes
-    as long as its largest matrix. Only for rules without state, because the owner of a matrix depends on the remaining
-    groups.
+    A small group alone would leave owners without work. A group joins the first round with the same owner devices and
+    dtype if all matrices of the round are then at most as many as owners; ``first_place`` of the group is then the next
+    free owner. Other groups start a round. A round takes as long as its largest matrix. Only for rules without state,
+    because the owner of a matrix depends on the remaining groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -221,10 +224,10 @@ def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
 
 
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
-    """Returns the group with its owner devices: along the axes that split the matrices, and along axes of copies.
+    """Returns ``group`` with its owner devices: along the axes that split the matrices, and along some axes of copies.
 
-    Along axes of copies devices have equal shards. These axes are added as far as they reduce the number of matrices
-    per owner, and not for small groups. ``sizes`` are the sizes of the mesh axes, in mesh order.
+    Along axes of copies devices have equal shards. Such axes are added as far as they reduce the number of matrices per
+    owner; no such axis is added for a small group. ``sizes`` are the sizes of the mesh axes, in mesh order.
     """
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)

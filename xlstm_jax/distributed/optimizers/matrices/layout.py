@@ -113,9 +113,9 @@ class Place:
     mesh: Mesh | AbstractMesh | None
 
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
-        """Returns the groups of all matrices in the leaves, with their owners, largest work first.
+        """Returns the groups (matrices of equal form, with owner devices) of all matrices, largest work first.
 
-        ``choices`` has the decision for each leaf, by path; ``any_order`` is as for ``matrix_leaf``.
+        ``choices`` has the decision whether each leaf is a matrix, by path; ``any_order`` is as for ``matrix_leaf``.
         """
         matrices = []
         for path, value in self.values.items():
@@ -164,9 +164,10 @@ def _bound(names: Sequence[AxisEntry]) -> list[AxisEntry]:
 
 
 def _on_mesh(layout: ParameterLayout, values: Values) -> Place:
-    """Returns the place of global arrays whose paths are parameters of ``layout``: split like these parameters.
+    """Returns values and layout (a ``Place``) of global arrays that are split like the parameters in ``layout``.
 
-    The values of the result are padded to the shapes in which parameters are stored.
+    ``values`` are arrays by path, without padding; each path is the path of a parameter. In the result the values are
+    padded to the shapes in which parameters are stored.
     """
     stores = {path: layout.params[path].store for path in values}
     padded = {path: _in_order(stored_value(layout.params[path], value), stores[path]) for path, value in values.items()}
@@ -185,10 +186,11 @@ def map_groups(
     state: Mapping[str, PyTree] | None = None,
     any_order: bool = False,
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Calls ``fn`` for the matrices of a tree, inside ``shard_map``; returns the new tree and the new state.
+    """Calls ``fn`` for the matrices of a tree; returns the tree with the new values of ``fn``, and the new state.
 
-    Inside ``shard_map`` the leaves are shards already. Outside, with a layout of the parameters, this function enters a
-    ``shard_map``; without, ``fn`` gets unsharded arrays.
+    Inside ``shard_map`` the leaves are shards already, and ``fn`` gets these shards. Outside, with a layout of the
+    parameters (``parameter_layout``), ``fn`` is called in a ``shard_map`` that this function enters; without a layout
+    ``fn`` gets unsharded arrays.
 
     Args:
       fn: ``fn(groups, values, state)`` with the groups of matrices, this device's shards by path and its state by name

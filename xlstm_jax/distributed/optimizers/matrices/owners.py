@@ -26,11 +26,12 @@ OnMatrices = Callable[[jax.Array], jax.Array]
 def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtype: str | None = None) -> jax.Array:
     """Sends this device's shards of a group's matrices to their owners; returns the matrices that this device owns.
 
-    The result is [places, rows, columns], unsharded, with rows <= columns; places without a matrix hold zeros.
+    Runs inside ``shard_map``. The result is [places, rows, columns], unsharded, with rows <= columns. Each owner has
+    the same number of places for matrices; places without a matrix hold zeros.
 
     Args:
-      group: the group, with its owners.
-      shards: this device's shards, by path.
+      group: matrices of equal form, with their owner devices.
+      shards: this device's shards of the leaves with the matrices, by path.
       exchange_dtype: dtype in which values are sent; None: the dtype of the shards. The result has the dtype of the
         shards.
     """
@@ -45,9 +46,11 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
-    """Sends the matrices that this device owns back; returns this device's shards, by path. Inverts ``to_owners``.
+    """Sends the matrices that this device owns back; returns this device's shards of the leaves. Inverts ``to_owners``.
 
-    ``matrices`` is [places, rows, columns]. ``exchange_dtype`` is the dtype in which values are sent; None: unchanged.
+    The shards are by path. ``matrices`` are of the group ``group``, [places, rows, columns]; matrices in empty places
+    are dropped. ``exchange_dtype`` is the dtype in which values are sent; None: unchanged. The result has the dtype of
+    ``matrices``.
     """
     sent = matrices.astype(exchange_dtype or matrices.dtype)
     received = collectives.all_to_all(_in_slices(group, sent), group.axes)
@@ -58,13 +61,14 @@ def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | N
 def by_owners(
     fn: OnMatrices, groups: Sequence[MatrixGroup], shards: Mapping[str, jax.Array], exchange_dtype: str | None
 ) -> dict[str, jax.Array]:
-    """Applies ``fn`` to unsharded matrices on their owners, for groups that ``in_rounds`` sends together.
+    """Applies ``fn`` to unsharded matrices on their owner devices; returns this device's shards of the results.
 
-    Returns this device's shards of the results, by path.
+    Runs inside ``shard_map``. An all-to-all sends shards to the owners, and a second sends results back. The result is
+    by path.
 
     Args:
-      fn: takes and returns matrices [n, rows, columns].
-      groups: the groups of a round.
+      fn: takes matrices [n, rows, columns], of a single group; returns matrices of the same shape.
+      groups: the groups of matrices of a round, which ``in_rounds`` sends together.
       shards: this device's shards, by path.
       exchange_dtype: dtype in which values are sent; None: the dtype of the shards.
     """
@@ -110,19 +114,20 @@ def _of_length(length: int, rows: jax.Array) -> jax.Array:
 
 
 def _slice_shape(group: MatrixGroup) -> tuple[int, ...]:
-    """Returns the shape of the slice of each matrix that a device sends to the owner, with padding.
+    """Returns the shape of the slice that a device sends of each matrix of the group, with padding.
 
-    Dims are in the order of the form: shorter side, longer side.
+    Dims are those of a matrix: dims of the shorter side, then of the longer side.
     """
     by_dim = dict(group.splits_when_sent)
     return tuple(size // collectives.axis_size(by_dim.get(dim, ())) for dim, size in enumerate(group.form.stored))
 
 
 def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array:
-    """Returns the slices of the group's matrices that this device sends, [matrices, *slice dims].
+    """Returns the slices of the group's matrices that this device sends to the owners, [matrices, *slice dims].
 
-    ``shards`` has this device's shards, by path. The slices are the shards; or parts of the shards if several devices
-    have equal shards. Matrices are in the order of the group's leaves.
+    ``shards`` has this device's shards of the leaves, by path. A slice is this device's shard of a matrix; or a part of
+    the shard if several devices have equal shards. Matrices are in the order of ``group.leaves``, and slice dims as in
+    ``_slice_shape``.
     """
     ordered = [(leaf, shards[leaf.path].transpose(leaf.order)) for leaf in group.leaves]
     stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
@@ -135,7 +140,8 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
     """Returns this device's shards by path, in the shapes of the leaves, from slices ``back``: [matrices, *slice dims].
 
-    The inverse of ``_as_stacks``. If devices have equal shards, each has sent a part, and the parts are gathered.
+    The inverse of ``_as_stacks``. If several devices have equal shards, each has a part of a shard in ``back``, and an
+    all-gather combines the parts.
     """
     if group.copy_axes_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copy_axes_dim, group.copy_axes)

@@ -95,11 +95,18 @@ def on_unsharded_matrices(
 
 
 def _state_of(tx: optax.GradientTransformation, group: MatrixGroup, place: Place) -> PyTree:
-    """Returns the rule's initial state for the matrices of a group: leaves [matrices, ...].
+    """Returns the initial state of the rule ``tx`` for the matrices of a group, with leaves [matrices, ...].
 
-    If axes split the matrices, each leaf is in a box that splits the dim of the matrices over the owners. Inside
-    ``shard_map`` the state is for the matrices of this device. Raises a ``ValueError`` if stacked layers are split over
-    devices, and the owners do not divide the number of matrices in a part.
+    A group has matrices of equal form, which owner devices update. If mesh axes split the matrices, each leaf is in a
+    box that splits the first dim over the owners, with empty places at the end for an equal number per owner. Outside
+    of ``shard_map`` the state is global; inside, it is for the matrices of this device.
+
+    Args:
+      tx: the rule, whose ``init`` gets zeros [rows, columns] in place of each matrix.
+      group: the matrices and their owners.
+      place: the layout of the leaves, with the mesh and the sizes of its axes.
+    Raises:
+      ValueError: stacked layers are split over devices, and the owners do not divide the number of matrices in a part.
     """
     axes = (*group.form.stack_axes, *group.axes)
     stacks = math.prod(place.sizes[axis] for axis in group.form.stack_axes)
