@@ -69,9 +69,9 @@ def on_split_input(target: Target, axis_name: str) -> Target:
 
 
 def is_on_split_input(cls: type[nn.Module]) -> bool:
-    """Returns whether ``on_split_input`` made the class.
+    """Returns whether ``on_split_input`` made the class ``cls``, or a subclass was made of such a class.
 
-    True for the returned class, and for the inner class that ``nn.map_variables`` wraps and whose methods run.
+    True also for the inner class that ``nn.map_variables`` wraps, and whose methods run.
     """
     return hasattr(cls, _MARK)
 
