@@ -325,7 +325,7 @@ def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int,
 
 
 def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
-    """Exchanges this device's contiguous tokens for its zigzag tokens; returns the new values, in order.
+    """Exchanges this device's contiguous tokens for its zigzag tokens; returns ``values`` with the new tokens.
 
     ``dims`` has the token dim of each value; a value with dim None is unchanged, and so are all values on a single
     device along ``axes``, the axes of the sequence.

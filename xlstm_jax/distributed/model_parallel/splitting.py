@@ -349,6 +349,7 @@ def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
     """Raises a ``ValueError`` if "column" would divide the fused layers in the first of three feature dims.
 
     For features (3, heads, dim) of queries, keys and values, 3 devices along the axis would split the 3, not the heads.
+    Layers of other kinds, and of one or two feature dims, pass. ``module`` is the layer at ``path``.
     """
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:

@@ -146,7 +146,7 @@ class ReduceEach:
     """Strategy in which every minibatch gathers the parameters and reduce-scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Returns the tree that the loss of each minibatch receives, and by which the loss is differentiated.
+        """Returns the tree that the loss of each minibatch receives; gradients are taken with respect to this tree.
 
         Here the tree is ``params`` itself; a strategy may return other weights, such as gathered parameters. ``axes``
         are the axes of the batch.
@@ -154,11 +154,11 @@ class ReduceEach:
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """Converts gradients by ``weights(params, axes)``, averaged over minibatches, into gradients by ``params``.
+        """Converts gradients with respect to ``weights(params, axes)`` into gradients with respect to ``params``.
 
-        ``mean_grads`` and the result are lists with an entry for each differentiable leaf of ``params``, in the order
-        of the tree. The result is in the boxes and dtypes of the parameters. Gradients of replicated leaves are not yet
-        averaged over devices.
+        ``mean_grads``, averaged over minibatches, and the result are lists with an entry for each differentiable leaf
+        of ``params``, in the order of the tree. The result is in the boxes and dtypes of the parameters. Gradients of
+        replicated leaves are not yet averaged over devices.
         """
         return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 

@@ -232,7 +232,7 @@ def _check_names(
     """Raises a ``TypeError`` if names of ``extra_trees`` do not match the keyword arguments of the signature ``takes``.
 
     Raised if ``extra_trees`` lacks a required keyword-only argument, or has a name that is no argument of the function.
-    Positions that ``called.arguments`` and the ``collections``, unless empty, fill do not count as keyword arguments.
+    Arguments that a step fills by position do not count: ``called.arguments``, and the ``collections`` unless empty.
     """
     if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
@@ -310,7 +310,7 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
 
 
 def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if a dim of a variable is not divisible by the sizes of the mesh axes that its box names.
+    """Raises a ``ValueError`` if the mesh axes that a box names for a dim of a new variable do not divide the dim.
 
     ``variables`` has a tree of boxed leaves for each collection, by name, "params" among them.
     """

@@ -67,7 +67,7 @@ def updated_collections(
     *,
     read_later: bool,
 ) -> PyTree:
-    """Returns the collections of ``names`` after a call of the loss, with types that are equal on every device.
+    """Returns a dict of the collections ``names`` after a call of the loss, with types that are equal on every device.
 
     Args:
       loss: ``loss(*args).collections`` are ``updated``.

@@ -120,11 +120,12 @@ class LocalResult(NamedTuple):
 def local_result(
     loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
-    """Returns the loss ``loss_fn(params, *rest)`` on this device and its gradients, not yet averaged over devices.
+    """Differentiates ``loss_fn(params, *rest)`` on this device with respect to ``params``; returns a ``LocalResult``.
 
-    ``axes`` are the axes of the batch. With ``devices``, the number of devices along ``axes``, the loss is divided by
-    ``devices`` before differentiation, so that the loss is a term of the global mean. Callers pass ``devices`` if
-    ``params`` include the scales of fp8 products.
+    Loss and gradients are not yet averaged over devices. The gradients are a list with an entry for each differentiable
+    leaf of ``params``. ``axes`` are the axes of the batch. With ``devices``, the number of devices along ``axes``, the
+    loss is divided by ``devices`` before differentiation, so that the loss is a term of the global mean. Callers pass
+    ``devices`` if ``params`` include the scales of fp8 products.
 
     Raises:
       ValueError: all parameters are frozen, or the loss varies by its type over other axes than ``axes``.

@@ -69,10 +69,11 @@ def with_name_for_reader(name: str, value: jax.Array) -> jax.Array:
 
 
 def read_equations(closed: Any) -> Equations:
-    """Returns the mesh axes along which results, and values named by ``with_name_for_reader``, differ between devices.
+    """Returns, as ``Equations``, the mesh axes along which each result of a program differs between devices.
 
-    ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
-    count as equal; inside ``shard_map`` an argument differs along the axes of its spec.
+    The axes of values that the program has named by ``with_name_for_reader`` are included, by name. ``closed`` is the
+    closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and count as equal;
+    inside ``shard_map`` an argument differs along the axes of its spec.
     """
     reader = _Reader()
     jaxpr = closed.jaxpr
