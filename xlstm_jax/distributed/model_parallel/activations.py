@@ -32,6 +32,8 @@ from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal
 def axis_devices(axis_name: str, caller: str) -> int:
     """Returns the number of devices along the axis of a split layer; 1 outside ``shard_map``, where values are global.
 
+    ``caller`` is the name of the layer or function, for errors.
+
     Raises:
       ValueError: further axes are bound, but not this axis; or the batch is split over the axis.
     """
@@ -51,10 +53,11 @@ def axis_devices(axis_name: str, caller: str) -> int:
 def param_shards(axis_name: str, caller: str) -> int:
     """Returns the number of shards along the axis in which a split layer stores its parameters.
 
-    The number is ``axis_devices`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh.
+    The number is ``axis_devices`` or, in ``init``, where no axis is bound, the size of the axis in the current mesh (1
+    without a mesh). ``caller`` is the name of the layer, for errors.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis; or as ``axis_devices``.
     """
     # In `init` no axis is bound: parameters are made unsharded, under the mesh on which they will be stored.
     mesh = jax.sharding.get_abstract_mesh()
@@ -98,9 +101,10 @@ def enter_split(x: Array, axis_name: str, *, caller: str = "enter_split") -> Arr
 
 
 def check_equal(x: Array, axis_name: str, n: int, caller: str) -> None:
-    """Raises a ``ValueError`` if ``x`` varies over the axis of ``n`` devices by its type.
+    """Raises a ``ValueError`` if ``x``, which must be replicated over the axis, varies over the axis by its type.
 
-    Types show this under ``check_vma=True`` alone; otherwise nothing is raised.
+    Types show this under ``check_vma=True`` alone; otherwise nothing is raised. ``n``, the number of devices along the
+    axis, and ``caller`` are for the error.
     """
     if axis_name in collectives.varying_axes(x):
         raise ValueError(
@@ -134,7 +138,8 @@ def leave_split(x: Array, axis_name: str, *, caller: str = "leave_split") -> Arr
 def check_differs(x: Array, axis_name: str, n: int, caller: str) -> None:
     """Raises a ``ValueError`` if ``x`` is replicated over the axis by its type: a sum would count ``x`` n times.
 
-    Types show this under ``check_vma=True`` alone; otherwise nothing is raised.
+    Types show this under ``check_vma=True`` alone; otherwise nothing is raised. ``n``, the number of devices along the
+    axis, and ``caller`` are for the error.
     """
     if collectives.type_shows_varying(axis_name, x) and axis_name not in collectives.varying_axes(x):
         raise ValueError(
@@ -232,7 +237,7 @@ def join_tokens(x: Array, dim: int, axis_name: str, *, caller: str = "join_token
 
 
 def check_local_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises a ``ValueError`` if ``dim`` cannot be a dim of split tokens of ``x``.
+    """Raises a ``ValueError`` if ``x`` cannot have this device's tokens along ``dim``, with tokens split over the axis.
 
     Either ``dim`` is not from 0 to ``x.ndim - features - 1``, where ``features`` counts the last dims that hold no
     tokens; or the type of ``x`` (under ``check_vma=True``) says that ``x`` is replicated over the axis.
@@ -255,7 +260,7 @@ def _check_dim(x: Array, dim: int, caller: str, features: int) -> None:
 
 
 def check_tokens(x: Array, dim: int, axis_name: str, caller: str, *, features: int = 1) -> None:
-    """Raises a ``ValueError`` if ``dim`` cannot be split over the devices along the axis.
+    """Raises a ``ValueError`` if ``dim``, of all tokens of ``x``, cannot be split over the devices along the axis.
 
     Either ``dim`` is not from 0 to ``x.ndim - features - 1``, where ``features`` counts the last dims that hold no
     tokens; or the number of devices does not divide the size of ``dim``.

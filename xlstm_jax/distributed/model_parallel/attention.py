@@ -18,7 +18,10 @@ from xlstm_jax.distributed.model_parallel.dense import ColumnDense, RowDense, Sp
 
 
 def causal_attention(query: Array, key: Array, value: Array) -> Array:
-    """Calls causal ``jax.nn.dot_product_attention``: query [b, t, h, e], key and value [b, t, g, e] -> [b, t, h, e]."""
+    """Returns the causal attention [b, t, h, e] of query [b, t, h, e], key and value [b, t, g, e].
+
+    Calls ``jax.nn.dot_product_attention``; g divides h (grouped queries).
+    """
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 

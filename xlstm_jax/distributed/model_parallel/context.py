@@ -114,8 +114,8 @@ def context_positions(length: int, axis: AxisNames = "cp", layout: str | None = 
 def _local_positions(options: _Options, length: int, back: int = 0) -> Array:
     """Returns the positions in the full sequence of this device's ``length`` tokens, int32 [length].
 
-    With ``back`` the positions are those of the tokens of another device, ``back`` places before this device in the
-    ring.
+    The layout is that of ``options``. With ``back`` the positions are those of the tokens of another device, ``back``
+    places before this device in the ring.
     """
     device, places = (
         (collectives.axis_index(options.axes) - back) % options.devices,
@@ -223,6 +223,7 @@ def _by_ulysses(
 
     An all-to-all of query, key and value gives each device all tokens of some heads, in natural order; an all-to-all of
     the result returns to this device's tokens of all heads. Key heads are copied until n devices divide their number.
+    The arguments are as in ``context_attention``; ``segments`` are the segment ids of this device's tokens, or None.
     """
     n, length, groups = options.devices, query.shape[1], query.shape[2] // key.shape[2]
     # The fewest copies of each key head for which all devices get the same number, along with the matching query heads.
@@ -279,10 +280,10 @@ def _visible(
 
 
 def _any_visible(options: _Options, of_queries: Array, of_keys: Array) -> Array:
-    """Returns, as a bool [], whether any query of a block may attend to any key of a block, by their positions.
+    """Returns a bool [], False if no query of a block may attend to any key of a block, by their positions.
 
-    Causality and window count, segments do not. A True may be wrong, as the blocks' least and greatest positions alone
-    are compared; a False is never wrong.
+    ``of_queries`` and ``of_keys`` are the positions of the blocks. Causality and window count, segments do not. A True
+    may be wrong, as the blocks' least and greatest positions alone are compared; a False is never wrong.
     """
     # Uses the ends of the blocks alone: a masked block costs four comparisons, and no product.
     nearest, farthest = of_keys.min() - of_queries.max(), of_keys.max() - of_queries.min()
@@ -308,8 +309,9 @@ def _ring_fwd(
 ) -> tuple[Array, PyTree]:
     """Forward rule of ``_ring``: computes attention while keys and values go around the ring.
 
-    Returns the result [b, t, h, e] for this device's tokens, in the dtype of the query, and the residuals: query, key,
-    value, segment ids, result, and for each query the logsumexp of its logits (in blocks).
+    The arguments are this device's tokens: query [b, t, h, d], key [b, t, g, d], value [b, t, g, e], and segment ids
+    [b, t] or None. Returns the result [b, t, h, e] for this device's tokens, in the dtype of the query, and the
+    residuals: query, key, value, segment ids, result, and for each query the logsumexp of its logits (in blocks).
     """
     blocks, of_queries, arrived = _in_blocks(query, key, value, segments, options)
     wide = common_dtype(query.dtype, jnp.float32)
@@ -364,7 +366,7 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _steps(options: _Options, length: int) -> int:
-    """Returns the number of ring steps: of devices, this device included, whose keys a device needs.
+    """Returns the number of ring steps: the number of devices, this device included, whose keys a device needs.
 
     With a causal window in the contiguous layout these are this device and as many devices before as the window reaches
     back; otherwise all n devices. ``length`` is the number of tokens on a device.
@@ -376,9 +378,10 @@ def _steps(options: _Options, length: int) -> int:
 
 
 def _block_length(options: _Options, length: int) -> int:
-    """Returns the size of a block of tokens: the divisor of ``length`` nearest to the option ``block_size``.
+    """Returns the number of tokens in a block: the divisor of ``length`` nearest to the option ``block_size``.
 
-    Nearest by ratio. In zigzag the size divides half of ``length``, as the halves of a device are not adjacent.
+    Nearest is by ratio. ``length`` is the number of tokens on a device. In zigzag the result divides half of
+    ``length``, as the halves of a device are not adjacent.
     """
     length = length // 2 if options.layout == ZIGZAG else length
     # A divisor, so that no block needs padding and a mask for the padding.
@@ -389,10 +392,11 @@ def _block_length(options: _Options, length: int) -> int:
 def _in_blocks(
     query: Array, key: Array, value: Array, segments: Array | None, options: _Options
 ) -> tuple[Array, Any, Any]:
-    """Cuts arrays of this device into blocks of tokens for ``_ring``; the shapes in blocks are listed above ``_ring``.
+    """Cuts this device's query, key, value and segment ids into blocks of tokens for ``_ring``.
 
-    Returns (queries, (positions of the queries, segment ids), (keys, values, segment ids)); segment ids remain None if
-    ``segments`` is None.
+    Returns (queries, (positions of the queries, segment ids), (keys, values, segment ids)). With n blocks of c tokens
+    and g groups of r heads, queries are [n, b, g, r, c, d], keys and values [n, b, g, c, d], positions [n, c] and
+    segment ids [n, b, c]; segment ids remain None if ``segments`` is None.
     """
     length = query.shape[1]
     if segments is not None:
@@ -405,9 +409,9 @@ def _in_blocks(
 def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
     """Returns the positions in the full sequence of the keys that a device has in ring step ``step``, in blocks.
 
-    int32 [blocks, tokens of a block]. These are the keys of the device ``step`` places before; for step 0 the positions
-    are also those of the queries. An optimization barrier keeps XLA from computing positions and masks ahead of the
-    step.
+    int32 [blocks, tokens of a block]. The keys are those of the device ``step`` places before; for step 0 the positions
+    are also those of the queries. ``query`` [b, t, h, d] gives the number of tokens; an optimization barrier with it
+    keeps XLA from computing positions and masks ahead of the step.
     """
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.
@@ -417,7 +421,7 @@ def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
 
 
 def _query_blocks(x: Array, groups: int, options: _Options) -> Array:
-    """Splits t tokens into n blocks of c, and h heads into g groups of r: [b, t, h, d] -> [n, b, g, r, c, d]."""
+    """Splits t tokens into n blocks of c, and h heads into ``groups`` of r: [b, t, h, d] -> [n, b, groups, r, c, d]."""
     batch, length, heads, size = x.shape
     blocks = x.reshape(batch, -1, _block_length(options, length), groups, heads // groups, size)
     return jnp.transpose(blocks, (1, 0, 3, 4, 2, 5))
@@ -430,11 +434,18 @@ def _from_blocks(x: Array) -> Array:
 
 
 def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, arrived: Any, places: Array) -> PyTree:
-    """Adds the keys and values that a device has in a ring step to the state of its queries; returns the new state.
+    """Adds the keys and values that a device has in a ring step to the softmax of its queries; returns the new state.
 
-    The state of a running softmax is, for each query, (largest logit, sum of exponentials, sum of weighted values), in
-    blocks. ``arrived`` is (keys, values, segment ids) in blocks, ``places`` the positions of these keys, and
-    ``of_queries`` (positions, segment ids) of the queries. Pairs of blocks with only masked logits are skipped.
+    The state of the running softmax is, for each query, (largest logit, sum of exponentials, sum of weighted values),
+    in blocks. Pairs of blocks with only masked logits are skipped.
+
+    Args:
+      options: the options of the attention.
+      state: the state before.
+      queries: the queries, in blocks.
+      of_queries: (positions, segment ids) of the queries, in blocks.
+      arrived: (keys, values, segment ids) that the device has in this step, in blocks.
+      places: the positions of these keys, in blocks.
     """
     keys, values, key_segments = arrived
 
@@ -454,8 +465,8 @@ def _merge(options: _Options, state: PyTree, queries: Array, of_queries: Any, ar
 def _attend(options: _Options, query: Array, key: Array, value: Array, places: Any, state: PyTree) -> PyTree:
     """Adds a block of keys and values to the running softmax of a block of queries; returns the new state.
 
-    The state is, for each query, (largest logit, sum of exponentials, sum of weighted values), relative to the largest
-    logit. ``places`` is (query positions, key positions, query segment ids, key segment ids).
+    The state is, for each query, (largest logit, sum of exponentials, sum of weighted values), with exponentials
+    relative to the largest logit. ``places`` is (query positions, key positions, query segment ids, key segment ids).
     """
     largest, total, out = state
     logits, mask = _logits(options, query, key, places)
@@ -470,10 +481,10 @@ def _attend(options: _Options, query: Array, key: Array, value: Array, places: A
 
 
 def _logits(options: _Options, query: Array, key: Array, places: Any) -> tuple[Array, Array | None]:
-    """Returns the logits of two blocks [b, g, r, queries, keys], and their mask [b or 1, 1, 1, queries, keys] or None.
+    """Returns (logits [b, g, r, queries, keys], mask [b or 1, 1, 1, queries, keys]) of a block of queries and of keys.
 
-    Masked logits are ``HIDDEN``. The mask is None if neither options nor segment ids mask anything. ``places`` is
-    (query positions, key positions, query segment ids, key segment ids).
+    The bool mask is True where a query sees a key; elsewhere logits are ``HIDDEN``. The mask is None if neither options
+    nor segment ids mask anything. ``places`` is (query positions, key positions, query segment ids, key segment ids).
     """
     mask = _visible(options, *places)
     mask = None if mask is None else mask[:, None]
@@ -484,11 +495,12 @@ def _logits(options: _Options, query: Array, key: Array, places: Any) -> tuple[A
 def _merge_gradients(
     options: _Options, d_query: Array, queries: Array, of_queries: Any, of_result: Any, arrived: Any, places: Array
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Adds the terms of the keys that a device has in a ring step to the gradient of its queries.
+    """Adds the terms of the keys that a device has in a ring step to ``d_query``, the gradient of its queries.
 
-    Returns the new gradient of the queries, and the terms (gradients of keys, of values) of this device's queries, all
-    in blocks. ``of_result`` is (gradient of the result, logsumexp of the logits, sum of O * dO over features) of each
-    query; ``arrived``, ``places`` and ``of_queries`` are as in ``_merge``.
+    Returns (new gradient of the queries, (gradient of these keys, gradient of these values)), all in blocks; the latter
+    two have the terms of this device's queries alone. ``of_result`` is (gradient of the result, logsumexp of the
+    logits, sum of O * dO over features) of each query; ``queries``, ``arrived``, ``places`` and ``of_queries`` are as
+    in ``_merge``.
     """
     keys, values, key_segments = arrived
 
@@ -515,7 +527,8 @@ def _terms(
     """Adds the terms of a block of queries and a block of keys to their gradients; returns (d_query, (d_key, d_value)).
 
     With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q. ``result`` is
-    (dO, logsumexp of the logits, D) of the queries; ``places`` as in ``_logits``.
+    (dO, logsumexp of the logits, D) of the queries; ``places`` as in ``_logits``. ``d_query`` and ``d_keys``, a pair
+    (d_key, d_value), are the gradients before.
     """
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
     # Recompute the softmax from the single number kept for each query; masked logits give 0.

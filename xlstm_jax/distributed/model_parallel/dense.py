@@ -149,9 +149,10 @@ def column_products(
 ) -> list[Array]:
     """Multiplies ``x`` by this device's columns of each kernel: [..., d], [d, f / n] each -> [..., f / n] each.
 
-    Without ``sequence_dim``, ``x`` is replicated; one all-reduce in backward serves all kernels. With ``sequence_dim``,
-    ``x`` has this device's tokens along this dim, and one gather serves all kernels. With ``ring`` the gather runs in
-    ring steps interleaved with the products.
+    Returns a list with the product for each kernel, over all tokens. Without ``sequence_dim``, ``x`` is replicated; one
+    all-reduce in backward serves all kernels. With ``sequence_dim``, ``x`` has this device's tokens along this dim, and
+    one gather serves all kernels. With ``ring`` the gather runs in ring steps interleaved with the products.
+    ``product(x, kernel)`` is the product, and ``caller`` the layer, for errors.
     """
     if sequence_dim is None:
         entered = enter_split(x, axis_name, caller=caller)
@@ -167,7 +168,7 @@ def _gathered_in_a_ring(x: Array, kernels: Sequence[Array], axis_name: str, dim:
     """Returns for each kernel the product of all devices' tokens with the kernel, the tokens of device 0 first.
 
     The shapes, with ``dim`` the dim of tokens, are [b, t / n, d], [d, f / n] -> [b, t, f / n]. Each of n ring steps
-    multiplies the tokens of a device, and meanwhile sends them on to the next device.
+    multiplies, by ``product``, the tokens of a device, and meanwhile sends them on to the next device.
     """
     n, me = collectives.axis_size((axis_name,)), collectives.axis_index((axis_name,))
     share, pieces = collectives.to_varying(x, (axis_name,)), []
@@ -194,8 +195,9 @@ def row_product(
     """Multiplies this device's features by this device's rows of the kernel, and sums the products over the devices.
 
     [..., f / n], [f / n, d] -> [..., d]; ``x`` has all tokens. Without ``sequence_dim`` the sum is replicated. With
-    ``sequence_dim`` the sum is split along this dim of tokens. With ``ring`` the sum is computed in ring steps
-    interleaved with the products.
+    ``sequence_dim`` the sum is split along this dim of tokens: each device gets the sum for its tokens. With ``ring``
+    the sum is computed in ring steps interleaved with the products. ``product(x, kernel)`` is the product, and
+    ``caller`` the layer, for errors.
     """
     n = axis_devices(axis_name, caller)
     if sequence_dim is None:
@@ -229,7 +231,9 @@ def _scattered_in_a_ring(x: Array, kernel: Array, axis_name: str, dim: int, prod
 
 
 def last_dims(axis: int | Sequence[int], x: Array, caller: str) -> int:
-    """Returns how many of the last dims of ``x`` a layer contracts: the number of dims in the layer's field ``axis``.
+    """Returns how many of the last dims of ``x`` a layer contracts: 1 for an int ``axis``, else the length of ``axis``.
+
+    ``axis`` is the layer's field, which must name the last dims of ``x``, in order.
 
     Raises:
       ValueError: ``axis`` names a dim that is not among the last dims, or the last dims not in their order. The error
@@ -264,7 +268,8 @@ def check_features_divide(features: tuple[int, ...], count: int, axis_name: str,
 def fused_features_error(features: tuple[int, ...], count: int, axis_name: str, caller: str) -> ValueError:
     """Returns (does not raise) the error for features such as (3, heads, dim), whose first dim counts fused layers.
 
-    A split over ``count`` devices would divide the 3 instead of the heads. The message suggests other features.
+    A split over the ``count`` devices along ``axis_name`` would divide the 3 instead of the heads. The message begins
+    with ``caller``, the layer, and suggests other features.
     """
     first, second, *rest = features
     divided, heads = ", which do not divide it", f"; if it counts heads, take {_divisors(first, count)} devices"
@@ -285,11 +290,12 @@ def _divisors(size: int, most: int) -> str:
 
 
 def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
-    """Compares the input features of ``x`` with those of this device's kernel; returns "all", "share" or "".
+    """Compares the input features of ``x`` with those of the layer's kernel on this device: "all", "share" or "".
 
-    "all": ``x`` has ``devices`` times the kernel's input features, so the kernel is split and ``x`` is not.
-    "share": the kernel has ``devices`` times the features of ``x``, so ``x`` is split and the kernel is not.
-    "": neither, or the layer has no kernel yet, or there is one device.
+    Returns "all" if ``x`` has ``devices`` times the kernel's input features, so the kernel is split and ``x`` is not.
+    Returns "share" if the kernel has ``devices`` times the features of ``x``, so ``x`` is split and the kernel is not.
+    Returns "" in all other cases, if the layer has no kernel yet, and for one device.
+
     Input features are the last ``count`` dims of ``x``, and the first ``count`` dims of the kernel. The first of these
     dims may differ by the factor; the further dims must be equal.
     """
@@ -305,9 +311,9 @@ def share_of_input(layer: nn.Module, x: Array, count: int, devices: int) -> str:
 
 
 def contracted(x: Array, kernel: Array, count: int, precision: Any) -> Array:
-    """Contracts the last ``count`` dims of ``x`` with the first ``count`` dims of the kernel.
+    """Returns ``x`` times the kernel: sums over the last ``count`` dims of ``x`` and the first ``count`` of the kernel.
 
-    [..., *inputs], [*inputs, *features] -> [..., *features]
+    [..., *inputs], [*inputs, *features] -> [..., *features]. ``precision`` is as for ``jax.lax.dot_general``.
     """
     dims = tuple(range(x.ndim - count, x.ndim)), tuple(range(count))
     return lax.dot_general(x, kernel, (dims, ((), ())), precision=precision)
@@ -324,7 +330,7 @@ def _flat_init(init: Callable[..., Any], count: int) -> Callable[..., Array]:
 
 
 def _replicated_along(axis_name: str, init: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an initialiser with the values of ``init`` whose box does not name the axis.
+    """Returns an initialiser (key, shape, dtype) with the values of ``init``, whose box does not name the mesh axis.
 
     Axes that ``init`` names for the dims are kept, except ``axis_name``; if no axis remains, the value has no box.
     """
@@ -452,7 +458,8 @@ class ColumnDense(_SplitDense):
 
         Columns are entries of the first feature dim. Usually the columns are this device's shard of 1 / n. If heads are
         copied (``copied``, with fewer heads than devices), the parameter is replicated, and the columns are the single
-        head that this device computes. In ``init``, or on a single device, all columns are returned.
+        head that this device computes. In ``init``, or on a single device, all columns are returned. ``init`` is the
+        initialiser (key, shape, dtype).
         """
         dim, axis = len(shape) - len(self._outputs), self.axis_name
         copies = self._devices_per_head() if self.copied else 1
@@ -605,7 +612,10 @@ class SwiGLU(Split):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Applies the layer: [b, t, d] -> [b, t, d]; with ``sequence_dim`` both have this device's tokens."""
+        """Returns the output [b, t, d] for ``x`` [b, t, d]; with ``sequence_dim`` both have this device's tokens.
+
+        Without ``sequence_dim`` both are replicated over the axis.
+        """
         layers = [ColumnDense(self.hidden, **self._shared_fields(), name=name) for name in ("gate", "up")]
         gate, up = columns_of(layers, x)
         return RowDense(x.shape[-1], **self._shared_fields(), name="down")(self.activation(gate) * up)

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.model_parallel.dense import DEFAULT_AXIS, column_prod
 
 
 def check_integers(tokens: Array, caller: str) -> None:
-    """Raises a ``TypeError`` if tokens are not integers."""
+    """Raises a ``TypeError``, which names ``caller``, if tokens are not integers."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{caller}: tokens are {tokens.dtype.name}, and must be integers.")
 
@@ -31,9 +31,16 @@ def look_up_split_rows(
 ) -> Array:
     """Looks tokens [b, t] up in a table [V, d] whose rows are split over the axis; returns the tokens' rows [b, t, d].
 
-    ``table`` is this device's rows [V / n, d], ``num_embeddings`` is V. The tokens are replicated, and so is the
-    result; with ``sequence_dim`` the result is split along this dim, [b, t / n, d]. Negative tokens count from the end
-    of the table; the row of a token below -V or from V on is NaN. Errors name the function or layer ``caller``.
+    The result is replicated; with ``sequence_dim`` the result is split along this dim, [b, t / n, d].
+
+    Args:
+      table: this device's rows [V / n, d].
+      tokens: integers, replicated. Negative tokens count from the end of the table. The row of a token below -V or from
+        V on is NaN.
+      num_embeddings: V.
+      axis_name: the mesh axis.
+      sequence_dim: see above.
+      caller: the function or layer, for errors.
     """
     size = table.shape[0]
     if axis_devices(axis_name, caller) == 1:
@@ -77,7 +84,9 @@ class SplitEmbed(nn.Module):
     sequence_dim: int | None = None
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks up integers [b, t] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``; NaN for an invalid token.
+        """Returns the rows [b, t, d] of integers [b, t]; a row is NaN for an invalid token.
+
+        With ``sequence_dim`` returns the rows of this device's tokens, [b, t / n, d].
 
         Raises:
           TypeError: the tokens are not integers.

@@ -98,7 +98,8 @@ def _by_group(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: 
 def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, block: int) -> tuple[Array, PyTree]:
     """Forward rule of ``_by_group``: applies expert i to its ``sizes[i]`` rows, ``block`` rows at a time.
 
-    Returns the results [r, e], 0 in the rows after all groups, and the residuals ``(params, rows, sizes)``.
+    The rows [r, d] are sorted by expert, and ``params`` are stacked along a leading dim of experts. Returns the results
+    [r, e], 0 in the rows after all groups, and the residuals ``(params, rows, sizes)``.
     """
     padded = _with_block(rows, block)
 
@@ -125,8 +126,9 @@ def _by_group_fwd(params: PyTree, rows: Array, sizes: Array, expert: Expert, blo
 def _by_group_bwd(expert: Expert, block: int, residuals: PyTree, d_out: Array) -> tuple[PyTree, Array, None]:
     """Backward rule of ``_by_group``: returns the gradients of params and rows, and None for the sizes.
 
-    ``d_out`` [r, e] is the gradient of the results. The experts are computed again, ``block`` rows at a time. The
-    gradients have the shapes and dtypes of params and rows; rows after all groups have the gradient 0.
+    ``d_out`` [r, e] is the gradient of the results, and ``residuals`` are (params, rows, sizes). The experts are
+    computed again, ``block`` rows at a time. The gradients have the shapes and dtypes of params and rows; rows after
+    all groups have the gradient 0.
     """
     params, rows, sizes = residuals
     padded, d_out = _with_block(rows, block), _with_block(_up_to(sizes, d_out), block)
@@ -232,7 +234,7 @@ def _check_experts_divide(experts: int, axes: tuple[str, ...], caller: str) -> N
 
 @promoting
 def _fits(routing: Routing) -> Array:
-    """Returns for each token whether its k chosen experts are distinct numbers from 0 to E - 1: bool [n]."""
+    """Returns a mask bool [n]: True for a token whose k chosen experts are distinct numbers from 0 to E - 1."""
     chosen, others = routing.experts, ~jnp.eye(routing.experts.shape[1], dtype=bool)
     twice = ((chosen[:, :, None] == chosen[:, None, :]) & others).any((1, 2))
     return ~twice & ((chosen >= 0) & (chosen < routing.logits.shape[1])).all(1)
@@ -240,7 +242,7 @@ def _fits(routing: Routing) -> Array:
 
 @promoting
 def _combined(results: Array, routing: Routing) -> Array:
-    """Sums the results of each token's k experts, times the weights of ``routing``: results [n, k, e] -> [n, e].
+    """Returns for each token the sum of its k experts' results times the weights of ``routing``: [n, k, e] -> [n, e].
 
     The result of a token is NaN if its choices are not distinct numbers from 0 to E - 1.
     """
@@ -260,7 +262,7 @@ def _exchanged(
     Args:
       own_experts: ``own_experts(rows, sizes)`` applies the E / p experts of this device to rows sorted by expert.
       rows: this device's rows, for the experts of all devices.
-      sizes: [E], how many of the rows are for each expert.
+      sizes: integers [E], how many of ``rows`` are for each expert.
       axes: the axes that the experts are split over, p devices.
       most: an upper bound of the rows that a device sends to another device; the receiver has room for as many rows of
         each device.
@@ -347,15 +349,14 @@ def mix_experts_with_capacity(
 
 @promoting
 def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]:
-    """Assigns the choices of one group of n rows to the C = ``capacity`` slots of each of E = ``experts`` experts.
+    """Assigns the choices of one group of n rows to slots: each of E = ``experts`` experts has C = ``capacity`` slots.
 
     ``chosen`` [n, k] are the experts that each row chose, the first choice first. An entry E means that the row does
     not count; the entry takes no slot. First choices of all rows take slots before second choices, each in row order.
 
     Returns:
-      The index of the row in each slot, [E, C], and for each choice the place among the choices of the same expert,
-      [n, k]; a choice with a place from C on has no slot, and is dropped. An empty slot has the index of some other
-      row.
+      A pair. The index of the row in each slot, [E, C]; an empty slot has the index of some other row. And for each
+      choice its place among the choices of the same expert, [n, k]; a choice with a place from C on is dropped.
     """
     n, k = chosen.shape
     by_rank = chosen.T.ravel()  # first choices first
@@ -372,8 +373,9 @@ def _slots(chosen: Array, *, experts: int, capacity: int) -> tuple[Array, Array]
 def _exchanged_slots(experts: Expert, params: PyTree, slots: Array, axes: tuple[str, ...]) -> Array:
     """Computes the rows in the slots of all E experts, on the devices of the experts: [E, C, d] -> [E, C, e].
 
-    ``slots`` are this device's rows for each expert. ``experts(params, slots [E / p, p C, d])`` applies the experts of
-    this device to the slots that p devices along ``axes`` sent. Two all-to-alls send the rows and return the results.
+    ``slots`` has this device's C rows for each expert. ``experts(params, rows [E / p, p C, d])`` applies the experts of
+    this device, whose parameters ``params`` are, to the rows that the p devices along ``axes`` sent. Two all-to-alls
+    send the rows and return the results.
     """
     devices = collectives.axis_size(axes)
     count, capacity, size = slots.shape
@@ -477,7 +479,13 @@ class Experts(nn.Module):
 
         Devices exchange tokens if experts are split over ``axes``. With a capacity, the fraction of dropped choices is
         sown as "dropped", over all devices along ``shared_axes``, which compute different tokens of a replicated input.
-        ``weights`` [n] is 0 for padding; None: no padding.
+
+        Args:
+          params: the parameters of this device's experts, stacked along a leading dim.
+          rows: this device's tokens.
+          routing: chosen experts and weights of ``rows``.
+          weights: [n], 0 for padding; None: no padding.
+          axes, shared_axes: the axes over which experts are split, and those of them along which tokens are replicated.
         """
         module = self.module.clone(parent=None, name=None)
 
@@ -509,8 +517,9 @@ class Experts(nn.Module):
     def _token_axes(self, rows: Array, among: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the axes in ``among`` along which devices have different tokens, in the order of ``among``.
 
-        These axes are the field ``batch_axes``. If the field is None, they are the axes in the type of ``rows`` under
-        ``check_vma=True``, and under ``check_vma=False`` the batch axes of the step (all of ``among`` if unknown).
+        The field ``batch_axes`` names these axes. If the field is None, they are the axes along which the type of
+        ``rows`` varies under ``check_vma=True``, and under ``check_vma=False`` the batch axes of the step (all of
+        ``among`` if unknown).
 
         Raises:
           ValueError: the field ``batch_axes`` contradicts the type of ``rows``.
@@ -532,9 +541,9 @@ class Experts(nn.Module):
         return differ
 
     def _shared_axes(self, rows: Array, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the axes in ``axes`` along which tokens are replicated, so that devices share the computation.
+        """Returns the axes in ``axes`` along which tokens are replicated, so that devices divide the tokens.
 
-        Axes of a single device are left out.
+        ``axes`` are the axes of the experts, and ``rows`` the tokens. Axes of a single device are left out.
 
         Raises:
           ValueError: the field ``batch_axes`` is missing under ``check_vma=False``, or contradicts types or step.
@@ -582,8 +591,9 @@ class Experts(nn.Module):
     def _params(self, axes: tuple[str, ...], rows: Array) -> PyTree:
         """Returns the parameters of this device's experts as arrays, stacked along a leading dim of E / p experts.
 
-        ``axes`` are the bound axes that experts are split over. In ``init`` the parameters are created, from the
-        features of ``rows``; later they are read, and gathered over further axes if boxes split them.
+        ``axes`` are the bound axes that experts are split over, p devices. In ``init`` the parameters are created, for
+        the features of ``rows``, and stored in boxes. Later the stored parameters are read, and gathered over further
+        axes if their boxes name such axes.
 
         Raises:
           ValueError: the stored parameters are of another number of experts.
@@ -602,10 +612,12 @@ class Experts(nn.Module):
         return params
 
     def _init_experts(self, rng: Array, axes: tuple[str, ...], rows: Array) -> PyTree:
-        """Returns new parameters of this device's experts, stacked along a leading dim; each expert has a separate key.
+        """Returns new, boxed parameters of this device's experts, stacked along a leading dim.
 
-        The values are the same on any number of devices. The boxes of the parameters name the experts' axes for the
-        leading dim. Without an experts' axis (``axis=None``) parameters without a box remain plain arrays.
+        Each expert has a separate key; the values are the same on any number of devices. ``axes`` are the bound axes
+        that experts are split over, and ``rows`` give the number of features. The boxes of the parameters name the
+        experts' axes for the leading dim. Without an experts' axis (``axis=None``) parameters without a box remain
+        plain arrays.
         """
         # Each device makes all keys and keeps its shard: the same values on any number of devices.
         keys = collectives.local_shard(jax.random.split(rng, self.num_experts), 0, axes)

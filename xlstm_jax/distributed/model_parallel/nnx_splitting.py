@@ -97,7 +97,8 @@ _run: ContextVar[_Run | None] = ContextVar("the running method of a split NNX mo
 def split_nnx(model: NnxModel, kinds: Kinds, axis_name: str) -> NnxModel:
     """Returns a copy of the model whose ``make`` splits the chosen layers; implements ``split_modules`` for NNX models.
 
-    ``kinds`` maps patterns for the last names of a layer's path to kinds, such as "column".
+    ``kinds`` maps patterns for the last names of a layer's path to kinds, such as "column", and ``axis_name`` is the
+    mesh axis of the split. Layers are split whenever ``make`` makes a module.
 
     Raises:
       ValueError: a pattern matches nothing, or a layer that cannot be split.
@@ -130,17 +131,20 @@ def _change_class(module: nnx.Module, cls: type[nnx.Module]) -> None:
 
 
 def _own_params(module: nnx.Module) -> list[str]:
-    """Returns the names of a module's trained parameters (of floating dtype), without those of its submodules."""
+    """Returns the names of a module's trained parameters, without those of submodules.
+
+    Trained is an ``nnx.Param`` of a floating dtype. The names are those of the module's attributes.
+    """
     variables = ((name, value) for name, value in vars(module).items() if is_variable(value))
     return [name for name, x in variables if isinstance(x, nnx.Param) and jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _is_checked(module: nnx.Module) -> bool:
-    """Returns whether an unsplit module gets a check of its input (``_checked``): if it has trained parameters.
+    """Returns whether the class of an unsplit module must change, to check the module's input (``_checked``).
 
-    Parameters of submodules do not count. An ``nnx.Embed`` gets no check: its input is tokens, never split features;
-    and a wrapped unit recognises an ``nnx.Embed`` by its unchanged method. A module that is split already gets no
-    check.
+    True for a module with trained parameters; parameters of submodules do not count. False for an ``nnx.Embed``: its
+    input is tokens, never split features, and a wrapped unit recognises an ``nnx.Embed`` by its unchanged method. False
+    also for a module whose class has been changed already.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 
@@ -149,11 +153,11 @@ def _is_checked(module: nnx.Module) -> bool:
 
 
 def _chosen(modules: Mapping[str, nnx.Module], kinds: Kinds, model: str) -> dict[str, str]:
-    """Returns the kind, such as "column", of each chosen module, by the module's path.
+    """Returns a dict from the path of each chosen module to its kind, such as "column".
 
-    The kind is of the first pattern in ``kinds`` that matches the path. Modules that no pattern matches are left out,
-    and so are modules below a module of kind "inside", which handles their parameters. ``model`` is the name of the
-    model's class, for errors.
+    The kind is that of the first pattern in ``kinds`` that matches the path. Modules that no pattern matches are left
+    out, and so are modules below a module of kind "inside", which handles their parameters. ``modules`` are all modules
+    by path. ``model`` is the name of the model's class, for errors.
 
     Raises:
       ValueError: a pattern matches nothing, or a layer that cannot be split.
@@ -187,10 +191,10 @@ def _is_below(path: str, others: list[str]) -> bool:
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
-    """Raises a ``ValueError`` if ``kind`` ("column", "row" or "vocabulary") cannot split this layer of Flax.
+    """Raises a ``ValueError`` if ``kind``, "column", "row" or "vocabulary", cannot split the layer at ``path``.
 
-    The layer is split already, ``kind`` is not for the layer's class, or the layer has a custom product or batch dims
-    (``dot_general``, ``batch_axis``, ...).
+    The layer ``module`` is split already, ``kind`` is not for the layer's class, or the layer has a custom product or
+    batch dims (``dot_general``, ``batch_axis``, ...).
     """
     if hasattr(type(module), SPLIT):
         raise ValueError(f"split_modules: '{path}' is split already. Name each layer once, in a single split=.")
@@ -220,7 +224,7 @@ def _check_plain(path: str, module: Any, kind: str) -> None:
 
 
 def _dims(layer: Any) -> tuple[int, int]:
-    """Returns how many dims of a dense layer's kernel are input features, and how many are output features.
+    """Returns (number of input dims, number of output dims) of a dense layer's kernel.
 
     ``nnx.Linear``: (1, 1). Dims of stacked layers do not count.
     """
@@ -230,10 +234,10 @@ def _dims(layer: Any) -> tuple[int, int]:
 
 
 def _name_axis(layer: Any, split: _Split) -> None:
-    """Enters the split axis in the metadata of a layer's parameters, for the dim that the kind splits.
+    """Enters the mesh axis of ``split`` in the metadata of a layer's parameters, for the dim that the kind splits.
 
-    An ``nnx.Embed``: the vocabulary. "row": the first input dim of the kernel. "column" and "vocabulary": the first
-    output dim of kernel and bias.
+    For an ``nnx.Embed`` this is the vocabulary dim; for "row" the first input dim of the kernel; for "column" and
+    "vocabulary" the first output dim of kernel and bias.
     """
     if isinstance(layer, nnx.Embed):
         _name_dim(layer.embedding, 0, 2, split, "embedding")
@@ -246,11 +250,11 @@ def _name_axis(layer: Any, split: _Split) -> None:
 
 
 def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> None:
-    """Names the split axis in a variable's metadata (``out_sharding``) for dim ``dim`` of ``ndim`` dims.
+    """Names the mesh axis of ``split`` in a variable's metadata (``out_sharding``), for dim ``dim`` of ``ndim`` dims.
 
-    ``ndim`` does not count leading dims of stacked layers, which ``dim`` is shifted by. A logical name of the dim is
-    replaced: the layer computes with its share of this dim, whatever the rules say. ``name`` is the variable's name,
-    for errors.
+    If the variable has more dims, these are leading dims of stacked layers: ``dim`` is counted after them. A logical
+    name of the dim is replaced: the layer computes with its share of this dim, whatever the rules say. ``name`` is the
+    variable's name, for errors.
 
     Raises:
       ValueError: the metadata name another axis for the dim, or the split axis for another dim.
@@ -283,11 +287,11 @@ def _name_dim(variable: Any, dim: int, ndim: int, split: _Split, name: str) -> N
 # Cached: NNX compares the structures of models by the classes of their modules.
 @functools.cache
 def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
-    """Returns a subclass of ``cls`` with the same name, whose methods treat the split of ``split.kind``.
+    """Returns a subclass of ``cls`` with the same name, whose methods treat the split that ``split`` describes.
 
-    "column", "row" and "vocabulary": the methods compute with this device's share of the kernel. "inside" and
-    "replicated", for modules between split layers: methods run in ``_entered`` or ``_without_split_input``. "", for
-    unsplit modules: ``__call__`` checks its input (``_checked``).
+    By ``split.kind``: for "column", "row" and "vocabulary" the methods compute with this device's share of the kernel.
+    For "inside" and "replicated", modules between split layers, public methods run in the context ``_entered`` or
+    ``_without_split_input``. For "", unsplit modules, ``__call__`` checks its input (``_checked``).
     """
     methods: dict[str, Method] = {}
     if split.kind in BETWEEN:
@@ -304,10 +308,10 @@ def _split_class(cls: type[nnx.Module], split: _Split) -> Any:
 
 @functools.cache
 def _starting_run(cls: type[nnx.Module]) -> Any:
-    """Returns a subclass of the model's class, with the same name.
+    """Returns a subclass of ``cls``, the model's class, with the same name, whose public methods begin a ``_Run``.
 
-    A public method of the subclass runs inside a new ``_Run`` (a record of the last column-split layer), except if
-    another method of the model calls it.
+    A ``_Run`` is a record of the last column-split layer, which the layers of the model read and write. A method that
+    another method of the model calls continues the record of this method.
     """
 
     def starting(plain: Method) -> Method:
@@ -334,9 +338,10 @@ def _within(plain: Method, around: Callable[[nnx.Module, _Split], Any], split: _
 
 @contextmanager
 def _without_split_input(module: nnx.Module, split: _Split) -> Iterator[None]:
-    """Context in which no split layer counts as run, for a module whose input and output are unsplit ("replicated").
+    """Context for a method of a module whose input and output are unsplit (kind "replicated").
 
-    After the context the last column-split layer of the run is as before.
+    In the context no column-split layer counts as run, so that layers inside are not checked for split inputs. After
+    the context the last column-split layer of the run is as before. The arguments have no effect.
     """
     del module, split
     run = _run.get() or _Run()
@@ -351,9 +356,10 @@ def _without_split_input(module: nnx.Module, split: _Split) -> Iterator[None]:
 def _entered(module: nnx.Module, split: _Split) -> Iterator[None]:
     """Context for a method of an "inside" module: gradients are summed over the axis, and random keys differ by device.
 
-    In the context the module's parameters are gathered, the parameters pass ``enter_split``, which sums gradients in
-    backward, and the index of the device is folded into random keys. Afterwards parameters and keys have their former
-    values. On a single device nothing is changed.
+    In the context the variables of ``module`` that are split are gathered, its trained parameters pass ``enter_split``,
+    which sums gradients in backward, and the index of the device is folded into random keys. Afterwards parameters and
+    keys have their former values. On a single device only the checks of split inputs are off, as in
+    ``_without_split_input``.
     """
     if split.devices == 1:
         with _without_split_input(module, split):
@@ -391,9 +397,10 @@ def _local_value(leaf: Any, value: Any, split: _Split) -> Any:
 
 
 def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array | None, int]:
-    """Returns (x, kernel, bias or None, number of contracted dims) of a dense layer, arrays in the layer's dtype.
+    """Returns (x, kernel, bias, number of contracted dims) of a dense layer, arrays in the dtype of its products.
 
-    The contracted dims are the last dims of x and the first dims of the kernel. The kernel is this device's shard.
+    The contracted dims are the last dims of x and the first dims of the kernel. Kernel and bias are this device's
+    shards; the bias is None for a layer without a bias.
 
     Raises:
       ValueError: the layer's field ``axis`` is not the last dims of x.
@@ -407,7 +414,8 @@ def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array 
 def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns this device's output features of a column-split layer: [b, t, d] -> [b, t, f / n].
 
-    The layer's ``__call__``.
+    This is the layer's ``__call__``; ``out_sharding`` is ignored. In the ``_Run`` of the model the layer becomes the
+    last column-split layer.
 
     Raises:
       ValueError: the input has only this device's share of the features, or the features cannot be split.
@@ -438,9 +446,10 @@ def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 
 
 def _check_features(features: tuple[int, ...], split: _Split) -> None:
-    """Raises a ``ValueError`` if the devices along the axis do not divide the first dim of output features.
+    """Raises a ``ValueError`` if the devices along the axis of ``split`` do not divide the first dim of ``features``.
 
-    Raises as well if this dim counts fused layers, such as the 3 of (3, heads, dim) for queries, keys and values.
+    ``features`` are the sizes of a layer's output dims. Raises as well if the first dim counts fused layers, such as
+    the 3 of (3, heads, dim) for queries, keys and values.
     """
     count = param_shards(split.axis_name, split.quoted_path)
     check_features_divide(features, count, split.axis_name, split.quoted_path)
@@ -457,15 +466,17 @@ def _check_features(features: tuple[int, ...], split: _Split) -> None:
 def _logits(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns the logits of the full vocabulary, replicated: [..., d] -> [..., V].
 
-    The ``__call__`` of a head that is split by columns.
+    This is the ``__call__`` of a head (``nnx.Linear``) whose kernel is split along the vocabulary; ``out_sharding`` is
+    ignored.
     """
     return joined_logits(_by_columns(self, inputs, out_sharding), getattr(self, SPLIT).axis_name)
 
 
 def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns the sum over the devices, replicated: [b, t, f / n] -> [b, t, d].
+    """Returns the output of a row-split layer, summed over the devices and replicated: [b, t, f / n] -> [b, t, d].
 
-    The ``__call__`` of a row-split layer. The bias is added once, to the sum.
+    This is the layer's ``__call__``; ``out_sharding`` is ignored. The bias is added once, to the sum. In the ``_Run``
+    of the model no column-split layer is then left without a row-split layer.
 
     Raises:
       ValueError: the input has the features of all devices.
@@ -490,7 +501,7 @@ def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns the table's rows for integers [b, t], replicated: [b, t, d].
 
-    The ``__call__`` of an ``nnx.Embed`` whose table is split along the vocabulary.
+    This is the ``__call__`` of an ``nnx.Embed`` whose table is split along the vocabulary; ``out_sharding`` is ignored.
     """
     split: _Split = getattr(self, SPLIT)
     del out_sharding
@@ -503,7 +514,7 @@ def _looked_up(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
     """Returns the logits of the full vocabulary, replicated: [..., d] -> [..., V].
 
-    The ``attend`` of an ``nnx.Embed`` whose table is split along the vocabulary.
+    This is the ``attend`` of an ``nnx.Embed`` whose table is split along the vocabulary; ``out_sharding`` is ignored.
     """
     split: _Split = getattr(self, SPLIT)
     del out_sharding
@@ -513,7 +524,7 @@ def _attended(self: Any, query: Array, out_sharding: None = None) -> Array:
 
 
 def _checked(plain: Method, split: _Split) -> Method:
-    """Returns a method of an unsplit module that runs ``plain`` after ``_check_between``.
+    """Returns a method for an unsplit module that runs ``_check_between``, and then ``plain``, the module's method.
 
     The check runs only after a column-split layer without a row-split layer since, and on several devices.
     """
@@ -532,8 +543,8 @@ def _check_between(module: Any, column: str, args: tuple[Any, ...], split: _Spli
     """Raises a ``ValueError`` if an unsplit module gives a wrong result or gradient after a column-split layer.
 
     A dense layer raises if its input, ``args[0]``, has a device's share of the features. A module raises if rules for
-    logical names split a parameter over the axis; and under ``check_vma=False`` always, as the gradients of its
-    parameters are not summed. ``column`` is the path of the column-split layer.
+    logical names split a parameter over the axis of ``split``; and under ``check_vma=False`` always, as the gradients
+    of its parameters are not summed. ``column`` is the path of the column-split layer.
     """
     axis, n = split.axis_name, split.devices
     if isinstance(module, DENSE) and args:

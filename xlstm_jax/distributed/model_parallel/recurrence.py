@@ -108,8 +108,9 @@ def scan_over_axis(
 def _scanned(combine: Combine, step: PyTree, axis: AxisNames, first: PyTree, reverse: bool, caller: str) -> PyTree:
     """Returns ``first`` combined with the steps of all devices before this device; a tree like ``first``.
 
-    The arguments are those of ``scan_over_axis``; a step is a map from state to state. With ``reverse`` the devices
-    after this device count as before. Errors name the function ``caller``.
+    A step is a map from state to state, as a tree; ``step`` is that of this device's tokens, and ``combine(before,
+    after)`` joins two. With ``reverse`` the devices after this device count as before. Errors name the function
+    ``caller``.
     """
     axes = collectives.bound_or_none(as_axis_names(axis), caller=caller)
     layout_over(axes, CONTIGUOUS, caller)

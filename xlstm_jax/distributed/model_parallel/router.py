@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 @promoting
 def route_tokens(logits: Array, top_k: int, *, normalize: bool = False) -> Routing:
-    """Chooses the ``top_k`` most probable experts of each token, weighted by their probabilities.
+    """Chooses the ``top_k`` most probable experts of each token, in this order, weighted by their probabilities.
 
     >>> route_tokens(jnp.log(jnp.array([[0.5, 0.1, 0.4]])), top_k=2).experts
     Array([[0, 2]], dtype=int32)

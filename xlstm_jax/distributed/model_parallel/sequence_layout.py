@@ -34,11 +34,15 @@ LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
 
 
 def zigzag_positions(device: Any, devices: int, places: Any) -> Any:
-    """Returns the positions in the full sequence of the tokens of one device, or of several devices.
+    """Returns the positions in the full sequence of the tokens of one device, or of several, in the zigzag layout.
 
-    ``device`` is the index of the device along the axis of the sequence, ``devices`` their number n. ``places`` are the
-    indices of the tokens on a device, 0 to t - 1. The result is [t] for a ``device`` of shape [], and [n, t] for
-    [n, 1]. The sequence has 2n chunks of t / 2 tokens; device i has chunk i and chunk 2n - 1 - i.
+    The sequence has 2n chunks of t / 2 tokens; device i has chunk i and chunk 2n - 1 - i. The result is [t] for a
+    ``device`` of shape [], and [n, t] for [n, 1].
+
+    Args:
+      device: index of the device along the axis of the sequence, or an array of indices.
+      devices: the number n of devices.
+      places: array 0 to t - 1, the indices of the tokens on a device.
     """
     half = len(places) // 2
     is_second = places >= half
@@ -67,9 +71,9 @@ def check_layout(layout: str | None) -> None:
 
 
 def check_even(length: int, devices: int, named: str = "to_zigzag") -> None:
-    """Raises a ``ValueError`` if a sequence does not divide into two chunks of equal size for each device.
+    """Raises a ``ValueError`` if a sequence does not divide into two chunks of equal size for each of the devices.
 
-    ``length`` counts the tokens of all devices. The error begins with ``named``, the function or the array.
+    ``length`` counts the tokens of all ``devices``. The error begins with ``named``, the function or the array.
     """
     if length % (2 * devices):
         raise ValueError(
@@ -128,7 +132,10 @@ class ReorderedTokens:
 
 
 def in_natural_order(batch: PyTree) -> PyTree:
-    """Returns a global batch with ``ReorderedTokens`` leaves as arrays in natural order, further leaves unchanged."""
+    """Returns a global batch with its ``ReorderedTokens`` leaves replaced by arrays in natural order.
+
+    Further leaves are unchanged.
+    """
 
     def natural(leaf: Any) -> Any:
         if not isinstance(leaf, ReorderedTokens):
@@ -139,7 +146,7 @@ def in_natural_order(batch: PyTree) -> PyTree:
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:
-    """Returns ``array`` with entry ``order[i]`` of a dim at index i; the further dims are unchanged."""
+    """Returns ``array`` with the entries of dim ``dim`` reordered: index i of the result has entry ``order[i]``."""
     return array[(slice(None),) * (dim % np.ndim(array)) + (order,)]
 
 
@@ -167,7 +174,7 @@ layout_context = jax.make_user_context(default_value=None)
 
 
 def layout_over(axes: tuple[str, ...], requested: str | None, caller: str) -> str:
-    """Returns the layout of the tokens on the devices along ``axes``, which are bound.
+    """Returns the layout, "contiguous" or "zigzag", of the tokens on the devices along ``axes``, which are bound.
 
     Args:
       axes: the axes over which ``caller`` exchanges tokens.
@@ -291,10 +298,11 @@ def in_layout(batch: PyTree, layout: str = ZIGZAG, axis: AxisNames = "cp", *, di
 
 
 def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int, axes: str) -> None:
-    """Raises a ``ValueError`` if a leaf was reordered for another layout or another number of devices.
+    """Raises a ``ValueError`` if ``leaf``, tokens that were reordered before the step, does not fit the step.
 
-    The leaf's dim of tokens must be split over ``devices`` devices, in ``layout``. On a single device a leaf that was
-    reordered for a single device passes in any layout. ``name`` and ``axes`` (as text) are for the error.
+    The leaf fits if it was reordered for ``layout`` and for ``devices``, the number of devices over which its dim of
+    tokens is split. On a single device a leaf that was reordered for a single device fits any layout. ``name`` and
+    ``axes`` (as text) are for the error.
     """
     if leaf.devices == devices == 1:
         return
@@ -317,10 +325,10 @@ def check_reordered(name: str, leaf: ReorderedTokens, layout: str, devices: int,
 
 
 def exchanged(values: Sequence[Any], dims: Sequence[int | None], axes: tuple[str, ...]) -> list[Any]:
-    """Exchanges this device's contiguous tokens along ``dims`` for its zigzag tokens; returns the new values, in order.
+    """Exchanges this device's contiguous tokens for its zigzag tokens; returns ``values`` with the new tokens.
 
     ``dims`` has the token dim of each value; a value with dim None is unchanged, and so are all values on a single
-    device.
+    device along ``axes``, the axes of the sequence.
 
     Before, a device has chunks 2 i and 2 i + 1 of the sequence. Each chunk is sent to its device in the zigzag layout,
     with an exchange for the even chunks and an exchange for the odd chunks of all values of a dtype.

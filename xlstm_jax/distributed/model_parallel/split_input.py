@@ -26,7 +26,7 @@ _MARK = "_on_split_input"
 
 
 def on_split_input(target: Target, axis_name: str) -> Target:
-    """Returns a module class for an input that is split over the axis; the parameters are replicated.
+    """Returns a module class as ``target``, for an input that is split over the axis; the parameters are replicated.
 
     The gradients of the parameters are summed over the axis. Random keys that the module draws (``nn.Dropout``) differ
     by device. The class keeps its name, and outside ``shard_map`` acts as the plain class.
@@ -39,7 +39,7 @@ def on_split_input(target: Target, axis_name: str) -> Target:
     (2, 8)
 
     Args:
-      target: a Linen module class, or a ``functools.partial`` of a class.
+      target: a Linen module class, or a ``functools.partial`` of a class, which is returned as a partial.
       axis_name: the mesh axis.
     Raises:
       TypeError: the target is not a class of Linen modules.
@@ -69,9 +69,9 @@ def on_split_input(target: Target, axis_name: str) -> Target:
 
 
 def is_on_split_input(cls: type[nn.Module]) -> bool:
-    """Returns whether ``on_split_input`` made the class.
+    """Returns whether ``on_split_input`` has made the class ``cls``, or a class from which ``cls`` inherits.
 
-    True for the returned class, and for the inner class that ``nn.map_variables`` wraps and whose methods run.
+    True also for the inner class that ``nn.map_variables`` wraps, and whose methods run.
     """
     return hasattr(cls, _MARK)
 

@@ -60,7 +60,10 @@ class _SplitTable(SplitEmbed):
 
 
 def joined_logits(logits: Array, axis_name: str) -> Array:
-    """Gathers the logits of all devices' vocabulary entries, on every device: [..., V / n] -> [..., V]."""
+    """Gathers the logits of all devices' vocabulary entries, on every device: [..., V / n] -> [..., V].
+
+    ``axis_name`` is the mesh axis that splits the vocabulary.
+    """
     return join_tokens(logits, logits.ndim - 1, axis_name, caller="split_modules")
 
 
@@ -141,10 +144,11 @@ class _Splitting:
     kinds_in_call_order: dict[str, str] = field(default_factory=dict)
 
     def kind_of(self, path: str, is_dense: bool) -> str | None:
-        """Returns the kind, such as "column", of the first of the user's patterns that matches a module's path.
+        """Returns the kind, such as "column", of the first of the user's patterns that matches the path of a module.
 
-        None if no pattern matches. A module that is not dense (``is_dense=False``) can only match a pattern of a kind
-        in ``BETWEEN``, "inside" or "replicated". Records path and pattern for ``check_matched``.
+        None if no pattern matches. A module that is no ``nn.Dense``, ``nn.DenseGeneral`` or ``nn.Embed``
+        (``is_dense=False``) can only match a pattern of a kind in ``BETWEEN``, "inside" or "replicated". Records path
+        and pattern for ``check_matched``.
         """
         (self.dense if is_dense else self.other_modules).add(path)
         kinds = {pattern: kind for pattern, kind in self.kinds.items() if is_dense or kind in BETWEEN}
@@ -178,7 +182,7 @@ class _Run:
         self._column: str | None = None  # the last column-split layer without a row-split layer after it
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Interceptor for ``nn.intercept_methods``: runs a module's method, and returns the method's result.
+        """Runs the method of a module, and returns its result; an interceptor for ``nn.intercept_methods``.
 
         Before, a module whose path matches a pattern becomes a split layer (for "inside" a module of
         ``on_split_input``), by a change of its class in place. For modules that no pattern chooses, and for split
@@ -227,10 +231,10 @@ class _Run:
         return getattr(module, name)(*args, **kwargs)
 
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
-        """Raises a ``ValueError`` if a split layer gets an input ``x`` with a wrong number of features.
+        """Raises a ``ValueError`` if ``module``, a split layer, gets an input ``x`` with a wrong number of features.
 
-        ``module`` is a ``RowDense`` whose input has the features of all devices, or a ``ColumnDense`` whose input has
-        this device's share, from the column-split layer before.
+        Wrong are, for a ``RowDense``, the features of all devices, and for a ``ColumnDense`` this device's share of the
+        features, from the column-split layer before. ``path`` is the path of the layer.
         """
         axis, ran = self.splitting.axis_name, self.splitting.kinds_in_call_order
         n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
@@ -263,8 +267,8 @@ class _Run:
     def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
         """Raises a ``ValueError`` if a dense layer that no pattern chose gets a device's share of its input features.
 
-        The share comes from a column-split layer before. ``args`` are the arguments of the layer's call, the input
-        first.
+        The share comes from a column-split layer before. ``module`` is the module at ``path``; a module that is not
+        dense passes. ``args`` are the arguments of its call, the input first.
         """
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
@@ -284,7 +288,7 @@ class _Run:
 
         Under ``check_vma=False`` each module with trained parameters raises, since their gradients would be wrong.
         Under ``check_vma=True`` only a module raises which has a parameter that rules for logical names split over the
-        axis.
+        axis. On a single device nothing raises.
         """
         axis = self.splitting.axis_name
         if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):
@@ -303,8 +307,8 @@ class _Run:
 def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis: str) -> None:
     """Raises a ``ValueError`` if rules for logical names have split a parameter in ``trained`` over the axis.
 
-    The gradient of such a parameter is a mean over the axis, and not a sum. Only types under ``check_vma=True`` show
-    the split.
+    ``trained`` are the trained parameters of ``module``, at ``path``. The gradient of a parameter split so is a mean
+    over the axis, and not a sum. Only types under ``check_vma=True`` show the split; otherwise nothing is raised.
     """
     if any(axis in collectives.varying_axes(value) for value in trained):
         raise ValueError(
@@ -315,16 +319,16 @@ def check_not_split_by_rules(path: str, module: Any, trained: list[Array], axis:
 
 
 def _trained(module: nn.Module) -> list[Array]:
-    """Returns the values of a module's differentiable parameters, without the parameters of its submodules."""
+    """Returns a list of the arrays of a module's differentiable parameters, without the parameters of submodules."""
     arrays = {name: x for name, x in module.variables.get("params", {}).items() if not isinstance(x, Mapping)}
     return [leaf.value for leaf in trees.differentiable(arrays)]
 
 
 def _check_plain(path: str, module: Any, kind: str) -> None:
-    """Raises a ``ValueError`` if ``kind`` ("column", "row" or "vocabulary") cannot split this layer of Flax.
+    """Raises a ``ValueError`` if ``kind``, "column", "row" or "vocabulary", cannot split the layer at ``path``.
 
-    Either ``kind`` is not for the layer's class, or the layer has a custom product or batch dims (``dot_general``,
-    ``batch_dims``, ...).
+    Either ``kind`` is not for the class of the layer ``module``, or the layer has a custom product or batch dims
+    (``dot_general``, ``batch_dims``, ...).
     """
     if type(module) not in KINDS[kind]:
         raise ValueError(
@@ -345,6 +349,7 @@ def _check_heads(path: str, module: Any, kind: str, axis_name: str) -> None:
     """Raises a ``ValueError`` if "column" would divide the fused layers in the first of three feature dims.
 
     For features (3, heads, dim) of queries, keys and values, 3 devices along the axis would split the 3, not the heads.
+    Layers of other kinds, and of one or two feature dims, pass. ``module`` is the layer at ``path``.
     """
     features = getattr(module, "features", 0)
     if kind != "column" or isinstance(features, int) or len(features) != 3:
@@ -360,7 +365,7 @@ _inside_class = functools.cache(on_split_input)
 # Cached, since JAX traces again for each new class.
 @functools.cache
 def _split_class(plain: Any, kind: str) -> type[nn.Module]:
-    """Returns the class that replaces a layer class of Flax for a kind, such as ``nn.Dense`` for "column".
+    """Returns the class that replaces ``plain``, a layer class of Flax, for a kind, such as ``nn.Dense`` for "column".
 
     The class is a subclass of the split layer (``ColumnDense``) and of ``plain``, and has the name of ``plain``, by
     which ``shard_modules`` may choose layers.
@@ -377,10 +382,11 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
-    """Returns a method that runs ``plain``, and splits the chosen modules that ``plain`` calls.
+    """Returns a method for a model's class that runs ``plain``, and splits the modules that ``plain`` calls.
 
-    In ``init`` the method checks at its end that every pattern matched a module (a ``ValueError`` otherwise). A method
-    called within another method of the model only runs ``plain``.
+    ``splitting`` has the user's patterns, which choose the modules. In ``init`` the method checks at its end that every
+    pattern matched a module (a ``ValueError`` otherwise). A method called within another method of the model only runs
+    ``plain``, since the outer method splits already.
     """
 
     @functools.wraps(plain)

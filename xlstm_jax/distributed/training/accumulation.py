@@ -44,9 +44,10 @@ from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run
 
 
 def split_rows(batch: PyTree, *parts: int) -> PyTree:
-    """Reshapes leaves [b, ...] to [*parts, b / product(parts), ...]; scalars stay unchanged.
+    """Returns the batch with each leaf [b, ...] reshaped to [*parts, b / product(parts), ...]; scalars stay unchanged.
 
-    Part i has consecutive rows: for ``parts`` of (m,) the rows i b / m to (i + 1) b / m.
+    The order of the rows is kept: for ``parts`` (m,), ``leaf[i]`` has the rows from i b / m up to (i + 1) b / m,
+    excluded. The product of ``parts`` must divide b.
     """
     count = math.prod(parts)
     return jax.tree.map(
@@ -55,9 +56,9 @@ def split_rows(batch: PyTree, *parts: int) -> PyTree:
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
-    """Returns the minibatch ``index``, leaves [b / m, ...], of leaves [m, b / m, ...], the output of ``split_rows``.
+    """Returns the minibatch at ``index``: for each leaf [m, b / m, ...] of ``parts`` the rows ``leaf[index]``.
 
-    Scalars stay unchanged.
+    ``parts`` is the result of ``split_rows(batch, m)``. Scalars stay unchanged.
     """
     return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
 
@@ -93,9 +94,10 @@ class Partial:
     carries: PyTree
 
     def __add__(self, result: MinibatchResult) -> "Partial":
-        """Returns the sums with values and gradients of the next minibatch added, times the minibatch's weight.
+        """Returns the ``Partial`` after a further minibatch, whose ``result`` is added.
 
-        The carries are those of ``result``.
+        The sums grow by ``result.weight`` times values and gradients of ``result``, the weight by ``result.weight``.
+        The carries are replaced by those of ``result``.
         """
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
@@ -105,7 +107,7 @@ class Partial:
         return Partial(sums, self.weight + result.weight, result.carries)
 
     def mean(self) -> PyTree:
-        """Returns the weighted means of (values, grads); 0 if the total weight is 0."""
+        """Returns the pair (values, grads) of weighted means, in the dtypes of the sums; 0 if the total weight is 0."""
         # With total weight 0 the sums are 0: dividing by 1 returns 0 instead of NaN.
         weight = jnp.where(self.weight != 0, self.weight, 1)
         return jax.tree.map(lambda total: total / weight.astype(total.dtype), self.sums)
@@ -114,9 +116,10 @@ class Partial:
 def mean_over(on_minibatch: Callable[[Scalar, PyTree], MinibatchResult], count: int, start: PyTree) -> MinibatchResult:
     """Runs ``on_minibatch(index, carries)`` for each index from 0 to ``count`` - 1, and averages the results by weight.
 
-    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. The returned
-    ``weight`` is the sum of the weights, ``carries`` those of the last minibatch. A single minibatch runs without a
-    loop, so that the compiler sees a plain step; its result is returned unchanged.
+    The first minibatch receives the carries ``start``, each later minibatch those of the previous result. In the
+    returned ``MinibatchResult``, ``values`` and ``grads`` are weighted means, ``weight`` is the sum of the weights,
+    ``carries`` are those of the last minibatch, and ``stacked`` has a new leading dim over minibatches. A single
+    minibatch runs without a loop, so that the compiler sees a plain step; its result is returned unchanged.
     """
     if count == 1:
         return on_minibatch(0, start)
@@ -143,18 +146,19 @@ class ReduceEach:
     """Strategy in which every minibatch gathers the parameters and reduce-scatters their gradients."""
 
     def weights(self, params: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Returns the tree that the loss of each minibatch receives, and by which the loss is differentiated.
+        """Returns the tree that the loss of each minibatch receives; gradients are taken with respect to this tree.
 
-        Here these are ``params``; a strategy may return other weights, such as gathered parameters. ``axes`` are the
-        axes of the batch.
+        Here the tree is ``params`` itself; a strategy may return other weights, such as gathered parameters. ``axes``
+        are the axes of the batch.
         """
         return params
 
     def gradients(self, mean_grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> list[Any]:
-        """Converts gradients by ``weights(params, axes)``, averaged over minibatches, into gradients by ``params``.
+        """Converts gradients with respect to ``weights(params, axes)`` into gradients with respect to ``params``.
 
-        The argument and the result are lists with an entry per differentiable leaf. The result is in the boxes and
-        dtypes of the parameters. Gradients of replicated leaves are not yet averaged over devices.
+        ``mean_grads``, averaged over minibatches, and the result are lists with an entry for each differentiable leaf
+        of ``params``, in the order of the tree. The result is in the boxes and dtypes of the parameters. Gradients of
+        replicated leaves are not yet averaged over devices.
         """
         return _as_gradients_of(trees.split_differentiable(params)[0], mean_grads)
 
@@ -213,15 +217,18 @@ STRATEGIES: dict[str, ReduceEach] = {
 
 
 def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
-    """Returns the gradients, a list with an entry for each of ``leaves``, in the boxes and dtypes of ``leaves``."""
+    """Returns the values of ``grads``, cast to the dtypes of ``leaves``, and in the boxes of ``leaves``.
+
+    Both lists have the same order, and so has the result; a leaf without a box gets a bare array.
+    """
     return trees.map_values(lambda leaf, grad: grad.astype(leaf.value.dtype), leaves, trees.stored_values(grads))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Returns the parameters gathered over ``axes``, without boxes where nothing else splits them.
+    """Returns the tree ``params`` with each leaf gathered over those of ``axes`` that split the leaf.
 
-    Axes over which the model itself splits a leaf (tensor parallel) are not gathered; leaves that ``axes`` do not split
-    are returned unchanged.
+    A gathered leaf has no box, unless further axes split the leaf. Axes over which the model itself splits a leaf
+    (tensor parallel) are not gathered. Leaves that ``axes`` do not split are returned unchanged.
     """
 
     def gather(leaf: Any) -> Any:
@@ -326,8 +333,9 @@ def accumulated(
     metric_state: PyTree,
     collections: Mapping[str, PyTree],
 ) -> BatchResult:
-    """Computes loss and gradients minibatch by minibatch; returns those of the whole batch in a ``BatchResult``.
+    """Returns the loss and the gradients of a batch, computed minibatch by minibatch and averaged over devices.
 
+    The ``BatchResult`` has also the auxiliary output (or the new metric state) and the updated collections.
     ``accumulate_gradients`` and the steps call this function, inside ``shard_map``.
 
     Args:

@@ -84,10 +84,11 @@ EVAL_FN = UserFunction(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> None:
-    """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts the arguments of ``called``.
+    """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts ``called.arguments`` by position.
 
-    Collections may come last, and a loss function may leave out the key. A function without a signature passes. The
-    error names ``taker``, the function to which the user passed ``loss_fn``.
+    A further last argument, for collections, is accepted, too. A loss function may leave out the key, the last of
+    ``LOSS_FN.arguments``. A function without a signature passes. A model, a mesh or a class raises. The error names
+    ``taker``, the function to which the user passed ``loss_fn``.
     """
     count = len(called.arguments)
     if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
@@ -106,10 +107,11 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
 
 
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss function takes a key, for a state with collections as for a state without.
+    """Returns whether a loss function cannot be called without a key, by its signature.
 
-    False if ``loss_fn(params, apply_fn, batch)`` is a valid call. A fourth argument counts as the collections, unless
-    its name is that of a key or a fifth argument is required, too.
+    False if ``loss_fn(params, apply_fn, batch)`` is a valid call, and for a function without a signature. If four
+    arguments suffice, the fourth is taken for the collections, and the result is False, unless the name is that of a
+    key (see ``is_key_argument``). If a fifth argument is required, the result is True.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):
@@ -118,13 +120,19 @@ def needs_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
-    """Returns whether a step passes a key to its loss function; ``rng`` is the key of the step, or None.
+    """Returns whether a step passes its key ``rng`` to ``loss_fn``, by the signature of ``loss_fn``.
 
-    A loss function that takes no key draws nothing, and ignores the key of the step. ``collections`` of the state and
-    ``extra_trees`` are the further arguments of the loss function, by number and by name.
+    False if ``rng`` is None, or if ``loss_fn`` accepts only a call without a key: such a loss draws nothing, and the
+    key of the step is ignored. True otherwise, also for a function that lacks the argument for ``collections`` or has
+    wrong arguments, which ``check_takes`` reports. For a function without a signature: whether ``rng`` is given.
 
+    Args:
+      loss_fn: the user's function.
+      rng: the key that the step was called with, or None.
+      collections: the collections of the state; if there are any, they are a further positional argument.
+      extra_trees: dict of further trees, passed as keyword arguments.
     Raises:
-      TypeError: the loss function takes a key, and the step was given none.
+      TypeError: ``loss_fn`` requires a key, and ``rng`` is None.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None:
@@ -163,9 +171,10 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_key_argument(takes: inspect.Signature, index: int) -> bool:
-    """Returns whether the argument at ``index`` of a signature looks like a key, by its name.
+    """Returns whether the name of the argument at position ``index`` of a signature is that of a random key.
 
-    The name contains "rng" or "key", or has underscores alone; True also if there is no such argument.
+    True if the name contains "rng" or "key", or consists of underscores. True also if there is no argument at
+    ``index``.
     """
     name = [*takes.parameters][index] if index < len(takes.parameters) else ""
     return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
@@ -174,10 +183,10 @@ def is_key_argument(takes: inspect.Signature, index: int) -> bool:
 def check_takes(
     function: Callable[..., Any], called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
 ) -> None:
-    """Raises a ``TypeError`` if a function does not accept the arguments of the step.
+    """Raises a ``TypeError`` if ``function`` does not accept the call that a step makes.
 
-    ``called`` describes the arguments; the ``collections`` of the state come after them, if there are any, and
-    ``extra_trees`` are passed by name. A function without a signature passes.
+    The call has ``called.arguments`` by position, after these the ``collections`` of the state unless empty, and the
+    dict ``extra_trees`` as keyword arguments. A function without a signature passes.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
     if takes is None or _accepts_call(takes, count + further, extra_trees):
@@ -197,10 +206,11 @@ def check_takes(
 
 
 def check_loss_takes(loss_fn: Callable[..., Any], rng: PyTree, state: Any, extra_trees: Any) -> None:
-    """Raises a ``TypeError`` if a loss function does not accept the arguments of the step.
+    """Raises a ``TypeError`` if ``loss_fn`` does not accept the call that a step makes; see ``check_takes``.
 
-    These are the key ``rng``, collections of the state, and ``extra_trees`` by name. Also raised if the function needs
-    a key and ``rng`` is None.
+    The arguments are (params, apply_fn, batch), the key ``rng`` if the function takes a key, the collections of
+    ``state`` if there are any, and the dict ``extra_trees`` by name. Also raised if the function requires a key and
+    ``rng`` is None.
     """
     collections = collections_of(state)
     draws = takes_key(loss_fn, rng, collections, extra_trees)
@@ -208,16 +218,21 @@ def check_loss_takes(loss_fn: Callable[..., Any], rng: PyTree, state: Any, extra
 
 
 def check_eval_takes(eval_fn: Callable[..., Any], state: Any, extra_trees: Any) -> None:
-    """Raises a ``TypeError`` if the function of an evaluation does not accept the arguments of the evaluation."""
+    """Raises a ``TypeError`` if ``eval_fn`` does not accept the call that an evaluation makes; see ``check_takes``.
+
+    The arguments are (params, apply_fn, batch), the collections of ``state`` if there are any, and the dict
+    ``extra_trees`` by name.
+    """
     check_takes(eval_fn, EVAL_FN, collections_of(state), extra_trees)
 
 
 def _check_names(
     takes: inspect.Signature, called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
 ) -> None:
-    """Raises a ``TypeError`` if ``extra_trees`` do not match the keyword arguments of the signature ``takes``.
+    """Raises a ``TypeError`` if names of ``extra_trees`` do not match the keyword arguments of the signature ``takes``.
 
-    A required keyword-only argument is missing, or the function has no argument with the name of a tree.
+    Raised if ``extra_trees`` lacks a required keyword-only argument, or has a name that is no argument of the function.
+    Arguments that a step fills by position do not count: ``called.arguments``, and the ``collections`` unless empty.
     """
     if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
@@ -295,9 +310,9 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
 
 
 def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if the axes in a box do not divide a dim of a new variable.
+    """Raises a ``ValueError`` if the mesh axes that a box names for a dim of a new variable do not divide the dim.
 
-    ``variables`` has a tree for each collection, boxed.
+    ``variables`` has a tree of boxed leaves for each collection, by name, "params" among them.
     """
     for name, tree in variables.items():
         for path, leaf in trees.sharded_leaves(tree):
@@ -313,9 +328,9 @@ def collections_of(state: Any) -> Mapping[str, PyTree]:
 
 
 def frozen_trees(extra_trees: Mapping[str, PyTree]) -> Mapping[str, PyTree]:
-    """Returns further trees of a step, by name, as a loss function receives them: without gradients.
+    """Returns ``extra_trees``, further trees of a step by name, as a loss function receives them: without gradients.
 
-    Boxed leaves stay boxed, and are marked as frozen; further leaves pass ``jax.lax.stop_gradient``.
+    Boxed leaves stay boxed, and are marked as frozen; leaves without a box pass ``jax.lax.stop_gradient``.
     """
 
     def still(leaf: Any) -> Any:
@@ -388,7 +403,11 @@ def check_mesh_of(arguments: dict[str, PyTree], mesh: Mesh | AbstractMesh) -> No
 
 
 def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree) -> str | None:
-    """Returns why ``opt_state`` cannot be a state of ``tx`` for these unboxed parameters, as text; else None."""
+    """Returns a text, why ``opt_state`` cannot be a state of the optimizer ``tx`` for ``params``; None if it can.
+
+    ``params`` have no boxes. Compared with ``tx.init(params)`` are the paths and shapes of leaves, then the tree
+    structure.
+    """
     # Compare shapes first: users look for the path of a leaf. Trees with equal leaves may still differ in structure.
     made: Any = jax.eval_shape(tx.init, params)
     expected_shapes, actual_shapes = (
@@ -417,7 +436,10 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Runs ``check_batch`` for a global batch: devices that split the rows, times minibatches, must divide the rows."""
+    """Runs ``check_batch`` for a global batch: number of devices times minibatches must divide the rows of each leaf.
+
+    The devices are those along the axes by which ``layout`` splits the rows. ``padding`` is as for ``check_batch``.
+    """
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
     divisor = f"the mesh of {sizes}, {devices} devices"

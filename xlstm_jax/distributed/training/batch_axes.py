@@ -61,9 +61,10 @@ class StepOfState:
         self._make, self._mesh = make, mesh
 
     def of_state(self, state: Any) -> CheckedStep:
-        """Returns the step for the batch axes of a state, made at the first call; later calls return the same step.
+        """Returns the step for the batch axes of ``state``, which are the ``default_batch_axes`` of its parameters.
 
-        For a state without ``params`` returns a step over all axes, which reports the mistake when called.
+        The step is made at the first call; later calls return the same step. For a state without ``params`` returns a
+        step over all axes of the mesh, which reports the mistake when called.
         """
         if "__wrapped__" not in vars(self):
             if not hasattr(state, "params"):  # the step reports the mistake, whatever its axes

@@ -67,12 +67,14 @@ def updated_collections(
     *,
     read_later: bool,
 ) -> PyTree:
-    """Returns the updated collections of these names, with types that are equal on every device.
+    """Returns a dict of the collections ``names`` after a call of the loss, with types that are equal on every device.
 
     Args:
       loss: ``loss(*args).collections`` are ``updated``.
       args: ``(params, minibatch, rng, collections)``; arrays of the minibatch, and the key, differ along ``axes``.
+      names: names of the collections to return; a name missing from ``updated`` keeps its collection of ``args``.
       updated: the collections returned by the loss function.
+      axes: the axes of the batch.
       read_later: whether the caller reads the equations of the traced step, and calls ``check_equal_collections``.
         Otherwise the loss is traced once more here, and the check runs here.
     Raises:
@@ -118,13 +120,13 @@ def check_equal_collections(
 
 
 def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str]) -> PyTree:
-    """Returns the updated collections of ``names``, with the trees, boxes and dtypes of ``before``.
+    """Returns a dict of the collections ``names``, with values of ``updated`` in the trees and boxes of ``before``.
 
-    A collection missing from ``updated`` keeps its value.
+    A collection missing from ``updated`` keeps its value of ``before``.
 
     Raises:
       TypeError: ``updated`` is no dict.
-      ValueError: ``updated`` has an unknown collection, or other leaves, shapes or dtypes than ``before``.
+      ValueError: ``updated`` has a collection missing from ``before``, or leaves, shapes or dtypes unlike ``before``.
     """
     if not isinstance(updated, Mapping):
         raise TypeError(
@@ -149,10 +151,12 @@ def _like_before(before: Mapping[str, PyTree], updated: Any, names: Sequence[str
 
 
 def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
-    """Returns the updated value in the box of ``before``, strongly typed: a weak type would compile the step twice.
+    """Returns ``updated``, the new value of the leaf at ``path``, in the box of ``before`` and never with a weak type.
+
+    A weak type (as of a Python number) would compile the step twice.
 
     Raises:
-      ValueError: shape or dtype of the leaf at ``path`` has changed.
+      ValueError: ``updated`` has another shape or dtype than ``before``.
     """
     old, new = trees.stored_values((before, updated))
     was, became = ((np.shape(value), jnp.result_type(value)) for value in (old, new))
@@ -168,9 +172,9 @@ def _strongly_typed(path: str, before: Any, updated: Any) -> Any:
 
 
 def _differing_by_type(leaf: Sharded) -> Axes:
-    """Returns the axes over which a leaf varies by type, without the axes by which its box splits the leaf.
+    """Returns the bound mesh axes over which a leaf varies by type, except the axes by which its box splits the leaf.
 
-    Where types do not show variation (``check_vma=False``), these are all axes of more than one device.
+    Where types do not show variation (``check_vma=False``), every axis of more than one device counts as varying.
     """
     varying = collectives.varying_axes(leaf.value)
 
@@ -181,10 +185,11 @@ def _differing_by_type(leaf: Sharded) -> Axes:
 
 
 def _equal_by_type(new: PyTree, of_types: list[Axes]) -> PyTree:
-    """Returns the tree ``new`` with types that are equal on every device; the values are equal already.
+    """Returns the tree ``new`` with the types of its leaves changed from varying to equal on every device.
 
-    ``of_types`` has for each leaf the axes over which it varies by type. Under ``check_vma=True`` a maximum over these
-    axes serves as the cast; otherwise nothing is sent.
+    The values must be equal already. ``of_types`` has, for each leaf in the order of the tree, the axes over which the
+    leaf varies by type. Under ``check_vma=True`` a maximum over these axes serves as the cast; otherwise the leaves are
+    returned unchanged, and nothing is sent.
     """
     values, treedef = jax.tree.flatten(new)
     # JAX has no cast from varying to equal, so a maximum over equal values serves as the cast.

@@ -21,16 +21,17 @@ BEFORE_KEY = 3  # arguments of a loss before the key: params, apply_fn, batch
 
 
 def with_constants(fn: Callable[..., Any], state: Any, has_key: bool, *, returns_pair: bool) -> Callable[..., Any]:
-    """Returns ``fn``, a loss or evaluation function, as a function that takes the collections of a state last.
+    """Returns a loss or evaluation function that takes the collections of ``state`` as last argument and calls ``fn``.
 
-    ``fn`` is returned unchanged if the state has other collections than the constant arrays of an NNX model, or if
-    ``fn`` takes collections.
+    In this call ``apply_fn`` adds the collections to the variables. ``fn`` itself is returned if the state has other
+    collections than the constant arrays of an NNX model, or none, or if ``fn`` takes collections or has no signature.
 
     Args:
       fn: ``fn(params, apply_fn, batch)``, or ``fn(params, apply_fn, batch, rng)``.
       state: the state of a step.
       has_key: whether the step was given a key; a function with an optional key argument then receives the key.
-      returns_pair: whether a function with collections returns a pair of its result and the collections.
+      returns_pair: whether the new function returns the pair of the result of ``fn`` and the unchanged collections (for
+        a loss), or the result alone.
     """
     model = getattr(state.apply_fn, "__self__", None) if hasattr(state, "apply_fn") else None
     if collections_of(state).keys() != {OF_ARRAYS} or not isinstance(model, ShardsItself):

@@ -120,9 +120,9 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """Returns the given, already unsharded kernel, and its ``Pieces``: the layout for reading it in one piece.
+    """Returns the pair of ``kernel``, an unsharded array, and the layout by which chunks of it are read, a ``Pieces``.
 
-    Nothing is sent, neither here nor when chunks of the kernel are read.
+    ``vocab_dim`` is the dim of the kernel that is cut into chunks. Nothing is sent, neither here nor at the reads.
     """
     return kernel, Pieces(vocab_dim, kernel.shape, kernel.shape[vocab_dim])
 
@@ -138,10 +138,10 @@ def _token_losses(
     sequence_dim: int | None,
     dtype: DTypeLike | None,
 ) -> TokenLosses:
-    """Computes ``chunked_cross_entropy`` for a kernel ``stored`` as a shard, or as an unsharded array.
+    """Returns the ``TokenLosses`` of ``labels`` [...], arrays [...], for a kernel that is a local shard or unsharded.
 
-    ``pieces`` is the layout of ``stored``, by which chunks of the kernel are read; further arguments and the result are
-    as in ``chunked_cross_entropy``.
+    ``stored`` is the array of the kernel as this device stores it, and ``pieces`` the layout by which chunks are
+    gathered from ``stored``. Further arguments are as in ``chunked_cross_entropy``, whose computation this is.
     """
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
@@ -171,13 +171,14 @@ def _token_losses(
 
 
 def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) -> Array:
-    """Returns the hidden states of all tokens, ready for products with the local vocabulary entries.
+    """Returns the hidden states of all tokens, ready for products with the vocabulary entries of this device.
 
-    ``hidden`` is returned unchanged without ``vocab_axis``, and as ``enter_split`` does for a replicated ``hidden``.
-    With ``sequence_dim`` the tokens of all devices along the axis are gathered.
+    Without ``vocab_axis`` returns ``hidden``. With ``vocab_axis`` alone returns ``hidden``, too, which must be
+    replicated over the axis; the backward pass sums its gradient over the axis. With ``sequence_dim``, the token dim
+    that the axis splits, returns the tokens gathered over the axis.
 
     Raises:
-      ValueError: ``sequence_dim`` without ``vocab_axis``.
+      ValueError: ``sequence_dim`` is given without ``vocab_axis``.
     """
     caller = "chunked_cross_entropy"
     if vocab_axis is None:
@@ -192,10 +193,12 @@ def _entered(hidden: Array, vocab_axis: str | None, sequence_dim: int | None) ->
 
 
 def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
-    """Combines each device's result of ``_read_logits`` into the result for the full vocabulary, equal on each device.
+    """Combines the results of ``_read_logits`` of all devices along ``axis``, each for the device's vocabulary entries.
 
-    ``losses`` and the result are (log-normalizer, label logit, index of the largest logit, its value). ``first`` is the
-    index of the first local entry. Gradients flow through both sums to each device's term.
+    ``losses`` and the result are tuples (log-normalizer, label logit, index of the largest logit, the largest logit).
+    The result is for the full vocabulary and is equal on each device. ``first`` is the index of the device's first
+    entry in the full vocabulary. Log-normalizer and label logit are differentiable: gradients reach the terms of each
+    device.
     """
     log_normalizer, label_logit, likeliest, largest = losses
     most = [lax.stop_gradient(log_normalizer), lax.stop_gradient(largest)]
@@ -209,7 +212,12 @@ def _over_all_parts(losses: Arrays, first: Array, axis: str) -> Arrays:
 
 
 def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> None:
-    """Raises a ``ValueError`` or ``TypeError`` if arguments of ``chunked_cross_entropy`` do not fit each other."""
+    """Raises if ``hidden``, the kernel of layout ``pieces``, ``labels`` and ``chunk_size`` do not fit each other.
+
+    Raises:
+      ValueError: shapes do not match, or ``chunk_size`` is not a positive integer.
+      TypeError: the labels are not integers.
+    """
     dim = pieces.shape[1 - pieces.piece_dim]
     if hidden.shape[-1:] != (dim,):
         raise ValueError(
@@ -229,10 +237,17 @@ def _check(hidden: Array, pieces: Pieces, labels: Array, chunk_size: int) -> Non
 
 @promoting
 def _read_logits(hidden: Array, kernel: Array, labels: Array, pieces: Pieces, chunk_size: int) -> Arrays:
-    """Returns (logsumexp, label logit, index of the largest logit, its value), each [...], over the local entries.
+    """Returns (logsumexp, label logit, index of the largest logit, the largest logit) of each token, as arrays [...].
 
-    The label logit is 0 if the label is no local entry. ``kernel`` is as ``pieces`` stores it; ``chunk_size`` counts
-    the local entries per chunk.
+    The logits are those of ``hidden`` [..., d] with the vocabulary entries of ``kernel``, and exist chunk by chunk
+    only. The label logit is 0 if the label is not among the entries.
+
+    Args:
+      hidden: the hidden states.
+      kernel: the kernel as this device stores it: the local shard, or unsharded.
+      labels: integers [...].
+      pieces: the layout by which chunks are gathered from ``kernel``.
+      chunk_size: number of entries per chunk and device.
     """
     wide, sent = common_dtype(hidden.dtype, jnp.float32), shard_as_sent(kernel, pieces.communication)
 
@@ -265,10 +280,11 @@ def _read_logits_fwd(hidden: Array, kernel: Array, labels: Array, pieces: Pieces
 
 @promoting
 def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotangents: Arrays) -> tuple[Array, Any, None]:
-    """Backward rule of ``_read_logits``: returns the gradients of hidden states and kernel, and None for the labels.
+    """Backward rule of ``_read_logits``: returns the gradients of ``hidden`` and ``kernel``, and None for the labels.
 
-    The logits are computed again, chunk by chunk. The gradient of the kernel has the form of the stored kernel, and is
-    None for a frozen kernel.
+    ``residuals`` are (hidden, kernel, labels, log-normalizer), and ``cotangents`` those of the four results. The logits
+    are computed again, chunk by chunk. The gradient of the kernel has the shape and dtype of the stored kernel (a local
+    shard, if sharded), and is None for a frozen kernel.
     """
     hidden, kernel, labels, log_normalizer = residuals
     d_normalizer, d_label_logit, *_ = cotangents
@@ -307,8 +323,9 @@ def _over_chunks(
 ) -> PyTree:
     """Runs ``carry = fn(carry, chunk, start, size)`` over the chunks of a kernel in order; returns the last carry.
 
-    ``sent`` is the kernel in the form in which shards are sent; each chunk is gathered before its call. A chunk has the
-    entries ``start`` to ``start + size`` of each device's part; the last chunk may be smaller than ``chunk_size``.
+    ``sent`` is the local shard of the kernel in the gather dtype, and ``pieces`` the layout by which each chunk is
+    gathered before its call. A chunk has the vocabulary entries ``start`` to ``start + size`` of each device's part.
+    ``size`` is ``chunk_size``, in the last chunk possibly less.
     """
     count, left = divmod(pieces.entries_per_device, chunk_size)
     starts, end = jnp.arange(count, dtype=jnp.int32) * chunk_size, count * chunk_size
@@ -330,11 +347,10 @@ def _over_chunks(
 
 
 def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk of c entries, in float32 or wider.
+    """Returns the logits [..., c] of hidden [..., d] with a kernel chunk of c vocabulary entries, in float32 or wider.
 
-    The logits of padding are -inf.
-
-    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel, whose
+    layout is ``pieces``. Logits of padding entries are -inf.
     """
     wide = common_dtype(hidden.dtype, jnp.float32)
     logits = _product(hidden, chunk, (hidden.ndim - 1,), (1 - pieces.piece_dim,), wide)
@@ -344,9 +360,10 @@ def _logits(hidden: Array, chunk: Array, pieces: Pieces, start: Any, size: int) 
 
 
 def _is_label(labels: Array, pieces: Pieces, start: Any, size: int) -> Array:
-    """Returns a mask bool [..., c]: which of the c entries of a chunk is the label of each token, labels [...].
+    """Returns a bool mask [..., c], True where an entry of a chunk of c vocabulary entries is the token's label.
 
-    ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part of the kernel.
+    ``labels`` are [...]. ``start`` and ``size`` are the chunk's first entry and number of entries in each device's part
+    of the kernel, whose layout is ``pieces``.
     """
     return labels[..., None] == pieces.entries(start, size)
 
@@ -390,30 +407,37 @@ class LMHead(nn.Module, ReadsShards):
     by_pieces: bool = False
 
     def __call__(self, hidden: Array) -> Array:
-        """Returns logits [..., V] in ``dtype`` for hidden [..., d], for sampling; with ``vocab_axis`` local entries."""
+        """Returns logits [..., V] in ``dtype`` for hidden [..., d], for sampling.
+
+        With ``vocab_axis`` the logits are those of the local vocabulary entries.
+        """
         hidden, kernel = self._operands(hidden)
         if self.vocab_axis:
             return column_products(hidden, [kernel], self.vocab_axis, sequence_dim=self.sequence_dim)[0]
         return lax.dot_general(hidden, kernel, (((hidden.ndim - 1,), (0,)), ((), ())))
 
     def losses(self, hidden: Array, labels: Array) -> TokenLosses:
-        """Returns the losses of labels [...] for hidden [..., d], for training."""
+        """Returns the ``TokenLosses`` of labels [...] for hidden [..., d], for training: ``chunked_cross_entropy``."""
         hidden, kernel = self._operands(hidden)
         return self._losses(hidden, *_as_one_piece(kernel, 1), labels)
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """Returns {"kernel": (vocabulary dim, chunk size)} if the field ``by_pieces`` is set, else {}."""
+        """Returns {"kernel": (1, chunk size)}: the kernel's dim that is read in chunks, and entries per chunk.
+
+        Returns {} if the field ``by_pieces`` is not set: the kernel is then gathered at once.
+        """
         return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
 
     @nn.nowrap
     def from_shards(
         self, method: str, shards: dict[str, Sharded], hidden: Any = None, labels: Any = None
     ) -> TokenLosses | None:
-        """Returns ``losses``, computed from a sharded kernel chunk by chunk; None if the kernel must be gathered first.
+        """Returns the ``TokenLosses`` of ``labels`` [...] for hidden [..., d], with the kernel gathered chunk by chunk.
 
-        ``shards`` are the parameters by name, as shards in their boxes; ``hidden`` and ``labels`` are as for
-        ``losses``.
+        Returns None if the kernel must be gathered first: without ``by_pieces``, with ``vocab_axis``, without
+        ``labels``, or if the shapes do not fit or the kernel cannot be read in chunks. ``shards`` are the parameters by
+        name, as local shards in their boxes. ``method`` is ignored: only ``losses`` reads shards.
         """
         del method
         kernel = shards.get("kernel") if self.by_pieces and not self.vocab_axis else None

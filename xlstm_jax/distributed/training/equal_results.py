@@ -20,11 +20,13 @@ from xlstm_jax.formatting import listed
 
 
 def check_equal_results(context: Results) -> None:
-    """Raises if results of a ``shard_map`` that should be replicated differ between devices.
+    """Raises if a result of a traced ``shard_map`` differs between devices along an axis that its spec does not name.
+
+    ``context`` has the results, the mesh and the equations of the ``shard_map``; differences are read off the
+    equations.
 
     Raises:
-      ValueError: a result differs between devices along an axis that its spec does not name; names the result, the axes
-        and the cure.
+      ValueError: a result differs so; names the result, the axes and the cure.
     """
     spread = [axis for axis, size in context.mesh.shape.items() if size > 1]
     differing = _by_name(context.results, context.equations.of_results)
@@ -43,10 +45,10 @@ def check_equal_results(context: Results) -> None:
 
 
 def _by_name(results: PyTree, of_leaves: list[Axes]) -> dict[str, Axes]:
-    """Returns the axes along which each leaf of ``results`` differs, by the leaf's path.
+    """Returns a dict from the path of each leaf of ``results`` to the mesh axes along which the leaf differs.
 
-    ``of_leaves`` has the axes in the order of the leaves. The state of a metric counts as a single leaf, "the state of
-    the metric", with the axes of all its leaves.
+    ``of_leaves`` has these axes in the order of the leaves. The state of a metric counts as a single leaf, "the state
+    of the metric", with the axes of all its leaves.
     """
     by_name: dict[str, Axes] = {}
     left = iter(of_leaves)

@@ -146,7 +146,8 @@ class _Evaluation:
     def step(self, state: Any, batch: PyTree, local: Local, *, extra_trees: ExtraTrees = None) -> Local:
         """Runs the checks of an evaluation, and updates the metric state of each device with the device's rows.
 
-        Returns the new metric state, of the structure of ``local``; the function that ``make_eval_step`` compiles.
+        Returns the new metric state, of the structure of ``local``. ``make_eval_step`` compiles this function;
+        arguments are those of the step: global arrays, outside ``shard_map``.
         """
         eval_fn = with_constants(self.eval_fn, state, False, returns_pair=False)
         if eval_fn is not self.eval_fn:
@@ -168,15 +169,18 @@ class _Evaluation:
     def _on_device(
         self, apply_fn: ApplyFn, layout: BatchLayout, variables: dict[str, PyTree], batch: PyTree, local: Local
     ) -> Local:
-        """Returns the metric state ``local`` of this device, updated with the device's rows.
+        """Returns the metric state ``local`` of this device, updated with the device's rows of ``batch``.
 
-        ``shard_map`` runs the function. ``variables`` has "params", "collections" and "extra_trees".
+        Runs inside ``shard_map``. ``apply_fn`` is the model's, ``layout`` is the layout of the batch, and ``variables``
+        is a dict with the trees "params", "collections" and "extra_trees".
         """
         with layout.entered(batch) as batch:
             return self._observed(apply_fn, variables, batch, local)
 
     def _observed(self, apply_fn: ApplyFn, variables: dict[str, PyTree], batch: PyTree, local: Local) -> Local:
-        """Calls ``eval_fn`` on this device's rows; returns ``local``, updated with the returned observations.
+        """Calls ``eval_fn`` on ``batch``, this device's rows; returns ``local`` updated with its observations.
+
+        ``variables`` is a dict with the trees "params", "collections" and "extra_trees".
 
         Raises:
           TypeError: ``eval_fn`` did not return a dict.

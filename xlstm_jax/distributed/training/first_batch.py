@@ -29,7 +29,10 @@ BATCH = "first batch of a step"
 
 
 def compare_keys(rng: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` in every process of the mesh if processes initialise with different keys."""
+    """Raises a ``ValueError`` in every process of the mesh if ``rng``, a key or a dict of keys, differs between them.
+
+    Returns at once if there is a single process, or if ``rng`` is traced or abstract.
+    """
     if len(processes := _processes(mesh, rng)) > 1:
         compare(entries_of({"rng": rng}), KEY, jax.process_index(), processes, PEER_TIMEOUT_S)
 
@@ -76,10 +79,10 @@ def compare_batches(batch: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 def _processes(mesh: Mesh | AbstractMesh, tree: PyTree) -> list[int]:
-    """Returns the sorted indices of the processes of the mesh that must compare ``tree``.
+    """Returns the sorted indices of the processes of the mesh, which must compare the values of ``tree``.
 
-    Returns [] if nothing can be compared: the mesh is of one process or abstract, ``jax.distributed`` is not
-    initialised, or a leaf of ``tree`` is traced or abstract.
+    Returns [] if nothing can be compared: the mesh has devices of one process or is abstract, ``jax.distributed`` is
+    not initialised, or a leaf of ``tree`` is traced or abstract.
     """
     processes = [] if isinstance(mesh, AbstractMesh) else sorted({d.process_index for d in mesh.devices.flat})
     # Devices of a compile-only topology name processes that do not run.
@@ -89,7 +92,7 @@ def _processes(mesh: Mesh | AbstractMesh, tree: PyTree) -> list[int]:
 
 
 def _rows_here(rows: Mapping[str, jax.Array]) -> str:
-    """Returns facts on the rows of this process, as JSON ``[places, values, vary]``, to compare between processes.
+    """Returns a JSON text ``[places, values, vary]`` about this process's rows of a batch, for comparison.
 
     ``rows`` are global arrays by path. ``places`` is a digest of the paths and global indices of this process's shards,
     ``values`` a digest of their contents, and ``vary`` is whether any two rows of a shard differ.

@@ -120,11 +120,12 @@ class LocalResult(NamedTuple):
 def local_result(
     loss_fn: Callable[..., Loss], params: PyTree, axes: tuple[str, ...], *rest: PyTree, devices: int | None = None
 ) -> LocalResult:
-    """Returns the loss ``loss_fn(params, *rest)`` on this device and its gradients, not yet averaged over devices.
+    """Differentiates ``loss_fn(params, *rest)`` on this device with respect to ``params``; returns a ``LocalResult``.
 
-    ``axes`` are the axes of the batch. With ``devices`` the loss is divided by the number of devices before
-    differentiation, so that it is a term of the global mean. ``devices`` is passed if ``params`` include the scales of
-    fp8 products.
+    Loss and gradients are not yet averaged over devices. The gradients are a list with an entry for each differentiable
+    leaf of ``params``. ``axes`` are the axes of the batch. With ``devices``, the number of devices along ``axes``, the
+    loss is divided by ``devices`` before differentiation, so that the loss is a term of the global mean. Callers pass
+    ``devices`` if ``params`` include the scales of fp8 products.
 
     Raises:
       ValueError: all parameters are frozen, or the loss varies by its type over other axes than ``axes``.
@@ -178,7 +179,10 @@ def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Enters a context for user code: JAX's errors about types and forward derivatives are raised with a cure added."""
+    """Enters a context for user code: JAX's errors about types and forward derivatives are raised with a cure added.
+
+    Other errors are raised unchanged.
+    """
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, AssertionError) as error:
@@ -187,9 +191,9 @@ def explained() -> Iterator[None]:
 
 
 def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, core.Jaxpr]:
-    """Calls the ``shard_map`` ``on_mesh(*args)`` and returns its results and its jaxpr.
+    """Calls ``on_mesh(*args)``, a function made by ``jax.shard_map``; returns the pair of its results and its jaxpr.
 
-    The ``shard_map`` is traced once: its equations become a part of the step.
+    The function is traced once: its equations become a part of the step that is being traced.
     """
     # inline=True yields the same program as without this jit; the call reuses the trace.
     once = jax.jit(on_mesh, inline=True)
@@ -199,7 +203,10 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 
 
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    """Returns the leaves cast to varying over ``axes`` by type, except replica axes: the gather casts over those."""
+    """Returns the leaves, in order, cast to types that vary over ``axes``; the values are unchanged.
+
+    Along axes of copies of a leaf's shard the type stays equal: the gather of the leaf casts over these axes.
+    """
     spread = collectives.spread_axes(axes)
     boxes = [leaf_of(leaf) for leaf in leaves]
     if not [box for box in boxes if box.communication.replicas]:
@@ -211,11 +218,11 @@ def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
 
 
 def varying_if_frozen(leaf: Any, axes: tuple[str, ...]) -> Any:
-    """Casts a frozen float leaf to varying over the axes, like the leaves beside it; others are returned unchanged.
+    """Returns ``leaf``, if it is a frozen float, cast to a type that varies over ``axes``; else ``leaf`` unchanged.
 
-    A frozen leaf has no gradient, so the cast changes no sum. A gradient rule of a model (``jax.custom_vjp``, as of
-    Flax's fp8 products) returns a gradient of each operand that varies with the batch, and JAX compares its type with
-    the operand's.
+    A frozen leaf has no gradient, so the cast changes no sum. Trainable leaves are cast by ``varying_leaves``. A
+    gradient rule of a model (``jax.custom_vjp``, as of Flax's fp8 products) returns a gradient of each operand that
+    varies with the batch, and JAX compares its type with the operand's.
     """
     box = leaf_of(leaf)
     is_float = jnp.issubdtype(value_dtype(box.value), jnp.inexact)
@@ -223,10 +230,10 @@ def varying_if_frozen(leaf: Any, axes: tuple[str, ...]) -> Any:
 
 
 def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Averages gradients over devices; returns them in the tree and boxes of ``params``.
+    """Averages local gradients over devices; returns the mean gradients in the tree and boxes of ``params``.
 
-    ``grads`` is a list with the local gradient of each differentiable leaf. Frozen leaves get zeros, integers and keys
-    zeros of dtype float0.
+    ``grads`` is a list with the gradient of each differentiable leaf of ``params``, in the order of the tree. ``axes``
+    are the axes of the batch. Frozen float leaves get zeros, integers and keys zeros of dtype float0.
     """
 
     def no_gradient(leaf: Sharded) -> Any:
@@ -246,10 +253,10 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
-    """Returns (loss to differentiate on this device, factor, total weight) of a user's loss.
+    """Returns the triple (loss to differentiate on this device, factor, total weight) of a user's loss.
 
-    With a weight: (sum * N / W, N / W, W), W being the total weight on N devices; a total of 0 gives the factor 0.
-    Without a weight, for a mean: (mean, 1, 1).
+    With a weight: (sum * N / W, N / W, W), W being the total weight on the N devices along ``axes``; a total of 0 gives
+    the factor 0. Without a weight, for a mean: (mean, 1, 1).
     """
     total, weight = loss.total, loss.weight
     if weight is None:

@@ -151,7 +151,9 @@ class Auxiliary(struct.PyTreeNode):
 
     @classmethod
     def of(cls, aux: PyTree) -> Self:
-        """Sorts the leaves of ``aux`` into means and cells; casts means to float32 or wider.
+        """Returns the leaves of ``aux``, a loss function's auxiliary output, sorted into means and cells.
+
+        Means are cast to float32 or wider. The order of the leaves is kept in both lists.
 
         Raises:
           TypeError: a leaf is an integer or not a number; names the leaf.
@@ -164,14 +166,14 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """Returns the output with ``means`` multiplied by ``scale``; ``cells`` are unchanged.
+        """Returns a copy with ``means`` multiplied by ``scale``; ``cells`` are unchanged.
 
         A ``scale`` of N / W turns local sums into terms of a global mean, W being the total weight on N devices.
         """
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
-        """Returns the output with ``cells``, stacked over minibatches along a leading dim, merged into a cell each."""
+        """Returns a copy whose ``cells``, stacked over minibatches along a leading dim, are merged over this dim."""
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
@@ -188,7 +190,9 @@ class Auxiliary(struct.PyTreeNode):
 
 
 def _as_mean(path: str, leaf: Any) -> jax.Array:
-    """Converts a leaf of the auxiliary output, at ``path``, to an array of float32 or wider, for averages.
+    """Returns ``leaf``, the leaf of the auxiliary output at ``path``, as an array of float32 or wider, for averages.
+
+    Bools become 0 and 1.
 
     Raises:
       TypeError: the leaf is an integer, whose mean is no count, or not a number.

@@ -114,7 +114,7 @@ _warned: set[object] = set()
 
 
 def _warn(text: str, key: object = None) -> None:
-    """Warns with ``text``, once per process and ``key`` (by default the text)."""
+    """Warns with ``text``, once per process and ``key``; None: the key is the text."""
     key = text if key is None else key
     if key not in _warned:
         _warned.add(key)
@@ -168,7 +168,11 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Warns of 16-bit parameters, which small updates do not change, and of suspect masks of weight decay."""
+    """Warns of trained 16-bit parameters, which small updates do not change, and of suspect masks of weight decay.
+
+    A mask of the optimizer ``tx`` is suspect if nothing decays, or if biases or scales decay, and no other vector does.
+    ``params`` are boxed.
+    """
     differentiable = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
     dtypes = {path: value_dtype(leaf.value) for path, leaf in differentiable}
     if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
@@ -219,9 +223,10 @@ def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
 
 
 def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
-    """Warns if the learning rate that a step reports is another schedule than the optimizer's.
+    """Warns if a schedule in ``learning_rate``, which a step reports, is no schedule of the optimizer ``tx``.
 
-    Only schedules are compared, not numbers. A schedule may be any of the optimizer's schedules, or their product.
+    ``learning_rate`` is a schedule, a number, or a dict of these; numbers are not compared. Equality with any of the
+    optimizer's schedules, or with their product, suffices. An optimizer without schedules passes.
     """
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     used_schedules = schedules(parts(tx))
@@ -238,9 +243,9 @@ def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: Lear
 
 
 def _difference(first: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
-    """Returns (count, first value, other value) at the first count in ``COUNTS`` where two schedules differ; else None.
+    """Returns (count, first value, other value) at the first update count where two schedules differ; else None.
 
-    Values are absolute, and equal up to a relative difference of 1e-4.
+    Compared are absolute values at the counts in ``COUNTS``, which are equal up to a relative difference of 1e-4.
     """
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
@@ -268,11 +273,11 @@ class ModelFacts(NamedTuple):
 
 
 def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
-    """Warns if no parameter is split over devices of the mesh, or if at least 5 % of their bytes are not.
+    """Warns if no parameter is split over devices of the mesh, or if at least 5 % of the bytes are not split.
 
-    If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. Nothing is split on a mesh
-    of a single device, so nothing warns there. ``look()`` returns the facts of the model. The call may trace the model,
-    and happens only for a warning.
+    ``params`` are boxed. If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn.
+    Nothing is split on a mesh of a single device, so nothing warns there. ``look()`` returns the facts of the model for
+    the text. The call may trace the model, and happens only for a warning.
     """
     leaves = dict(trees.sharded_leaves(params))
     # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
@@ -318,10 +323,11 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
 
 
 def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: ModelFacts) -> list[str]:
-    """Returns cures for replicated leaves, as sentences for a warning; the cure for the most bytes comes first.
+    """Returns cures for replicated leaves, as a list of sentences for a warning, the cure for the most bytes first.
 
-    ``replicated`` maps the path of a replicated leaf to its bytes, ``leaves`` are all parameters by path. Cures for
-    less than 5 % of the replicated bytes are left out.
+    ``replicated`` maps the path of a replicated leaf to its bytes, ``leaves`` are all parameters by path, and ``facts``
+    has reasons for replicated leaves and classes of modules. Cures for less than 5 % of the replicated bytes are left
+    out.
     """
     # Classes of the wrapped modules: unit_depth of a box counts the path names below its wrapped module.
     units = dict.fromkeys(
@@ -375,22 +381,26 @@ FACTS_OF_STATE: list[Callable[[CreatedState], ModelFacts]] = [lambda context: Mo
 
 
 def warn_of_replicated_in_state(context: CreatedState) -> None:
-    """Warns if no parameter of a new state is split, or if at least 5 % of their bytes are not."""
+    """Warns if no parameter of a new state is split, or if at least 5 % of the bytes are not split.
+
+    ``context`` has the parameters, the mesh, and the model for the text of the warning.
+    """
     warn_of_replicated(context.params, context.mesh, partial(FACTS_OF_STATE[-1], context))
 
 
 def warn_of_replicated_in_step(state: Any, mesh: AnyMesh, trace_again: Callable[[], None]) -> None:
-    """Warns of replicated parameters in the state of a step, as ``warn_of_replicated``; any state, not only a new one.
+    """Warns of replicated parameters of any state with which a step is called, as ``warn_of_replicated`` does.
 
-    ``trace_again()`` traces the step, to observe the modules of the model for the warning.
+    ``trace_again()`` traces the step, to observe the classes of the model's modules for the warning.
     """
     warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
 
 
 def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
-    """Returns the classes of the modules that run while ``trace()`` traces a step, by path, as ``ModelFacts``.
+    """Calls ``trace()``, which traces a step, and returns the classes of the modules that run meanwhile.
 
-    The model is the object whose method ``apply_fn`` is. The reasons for replicated leaves are not known: {}.
+    In the ``ModelFacts``, ``holders`` maps the path of a module to the name of its class; ``reasons`` is {}: the
+    reasons for replicated leaves are not known. The model is the object whose method ``apply_fn`` is.
     """
     with recording_holders(getattr(apply_fn, "__self__", None)) as holders:
         trace()
@@ -398,7 +408,10 @@ def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> Mo
 
 
 def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
-    """Warns of stacks of layers (``nn.scan``) that a wrapped module gathers at once, on a mesh of several devices."""
+    """Warns of stacks of layers (``nn.scan``) whose weights a wrapped module gathers all at once.
+
+    Nothing warns on a mesh of a single device, and each stack warns once per process.
+    """
     new = {name: cls for name, cls in stacks.layers.items() if (name, cls) not in _warned}
     if mesh.size == 1 or not new:
         return
@@ -419,8 +432,8 @@ def warn_of_idle_axes(
 ) -> None:
     """Warns of mesh axes along which devices repeat the same work.
 
-    Such an axis has several devices, is no axis of the batch, splits no leaf of state and ``extra_trees``, and no
-    equation of ``jaxpr`` names it.
+    Such an axis has several devices, is not in ``batch_axes``, splits no leaf of state and ``extra_trees`` and has no
+    copies of their shards, and no equation of ``jaxpr``, the traced step, names it.
     """
     idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
     if not idle:
@@ -440,10 +453,12 @@ def warn_of_idle_axes(
 
 
 def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Callable[[], Any]) -> None:
-    """Warns of auxiliary floats, at the paths ``aux``, that are not means, but are averaged over ``count`` minibatches.
+    """Warns of auxiliary floats that are sums, maxima or the like on each device, since a step returns their averages.
 
-    Tracing ``jaxpr()``, whose results are these floats, is costly, so only names that look like sums or maxima are
-    checked.
+    ``aux`` are the paths of the floats. ``count`` is the number of values that are averaged, one of each minibatch of
+    each device; for 1 nothing warns. ``jaxpr()`` traces a program whose results are the floats in the order of ``aux``.
+    The trace is costly, so only floats whose names look like sums or maxima are checked. With ``weighted`` a sum does
+    not warn.
     """
     looks = [path for path in aux if LOOKS_REDUCED.search(path) and ("aux", path) not in _warned]
     if count == 1 or not looks:
@@ -462,9 +477,10 @@ def warn_of_averages(aux: tuple[str, ...], count: int, weighted: bool, jaxpr: Ca
 
 
 def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
-    """Returns the name of the primitive, such as "reduce_sum", that makes ``atom``, a result of a jaxpr; "" if unknown.
+    """Returns the name of the primitive, such as "reduce_sum", that makes ``atom``, a result of ``jaxpr``.
 
-    Casts and reshapes after the primitive are skipped.
+    Casts and reshapes after the primitive are skipped, and calls of functions (``jit``) are entered. Returns "" if no
+    equation makes ``atom``, as for an argument.
     """
     eqn = next((eqn for eqn in jaxpr.eqns if any(atom is made for made in eqn.outvars)), None)
     if eqn is None:
@@ -482,10 +498,11 @@ def _maker(jaxpr: core.Jaxpr, atom: Any) -> str:
 
 
 def warn_of_padding(batch: PyTree, counting: Mapping[str, list[str]]) -> None:
-    """Warns of values that count copies of rows appended to the batch by ``shard_batch``.
+    """Warns of values that count padded rows, the copies of rows that ``shard_batch`` appended to ``batch``.
 
     ``counting`` has the names of values that a step computes without the weights of rows, as lists by kind: the result
-    of ``counting_padding``.
+    of ``counting_padding``. The batch has at least one padded leaf. A batch whose leaves are all padded lacks the
+    weights, and warns, too.
     """
     leaves = [(path, leaf) for path, leaf in trees.leaves_with_path(batch) if np.ndim(leaf)]
     padded = {path: of_leaf for path, leaf in leaves if (of_leaf := padded_rows_of(leaf))}

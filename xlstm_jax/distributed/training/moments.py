@@ -272,7 +272,7 @@ class CallInProgram(NamedTuple):
 
 
 def sharding_of(leaf: Any) -> Any:
-    """Returns the sharding of a leaf; None for a tracer, and for a leaf that is no ``jax.Array``."""
+    """Returns the sharding of a leaf; None for a tracer, and for a leaf without a sharding, such as a NumPy array."""
     return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
 
 
@@ -285,15 +285,15 @@ def checks_at(moment: Moment) -> list[TrainingCheck]:
 
 
 def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment in the order of the table, on ``context``, the object that the moment's checks take.
+    """Runs the checks of a moment in the order of the table ``CHECKS``; a check may raise or warn.
 
-    Raises what a check raises, and warns as the checks do.
+    ``context`` is the object that the checks of the moment take, such as a ``StepTrace`` for "trace".
     """
     run_rows(checks_at(moment), context)
 
 
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs checks, in order, on ``context``; skips a check that its ``needs`` or ``unless`` excludes for the context.
+    """Runs ``checks``, rows of the table, in order, except those that ``needs`` or ``unless`` exclude for ``context``.
 
     A check is called with the attributes of the context that its ``reads`` lists, or with the context itself.
     """
@@ -355,8 +355,8 @@ class CheckedStep:
     def checked_call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function`` in place of the compiled step, with the checks of a call of the step; returns its result.
 
-        Raises what a check or ``function`` raises; an error of JAX about an argument is replaced by an error that names
-        it.
+        ``args`` and ``kwargs`` are those of the call. Raises what a check or ``function`` raises; an error of JAX about
+        an argument is replaced by an error that names the argument.
         """
         call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
         function = self._where_it_compiles(function) if explicit else function
@@ -380,9 +380,10 @@ class CheckedStep:
         return returned
 
     def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``function``, but called as if no mesh were set once JAX has refused to compile under the set mesh.
+        """Returns a function that calls ``function`` under the set mesh, or without a mesh if JAX cannot compile there.
 
-        JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
+        Once JAX has refused to compile under the set mesh, this and all later calls of the step run as if no mesh were
+        set. JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
         """
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -412,7 +413,7 @@ class CheckedStep:
         return getattr(self.jitted, name)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the ``JittedCall`` of these arguments: as passed, and by name."""
+        """Returns the ``JittedCall`` of these arguments: as passed, and by name. Names are not checked."""
         named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
         return JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
 
@@ -420,7 +421,7 @@ class CheckedStep:
         """Returns the ``JittedCall`` of these arguments, after a check that their names are those of the step.
 
         Raises:
-          TypeError: a needed argument is missing, or an argument is unknown.
+          TypeError: a needed argument is missing, or an argument is unknown, passed twice, or beyond the last.
         """
         call = self._call(args, kwargs)
         run_checks("names", call)
@@ -429,10 +430,11 @@ class CheckedStep:
     def _run(
         self, call: JittedCall, function: Callable[..., Any], *, explicit: bool = False, is_new: bool = True
     ) -> Any:
-        """Returns the result of ``function`` for a call; where JAX raises, the error names the argument at fault.
+        """Returns the result of ``function`` for the arguments of ``call``.
 
-        If ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh. If
-        ``is_new``, the placement of the batch is checked before.
+        Where JAX raises, the error is replaced by one that names the argument at fault, if the argument is found. If
+        ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh. If ``is_new``,
+        the placement of the batch is checked before.
         """
         if explicit:
             args, kwargs = on_set_mesh((call.args, call.kwargs))
@@ -458,8 +460,8 @@ class CheckedStep:
 def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
     """Returns a hashable key of a call: two calls with equal keys need the checks of new calls only once.
 
-    The key has number and names of the arguments, the structure and shardings of the batch, and, if ``explicit``, the
-    set mesh.
+    The key has number and names of the arguments, the structure and shardings of the batch, the type of
+    ``extra_trees``, and, if ``explicit`` (the set mesh has explicit axes), the set mesh.
     """
     leaves, structure = jax.tree.flatten(call.named.get("batch"))
     # Comparing shardings is faster than reading their specs.

@@ -64,10 +64,10 @@ def naming_nans(arguments: Mapping[str, PyTree]) -> Iterator[None]:
 
 
 def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
-    """Yields (JAX option, description) for each leaf of ``arguments`` with a NaN or an infinity.
+    """Yields (JAX option, description) for each leaf of ``arguments``, trees by name, with a NaN or an infinity.
 
-    NaN are looked for if ``jax_debug_nans`` is set, infinities if ``jax_debug_infs`` is set. The description names the
-    leaf, its shape and the index of an entry.
+    The option is "jax_debug_nans" for NaN, which are looked for if this option is set, and "jax_debug_infs" likewise
+    for infinities. The description names the leaf, its shape and the index of an entry.
     """
     looked_for = {"jax_debug_nans": ("NaN", np.isnan), "jax_debug_infs": ("infinity", np.isinf)}
     for option, (noun, is_one) in looked_for.items():
@@ -82,7 +82,7 @@ def _found(arguments: Mapping[str, PyTree]) -> Iterator[tuple[str, str]]:
 
 
 def _values(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """Yields the parts of a float array that this process has, as NumPy arrays, each with the index of its first entry.
+    """Yields (part, index of its first entry) for each part of a float array that this process has, as NumPy arrays.
 
     The index is in the full array. Nothing is yielded for traced or abstract values, and for other dtypes.
     """

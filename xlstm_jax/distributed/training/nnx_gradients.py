@@ -189,7 +189,7 @@ def _mesh_of(module: nnx.Module) -> Mesh:
 
 
 def _variables(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Returns (path, variable) of each variable of a module, or of a tuple of modules.
+    """Returns a list of (path, variable) for each variable of ``node``, a module or a tuple of modules.
 
     A path is a tuple of attribute names and indices, as in ``nnx.to_flat_state``; in a tuple of modules the index of
     the module comes first.
@@ -259,9 +259,9 @@ class _Program:
         """Computes loss, gradients and auxiliary output on this device; ``shard_map`` runs the function.
 
         ``params`` has the variables to differentiate as "live", and further variables as "rest". ``batch`` are this
-        device's rows. Loss, gradients and scalars of the auxiliary output are averaged over devices; ``rows`` of the
-        result are the auxiliary arrays with a row for each of this device's examples, ``changed`` the values of
-        variables that the module changed, by name, equal on all devices.
+        device's rows. In the result ``loss``, ``grads`` and ``aux``, the list of scalars of the auxiliary output, are
+        averaged over devices. ``rows`` is the list of auxiliary arrays, with a row for each of this device's examples.
+        ``changed`` has the values of variables that the module changed, by name, equal on all devices.
         """
         trainable, frozen = params["live"], params["rest"]
 
@@ -278,6 +278,7 @@ class _Program:
     def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
         """Calls the loss function on this device's rows; returns (local loss, auxiliary output, changed variables).
 
+        ``trainable`` and ``frozen`` are the variables of the module, from which the call makes a copy of the module.
         The loss is (sum, weight) if the loss function is weighted. The changed variables are a dict from the name of a
         variable that the call wrote to its new value; random keys are not included.
         """
@@ -310,9 +311,9 @@ class _Program:
         return (found.total, found.weight) if self.weighted else found.total, found.aux, changed
 
     def equal(self, changed: dict[str, Any], params: PyTree, batch: tuple[PyTree, ...]) -> dict[str, Any]:
-        """Returns the changed variables, by name, with types that say that the values are equal on all devices.
+        """Returns ``changed``, a dict of changed variables by name, with types that say: equal on all devices.
 
-        ``changed`` is as ``called`` returns it, ``params`` and ``batch`` as for ``on_device``.
+        ``changed`` is as ``called`` returns it, ``params`` and ``batch`` as for ``on_device``. Returns {} for {}.
 
         Raises:
           ValueError: by the equations of the loss a value would differ between devices.
@@ -331,13 +332,13 @@ class _Program:
         return updated_collections(again, args, [*kept], changed, self.axes, read_later=False)
 
     def split_aux(self, aux: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[Any], list[Any]]:
-        """Splits the leaves of the auxiliary output into scalars and arrays; returns (scalars, arrays).
+        """Splits the leaves of the auxiliary output ``aux`` of this device into (scalars, arrays), two lists.
 
-        Scalars, to be averaged over devices, are cast to float32 or wider. Arrays have a row for each example. Both
-        lists are in the order of the leaves; the tree is stored for ``aux_of``.
+        Scalars, to be averaged over devices, are cast to float32 or wider. Arrays have a row for each example of
+        ``batch``. Both lists are in the order of the leaves; the tree is stored in ``self.aux``, for ``aux_of``.
 
         Raises:
-          ValueError: an array has as many rows as no leaf of ``batch``.
+          ValueError: the number of rows of an array is that of no leaf of ``batch``.
         """
         counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
         leaves, tree = jax.tree.flatten(aux)
@@ -358,9 +359,10 @@ class _Program:
         return means, [leaf for leaf in leaves if np.ndim(leaf)]
 
     def aux_of(self, means: list[Any], rows: list[Any]) -> PyTree:
-        """Returns the auxiliary output, as the tree that the loss function returned, from the lists of ``split_aux``.
+        """Returns the auxiliary output in the tree that the loss function returned, from both lists of ``split_aux``.
 
-        ``means`` are the leaves averaged over devices, ``rows`` the leaves with an entry for each row of the batch.
+        ``means`` are the scalars, averaged over devices, ``rows`` the arrays with an entry for each row of the batch.
+        Works only after ``split_aux``.
         """
         assert self.aux is not None
         tree, has_rows = self.aux
@@ -369,7 +371,7 @@ class _Program:
 
 
 def _note_writes(variable: Any, note: Callable[[], None]) -> None:
-    """Makes ``variable`` call ``note()`` whenever its value is set.
+    """Makes ``variable`` call ``note()`` whenever its value is set; hooks that it already has run, too.
 
     A comparison of arrays would also find parameters that a transformation of NNX has written back unchanged.
     """
@@ -384,9 +386,9 @@ def _note_writes(variable: Any, note: Callable[[], None]) -> None:
 
 
 def _of_this_device(key: Any, axes: tuple[str, ...]) -> Any:
-    """Returns ``key`` with the index of this device along ``axes`` folded in; each key of an array of keys likewise.
+    """Returns ``key`` with the index of this device along ``axes`` folded in, inside ``shard_map``.
 
-    Returns ``key`` unchanged if the axes have a single device.
+    In an array of keys the index is folded into each key. Returns ``key`` unchanged if the axes have a single device.
     """
     spread = collectives.spread_axes(axes)
     if not spread:

@@ -60,7 +60,8 @@ class MarkedLoss(LossFunction):
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
         """Calls the loss function; returns its ``Loss``, whose arrays have names in the jaxpr for ``counting_padding``.
 
-        Named are the loss, its weight, the leaves of the auxiliary output, and the leaves of updated collections.
+        Named are the loss, its weight, the leaves of the auxiliary output, and the leaves of updated collections. The
+        values are unchanged.
         """
         result = super().__call__(*args, **kwargs)
         collections = result.collections
@@ -100,7 +101,7 @@ def counting_padding(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[str, list[str]]:
-    """Traces a step; returns the names of results that count padded rows like real rows, by kind (``LOSS``, ...).
+    """Traces a step; returns the names of results that count padded rows like real rows, as lists by kind of result.
 
     A result is ``{"collection": ["batch_stats/mean"]}``; kinds without such results are left out.
 
@@ -171,7 +172,10 @@ def counting_padding(
 
 
 def _several_parts(batch: PyTree) -> bool:
-    """Returns whether this process's devices hold different rows of the batch, by its first padded leaf."""
+    """Returns whether this process's devices hold different rows of the batch, by the shards of its first padded leaf.
+
+    The batch must have a padded leaf.
+    """
     padded = next(leaf for leaf in jax.tree.leaves(batch) if padded_rows_of(leaf))
     return len({str(shard.index[0]) for shard in padded.addressable_shards}) > 1
 

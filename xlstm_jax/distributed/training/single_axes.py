@@ -21,10 +21,11 @@ from xlstm_jax.introspection import MIXED_AXES
 
 
 def with_single_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
-    """Returns a loss or evaluation function whose model may name all ``axes``, the axes of the batch, in a reduction.
+    """Returns a function that calls ``fn``, a loss or evaluation function, and accepts reductions over single devices.
 
-    If JAX refuses a reduction for an axis of size 1, ``fn`` is called again with arguments of other types: each array
-    that varies along some of the axes then varies along those of size 1, too.
+    The model in ``fn`` may then name all ``axes``, the axes of the batch, in a reduction. If JAX refuses the reduction
+    for an axis of size 1, ``fn`` is called again with arguments of other types: each array that varies along some of
+    the axes then varies along those of size 1, too. The values are the same.
     """
 
     @wraps(fn)

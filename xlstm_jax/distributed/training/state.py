@@ -108,7 +108,7 @@ class TrainState(FlaxTrainState):
         return state.replace(params=params, sees_boxes=in_boxes)
 
     def apply_gradients(self, *, grads: PyTree, **kwargs: Any) -> Self:
-        """Updates the parameters as Flax's ``apply_gradients``; gradients may be boxed, as from ``value_and_grad``.
+        """Returns the updated state, as Flax's ``apply_gradients``; gradients may be boxed, as from ``value_and_grad``.
 
         Outside ``shard_map`` the optimizer receives global arrays without boxes and padding, as in ``make_train_step``,
         so every optax transform is exact. Inside ``shard_map``, and for a state created from boxed parameters, the
@@ -125,7 +125,7 @@ class TrainState(FlaxTrainState):
         mesh = with_auto_axes(mesh)
 
         def gradient(leaf: Sharded, grad: Any) -> Any:
-            """Returns the gradient without box and padding for the optimizer; None for a non-differentiable leaf."""
+            """Returns ``grad`` without box and padding, for the optimizer; None for a non-differentiable ``leaf``."""
             return true_value(leaf.replace(value=trees.stored_values(grad))) if leaf.is_differentiable else None
 
         def updated(state: Self, grads: PyTree) -> Self:
@@ -141,9 +141,9 @@ class TrainState(FlaxTrainState):
 
 
 def _mesh_of(params: PyTree) -> Mesh | AbstractMesh | None:
-    """Returns the mesh of boxed parameters, from the shardings of their values or of their types (if traced).
+    """Returns the mesh of the first boxed parameter that has one: that of its sharding, or of its type if traced.
 
-    None if no boxed parameter has a ``NamedSharding``.
+    None if no boxed parameter has a ``NamedSharding``, as for arrays on a single device.
     """
     values = [trees.stored_values(leaf) for _, leaf in trees.leaves_with_path(params) if is_box(leaf)]
     shardings = [getattr(jax.typeof(x) if isinstance(x, Tracer) else x, "sharding", None) for x in values]
@@ -306,9 +306,9 @@ def create_train_state(
 def sharded_opt_state(
     tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, offload: Placement = ON_DEVICES
 ) -> PyTree:
-    """Returns the initial optimizer state as global arrays, split over the mesh like the parameters.
+    """Returns the initial state of the optimizer ``tx`` as global arrays, split over the mesh like the parameters.
 
-    ``offload`` says which memory stores the state: device memory by default.
+    ``params`` are boxed global arrays. ``offload`` says which memory stores the state: device memory by default.
     """
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
 
@@ -376,11 +376,17 @@ def updated_state(
     mesh: Mesh | AbstractMesh,
     collections: Mapping[str, PyTree],
 ) -> tuple[State, Metrics]:
-    """Runs the optimizer on global arrays. Returns (new state, metrics of the optimizer).
+    """Runs the optimizer on global arrays, outside ``shard_map``. Returns (new state, metrics of the optimizer).
 
-    The new state has the boxes and shardings of ``state``. ``grads`` are boxed like the parameters. ``value_fn`` and
-    ``grad_fn`` compute loss and gradients of the batch at other parameters, for line searches and SAM. ``collections``
-    replace the collections of the state; {}: they are unchanged.
+    The metrics are a dict of numbers by name. The new state has the boxes and shardings of ``state``.
+
+    Args:
+      state: the state before the update.
+      grads: the mean gradients, boxed like the parameters.
+      loss: the mean loss.
+      value_fn, grad_fn: compute loss and gradients of the batch at other parameters, for line searches and SAM.
+      mesh: the mesh of the state.
+      collections: replace the collections of the state; {}: they are unchanged.
     """
     grads = trainable(grads)
     extra_args = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
@@ -408,10 +414,17 @@ def _updated(
     collections: Mapping[str, PyTree],
     **extra_args: PyTree,
 ) -> tuple[Trained, Metrics]:
-    """Runs the optimizer on gradients without boxes and padding.
+    """Runs ``state.tx`` on gradients, from which the caller has already removed boxes and padding.
 
-    Returns (step, parameters, optimizer state and collections after the update; metrics of the optimizer).
+    Returns the pair of a ``Trained`` (step, parameters, optimizer state and collections after the update) and the
+    metrics of the optimizer. The parameters are boxed as in ``state``.
 
+    Args:
+      state: the state before the update.
+      grads: the mean gradients, global arrays; None for leaves that are not trained.
+      mesh: the mesh of the state.
+      collections: the new collections, for the ``Trained``; {} if they do not change.
+      extra_args: further keyword arguments of the optimizer's update, such as the loss.
     Raises:
       ValueError: ``state.opt_state`` is no state of ``state.tx``.
     """
@@ -432,10 +445,10 @@ def _updated(
 
 
 def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
-    """Returns the title of a summary, such as "TrainState at step 3", and the rows of its table, as text.
+    """Returns (title, rows) of a printed summary of ``state``: "TrainState at step 3", and the rows of a table.
 
-    A row is [part, number of leaves, total bytes, bytes per device], for each of "params", "opt_state" and
-    "collections" that has leaves. Without a known step the title is "TrainState without values".
+    A row is a list of texts, [part, number of leaves, total bytes, bytes per device], for each of "params", "opt_state"
+    and "collections" that has leaves. Without a known step the title is "TrainState without values".
     """
     rows = []
     for name in PARTS:
@@ -449,7 +462,7 @@ def _title_and_rows(state: Any) -> tuple[str, list[list[str]]]:
 
 
 def _bars(state: Any) -> list[Bar]:
-    """Returns bars of bytes per device for notebooks, largest first; a bar for each leaf.
+    """Returns a bar for each leaf of ``state``, with its bytes per device, for a chart in notebooks; largest first.
 
     Leaves of equal size whose paths differ by the number of a layer alone share a bar, of their sum.
     """
@@ -467,7 +480,10 @@ def _bars(state: Any) -> list[Bar]:
 
 
 def _bytes(value: PyTree) -> tuple[int, int]:
-    """Returns (total bytes, bytes on a device) of an array, also of an abstract array; (0, 0) for other values."""
+    """Returns (bytes of the global array, bytes on a device) of an array, also of an abstract array.
+
+    Both are equal for an array without a sharding. Returns (0, 0) for a value without shape or dtype.
+    """
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return 0, 0
     sharding = None if isinstance(value, Tracer) else getattr(value, "sharding", None)

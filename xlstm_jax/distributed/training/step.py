@@ -142,7 +142,11 @@ def make_train_step(
     fold = None if metric is None else lambda local, observed: metric.update(local, **observed)
 
     def like(state: PyTree, batch: PyTree, rng: PyTree = None, local: PyTree = None, **_: PyTree) -> tuple[PyTree, ...]:
-        """Returns the arguments that the results replace: (state, spec of metrics), and ``local`` with a metric."""
+        """Returns, from the arguments of a step, those that its results replace: (state, spec of metrics[, local]).
+
+        ``local``, the state of a metric, is returned if the step has a metric. Metrics replace no argument: a
+        replicated ``PartitionSpec`` is in their place.
+        """
         return (state, PartitionSpec()) if metric is None else (state, PartitionSpec(), local)
 
     def step_of(of_batch: BatchLayout) -> CheckedStep:
@@ -191,7 +195,7 @@ class StepOptions:
         *,
         extra_trees: ExtraTrees = None,
     ) -> tuple[Any, ...]:
-        """Computes a training step; the function that ``make_train_step`` compiles.
+        """Computes a training step on global arrays; the function that ``make_train_step`` compiles.
 
         Returns (new state, metrics), or with a metric (new state, metrics, new state of the metric).
         """
@@ -214,19 +218,19 @@ class StepOptions:
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
-        """Returns the options for a state whose only collection is the constant arrays of an NNX model.
+        """Returns the options for ``state``: ``self``, or a copy whose loss function takes the constant arrays of NNX.
 
-        If the loss function takes no collections, it is wrapped to take them (see ``constant_arrays``); in any other
-        case the options are returned unchanged.
+        A copy is returned if the only collection of the state is the constant arrays of an NNX model, and the loss
+        function takes no collections (see ``constant_arrays``). ``rng`` is the key of the step, or None.
         """
         fn = with_constants(self.loss.fn, state, rng is not None, returns_pair=True)
         return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))
 
     def updated(self, state: Any, result: BatchResult, of_params: Callable[[PyTree], BatchResult]) -> tuple[Any, ...]:
-        """Updates the state; returns (new state, metrics), and with ``metric=`` also the new state of the metric.
+        """Updates ``state``; returns (new state, metrics), and with ``metric=`` also the new state of the metric.
 
-        ``result`` has loss and gradients of the batch. ``of_params(params)`` computes loss and gradients at other
-        parameters, for an optimizer that asks for them.
+        ``result`` has loss and gradients of the batch. ``of_params(params)`` computes loss and gradients of the batch
+        at other parameters, for an optimizer that asks for them.
         """
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
@@ -247,7 +251,8 @@ class StepOptions:
     ) -> tuple[PyTree, ...]:
         """Returns (params, batch, key, local, collections, extra_trees), the arguments of the function of ``program``.
 
-        ``key`` is ``rng`` folded with the step number; ``None`` if ``rng`` is ``None`` or the loss takes no key.
+        Parameters and collections are those of ``state``. ``key`` is ``rng`` folded with the step number, or ``None``
+        if ``rng`` is ``None`` or the loss takes no key. ``batch``, ``local`` and ``extra_trees`` are passed on.
         """
         # A single key serves the entire run: fold in the step here, the device index in on_device.
         draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
@@ -255,7 +260,7 @@ class StepOptions:
         return state.params, batch, key, local, collections_of(state), extra_trees
 
     def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
-        """Returns the ``shard_map`` of a device's program on the mesh of the step, with the program's specs."""
+        """Returns a function of global arrays: ``jax.shard_map`` of a device's program, on the mesh of the step."""
         fn, in_specs, out_specs = program
         return jax.shard_map(
             fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
@@ -264,8 +269,9 @@ class StepOptions:
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
         """Returns the program of a device, with its specs: the function that computes loss and gradients of a batch.
 
-        The function takes (params, batch, rng, local, collections, extra_trees) and returns a ``BatchResult``.
-        ``state``, ``batch`` and ``extra_trees`` only give the specs, the ``apply_fn``, and the layout of the batch.
+        The function takes (params, batch, rng, local, collections, extra_trees), local arrays, and returns a
+        ``BatchResult``. ``state``, ``batch`` and ``extra_trees`` only give the specs, the ``apply_fn``, and the layout
+        of the batch.
         """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
         collections, axes, replicated, mesh = (
@@ -329,8 +335,8 @@ def _loss_and_grads_at(
 ) -> tuple[jax.Array, PyTree]:
     """Returns (loss, gradients) of the step's batch, with the same random draws, at other ``params``.
 
-    ``params`` and gradients are arrays without boxes and padding, None for untrained leaves. ``like`` are the
-    parameters of the state, whose boxes ``params`` get for ``of_batch``, the computation of loss and gradients.
+    ``params`` and gradients are global arrays without boxes and padding, None for untrained leaves. ``like`` are the
+    parameters of the state: ``params`` get their boxes. ``of_batch(boxed parameters)`` computes loss and gradients.
     """
     result = of_batch(with_trainable(like, params))
     return result.loss, trainable(result.grads)

@@ -61,15 +61,19 @@ class Equations(NamedTuple):
 
 
 def with_name_for_reader(name: str, value: jax.Array) -> jax.Array:
-    """Returns the value unchanged, with a name under which ``read_equations`` reports its axes."""
+    """Returns ``value`` unchanged, with a name in the jaxpr.
+
+    ``read_equations`` then reports the axes along which the value differs, under ``name``, in ``Equations.of_marked``.
+    """
     return checkpoint_name(value, f"{_MARK}{name}")
 
 
 def read_equations(closed: Any) -> Equations:
-    """Returns the axes along which results, and values named by ``with_name_for_reader``, differ between devices.
+    """Returns, as ``Equations``, the mesh axes along which each result of a program differs between devices.
 
-    ``closed`` is the closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and
-    count as equal; inside ``shard_map`` an argument differs along the axes of its spec.
+    The axes of values that the program has named by ``with_name_for_reader`` are included, by name. ``closed`` is the
+    closed jaxpr of a program around ``shard_map``. The arguments of the program are global arrays and count as equal;
+    inside ``shard_map`` an argument differs along the axes of its spec.
     """
     reader = _Reader()
     jaxpr = closed.jaxpr
@@ -79,11 +83,11 @@ def read_equations(closed: Any) -> Equations:
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
-    """Returns for each result of ``fn(*args)``, a list of arrays, the axes along which it differs between devices.
+    """Returns, for each array of the list ``fn(*args)``, the mesh axes along which the array differs between devices.
 
-    ``of_args`` has the axes along which each leaf of ``args`` differs. If ``fn`` closes over an array of an outer
-    trace, the array differs along the axes of its type; along untracked axes it counts as differing if any of
-    ``of_args`` does.
+    ``fn`` is traced, not run. ``of_args`` has the axes along which each leaf of ``args`` differs. If ``fn`` closes over
+    an array of an outer trace, the array differs along the axes of its type; along untracked axes it counts as
+    differing if any of ``of_args`` does.
     """
     return _read(fn, args, of_args)[0]
 
@@ -104,19 +108,20 @@ def propagate_labels(
 def followed_equation(
     eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Returns the labels of each result of an equation, from the labels of its inputs; see ``propagate_labels``.
+    """Returns the labels of each result of an equation, from ``of_inputs``, the labels of each input.
 
-    ``look(equation, labels of inputs)`` is the rule: it returns the labels of the results, or ``None`` for the rule for
-    axes. Equations inside the equation (of a scan, say) follow the same rule.
+    Labels are any strings, see ``propagate_labels``. ``look(equation, labels of inputs)`` is the rule: it returns the
+    labels of the results, or ``None`` for the rule for axes. Equations inside the equation (of a scan, say) follow the
+    same rule.
     """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """Returns (axes along which each result of ``fn(*args)`` differs, axes of collectives in branches).
+    """Traces ``fn(*args)`` and returns (mesh axes along which each result differs, axes of collectives in branches).
 
-    Counted are branches of ``cond`` and loops that devices along these axes may take differently. ``of_args`` has for
-    each leaf of ``args`` the axes along which it differs between devices.
+    The second set has the axes of collectives in branches of ``cond``, or in loops, that devices along the same axis
+    may take differently. ``of_args`` has, for each leaf of ``args`` in order, the axes along which the leaf differs.
     """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
@@ -134,7 +139,8 @@ def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[A
 def _named(axes: Axes) -> Axes:
     """Returns the names of axes in ``axes``, without marks.
 
-    A mark "AXIS by hand" stands beside an axis over which the value was communicated by hand, such as in a ring.
+    A mark "AXIS by hand" stands beside the name of an axis over which the value was communicated by hand, such as in a
+    ring: {"fsdp", "fsdp by hand"} gives {"fsdp"}.
     """
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
@@ -157,7 +163,7 @@ class _Reader:
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
     def of_jaxpr(self, jaxpr: core.Jaxpr, consts: list[Axes], inputs: list[Axes]) -> list[Axes]:
-        """Returns for each result of a jaxpr the axes along which it differs between devices.
+        """Returns, for each result of a jaxpr, the mesh axes along which the result differs between devices.
 
         ``consts`` and ``inputs`` have the axes along which each constant and each input differs.
         """
@@ -172,7 +178,7 @@ class _Reader:
         return [Axes() if isinstance(atom, core.Literal) else env[atom] for atom in jaxpr.outvars]
 
     def _of_inner(self, closed: Any, inputs: list[Axes]) -> list[Axes]:
-        """Returns for each result of a jaxpr within an equation the axes along which it differs between devices.
+        """Returns, for each result of a jaxpr within an equation, the mesh axes along which the result differs.
 
         ``inputs`` has the axes along which each input differs. ``closed`` is a closed or an open jaxpr. Its constants
         count as equal on every device.
@@ -184,7 +190,11 @@ class _Reader:
         return self._known[key]
 
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
-        """Returns, for each result of an equation, the axes along which it differs, from the axes of the inputs."""
+        """Returns, for each result of an equation, the mesh axes along which the result differs between devices.
+
+        ``inputs`` has the axes along which each operand differs. The rule ``look`` of the reader, if given, comes
+        first.
+        """
         name, params = name_and_params(eqn) if "_prim" in eqn.params else (eqn.primitive.name, eqn.params)
         if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
             return seen
@@ -231,10 +241,10 @@ class _Reader:
                 return [*carry, *results[len(carry) :]]
 
     def _of_while(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
-        """Returns for each result of a ``while_loop`` the axes along which it differs between devices.
+        """Returns, for each result of a ``while_loop``, the mesh axes along which the result differs between devices.
 
-        ``inputs`` has the axes of each operand: constants of the predicate, constants of the body, first carry. The
-        body is read again until the axes of the carry no longer grow.
+        ``params`` are those of the equation. ``inputs`` has the axes of each operand: constants of the predicate,
+        constants of the body, first carry. The body is read again until the axes of the carry no longer grow.
         """
         of_cond, of_body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         carry = inputs[of_body:]
@@ -264,7 +274,10 @@ class _Reader:
         ]
 
     def _note_marked(self, name: str, axes: Axes) -> None:
-        """Adds ``axes`` to ``of_marked`` if ``name``, of an equation "name", was given by ``with_name_for_reader``."""
+        """Adds ``axes`` to the axes of a value in ``of_marked``, if ``with_name_for_reader`` has named the value.
+
+        ``name`` is the name in an equation "name" of the jaxpr; other names are ignored.
+        """
         if name.startswith(_MARK):
             path = name.removeprefix(_MARK)
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
@@ -272,7 +285,9 @@ class _Reader:
     def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
         """Adds to ``parted`` the axes in ``by`` over which a collective in ``jaxprs`` communicates.
 
-        Devices along the axes ``by`` may choose differently between ``jaxprs``, the branches or the loop.
+        ``by`` are the axes along which the predicate differs, so that devices may choose differently between
+        ``jaxprs``, the branches of a ``cond``, or stop a loop, whose predicate and body ``jaxprs`` are, at different
+        rounds.
         """
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
@@ -292,7 +307,7 @@ def _joined(*of_values: list[Axes]) -> list[Axes]:
 
 
 def all_named_axes(eqns: Iterable[Any]) -> Axes:
-    """Returns the mesh axes that equations and their nested equations name, without casts (``pvary``, ``pcast``)."""
+    """Returns the mesh axes that equations and their nested equations name, except in casts (``pvary``, ``pcast``)."""
     return Axes().union(*[named_axes(eqn) for eqn in all_equations(eqns) if eqn.primitive.name not in _CASTS])
 
 
@@ -302,13 +317,13 @@ def all_named_axes(eqns: Iterable[Any]) -> Axes:
 def check_branches(
     paths: Sequence[str], loss_fn: Callable[..., Any], args: tuple[Any, ...], axes: tuple[str, ...]
 ) -> None:
-    """Raises if a leaf is gathered in a branch (``lax.cond``) that only some devices may take.
+    """Raises if a leaf is gathered in a branch (``lax.cond``) or loop that only some devices may take.
 
     Some devices would wait for the gather, or gather other weights.
 
     Args:
-      paths: the leaves gathered in a branch, one or more.
-      loss_fn, args: the loss function and its arguments, as for ``differing_args``.
+      paths: the leaves gathered in a branch, one or more; the first is named in the error.
+      loss_fn, args: the loss function, which is traced, and its arguments, as for ``differing_args``.
       axes: the axes of the batch.
     Raises:
       ValueError: the predicate of a branch differs along an axis of a gather in the branch.
@@ -323,10 +338,11 @@ def check_branches(
 
 
 def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes]:
-    """Returns the axes along which each leaf of (params, minibatch, rng[, collections]) differs between devices.
+    """Returns the mesh axes along which each leaf of ``args`` differs between devices, in the order of the leaves.
 
-    The list is in the order of the leaves. Parameters and collections differ along the axes of their boxes; arrays of
-    the minibatch and keys along those of ``axes`` with several devices; scalars of the minibatch along no axis.
+    ``args`` are (params, minibatch, rng), and possibly collections. Parameters and collections differ along the axes of
+    their boxes; arrays of the minibatch and keys along those of ``axes``, the axes of the batch, that have several
+    devices; scalars of the minibatch along no axis.
     """
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))

@@ -16,10 +16,10 @@ CARRIES: list[type[Carry]] = [
 
 
 def carries_of(inputs: Inputs) -> list[Carry]:
-    """Returns a carry for each kind of state in ``inputs``, in the order of ``CARRIES``.
+    """Returns the carries of a batch: of each class in ``CARRIES``, in order, an instance if ``inputs`` has its state.
 
     A carry passes state from a minibatch to the next: collections of the model, or the state of a metric. Each
-    collection goes to the first kind that takes it.
+    collection goes to the first class that takes the collection. Raises an ``AssertionError`` if no class does.
     """
     carries: list[Carry] = []
     left = dict(inputs.collections)

@@ -67,7 +67,7 @@ class Carry:
     def from_inputs(cls, inputs: Inputs) -> Self | None:
         """Returns a carry for the state in ``inputs`` that this class handles, or None if there is no such state.
 
-        ``inputs.collections`` excludes collections taken by carries earlier in the registry.
+        ``inputs.collections`` excludes collections taken by classes earlier in the registry, ``CARRIES``.
         """
         raise NotImplementedError
 
@@ -86,17 +86,22 @@ class Carry:
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
         """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place.
 
-        The returned function has the arguments and the result of ``local_result``.
+        The argument is the function ``gradients.local_result``, or a replacement by an earlier carry. The returned
+        function has the arguments and the result of ``gradients.local_result``.
         """
         return local_result
 
     def next(self, state: PyTree, loss: LossFunction, args: tuple[PyTree, ...], local: LocalResult) -> PyTree:
-        """Returns the state after a minibatch, in which ``loss(*args)`` was differentiated with the result ``local``.
+        """Returns the state for the next minibatch, after a minibatch that began with ``state``.
 
-        ``args`` are the weights, the rows, the key, and the collections if the loss function takes any.
+        In the minibatch ``loss(*args)`` was differentiated, with the result ``local``. ``args`` are the weights, the
+        rows, the key, and the collections if the loss function takes any.
         """
         raise NotImplementedError
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        """Returns ``result`` with the final state inserted: as ``aux``, or in ``collections``."""
+        """Returns ``result``, of the batch, with the state after the last minibatch inserted.
+
+        The state becomes ``aux`` (the state of a metric), or goes into ``collections``.
+        """
         raise NotImplementedError

@@ -45,11 +45,12 @@ def _with_scales(
     axes: tuple[str, ...],
     *rest: PyTree,
 ) -> LocalResult:
-    """Differentiates ``loss_fn(weights, *rest)`` by the weights and the fp8 scales; returns the result for the weights.
+    """Differentiates ``loss_fn(weights, *rest)`` with respect to the weights and the fp8 scales.
 
-    ``rest[-1]`` are the collections, the scales among them. The gradient of a scale is the scale's next value; its
-    maximum over devices is entered among the collections of the result. Loss and gradients are the local mean on this
-    device, as ``local_result`` returns them.
+    Returns the ``LocalResult`` for the weights: loss and gradients are those of the local mean on this device, as
+    ``local_result(loss_fn, weights, axes, *rest)`` returns them. ``rest[-1]`` are the collections, the scales among
+    them. The gradient of a scale is the scale's next value; its maximum over devices is entered among the collections
+    of the result.
     """
     *rest_args, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)

@@ -67,9 +67,9 @@ Relation = GradientMultiple | str | None  # None: unknown
 
 
 def _relation(value: TracedValue) -> Relation:
-    """Returns the relation of a traced gradient to the result of the backward pass, by the equations in between.
+    """Returns how a traced gradient was computed from the result of the backward pass, by the equations in between.
 
-    A ``GradientMultiple`` if the gradient is a known multiple or sum of the backward pass's result inside
+    A ``GradientMultiple`` if the gradient is a known multiple or sum over devices of the backward pass's result inside
     ``shard_map``; ``ZERO`` if the gradient is a literal 0; None if the relation is unknown.
     """
     if value.number is not None:
@@ -118,7 +118,10 @@ def _times(multiple: GradientMultiple, factor: Fraction, made: ProducingEquation
 
 
 def _number(value: TracedValue) -> float | None:
-    """Returns the value of a scalar literal, also after casts and broadcasts; None if unknown or not finite."""
+    """Returns the number that a traced value has in every entry, as a float: a literal, possibly cast or broadcast.
+
+    Returns None if the value is no such literal, or is not finite.
+    """
     while value.number is None:
         made = value.made()
         if made is None or made.eqn.primitive.name not in _UNCHANGED or is_gradient(value):
@@ -139,7 +142,7 @@ def _summed(made: ProducingEquation) -> Relation:
 
 
 def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
-    """Returns the ``shard_map`` equation from which a traced gradient came, with the number of the equation's result.
+    """Returns the ``shard_map`` equation of which a traced gradient is a result, with the index of this result.
 
     Walks back through equations with a single operand of the gradient's shape; None if no ``shard_map`` is found so.
     """
@@ -155,6 +158,9 @@ def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
 
 def check_averaged_once(applied: AppliedGradients) -> None:
     """Raises if the equations of a step prove that gradients were not averaged over devices, or averaged wrongly.
+
+    ``applied`` has the traced gradients and the parameters with which the user called ``apply_gradients``. Returns if
+    the library's averages do not raise (``wrong_averages_raise``), and for gradients that are not traced.
 
     Raises:
       ValueError: over an axis, the gradient of a replicated leaf is a sum and the gradient of a split leaf a mean; or
@@ -184,9 +190,9 @@ def _traced_gradients(applied: AppliedGradients) -> Iterator[_Gradient]:
 
 
 def _check_shards(grad: _Gradient) -> None:
-    """Raises a ``ValueError`` if the shards of a leaf were summed over the axes that split the leaf.
+    """Raises a ``ValueError`` if the gradient of a split leaf was summed over axes that split the leaf.
 
-    Different shards were then added to each other; the gather of the leaf had averaged the gradient already.
+    Gradients of different shards were then added to each other, although the gather of the leaf had averaged already.
     """
     assert isinstance(grad.relation, GradientMultiple)
     if over := tuple(axis for axis in grad.leaf.gathered_axes if axis in grad.relation.summed):
@@ -200,8 +206,8 @@ def _check_shards(grad: _Gradient) -> None:
 def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
     """Raises a ``ValueError`` if ``grad`` is a sum over an axis over which a gradient in ``split`` is a mean.
 
-    ``split`` are gradients of leaves that a gather averages. The two gradients must have the same factor since the
-    backward pass; otherwise the user's program scales some leaves on purpose, and nothing is raised.
+    ``split`` are gradients of leaves whose gather averages. Nothing is raised for a pair with different factors since
+    the backward pass, because the user's program then scales some leaves on purpose.
     """
     of = grad.relation
     assert isinstance(of, GradientMultiple)
@@ -222,7 +228,8 @@ def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
 def _check_equal(grad: _Gradient) -> None:
     """Raises a ``ValueError`` if a gradient differs between devices along an axis that its ``out_specs`` do not name.
 
-    Checks gradients that a ``shard_map`` with ``check_vma=False`` returned, by the equations of the ``shard_map``.
+    Checks gradients that a ``shard_map`` with ``check_vma=False`` returned, by the equations of the ``shard_map``;
+    other gradients pass.
     """
     made = _shard_map_of(grad.value)
     if made is None or made.eqn.params.get("check_vma", True):

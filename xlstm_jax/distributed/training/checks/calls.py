@@ -31,9 +31,9 @@ RETURNING_CALLBACKS = {"pure_callback", "io_callback"}  # names of primitives
 
 
 def check_names(call: JittedCall) -> None:
-    """Raises a ``TypeError`` if a call does not have the arguments of the step.
+    """Raises a ``TypeError`` if the call of a step does not have the arguments of the step.
 
-    The call lacks a needed argument, has an unknown or too many arguments, passes an argument twice, or passes as
+    The call lacks a needed argument, has an unknown argument or too many, passes an argument twice, or passes as
     ``extra_trees`` something other than a dict.
     """
     step, args, kwargs = call.step, call.args, call.kwargs
@@ -58,18 +58,18 @@ def check_names(call: JittedCall) -> None:
 
 
 def check_others_of_call(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if a leaf of ``extra_trees`` has lost its box, or is donated by the same call.
+    """Raises a ``ValueError`` if a leaf of the call's ``extra_trees`` has lost its box, or is donated by the same call.
 
-    A leaf has lost its box if its array is split and not in a box. Nothing is checked without ``extra_trees``.
+    A leaf has lost its box if its array is split and not in a box. A call without ``extra_trees`` passes.
     """
     if call.named.get("extra_trees"):
         _check_extra_trees(call.named["extra_trees"], [call.named.get(name) for name in call.step.donated])
 
 
 def check_donated(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if the state, or the state of a metric, was donated to an earlier step.
+    """Raises a ``ValueError`` if the call's state, or state of a metric, was donated to an earlier step.
 
-    Only sample arrays of both are checked.
+    Only sample arrays of both are checked, since a step donates entire trees.
     """
     for name in DONATED:
         if name in call.named and any(map(_is_deleted, _some_leaves(name, call.named[name]))):
@@ -77,9 +77,10 @@ def check_donated(call: JittedCall) -> None:
 
 
 def compare_first_batch(call: JittedCall) -> None:
-    """Compares the batch of a step's first call between processes, which wait for each other here.
+    """Compares the batch of a step's first call between the processes of the mesh, which wait for each other here.
 
-    Later calls of the step are not compared. Raises and warns as ``compare_batches``.
+    Later calls of the step are not compared. Raises and warns as ``compare_batches``. A batch with leaves that are not
+    arrays is not compared: the call fails later.
     """
     if "compared" not in call.step.checked_inputs and "batch" in call.named:
         # Leaves that are not arrays are named after the call has failed.
@@ -89,7 +90,7 @@ def compare_first_batch(call: JittedCall) -> None:
 
 
 def check_placed(call: JittedCall) -> None:
-    """Raises a ``ValueError`` if a leaf of the batch is placed with other dims split than in the step's layout.
+    """Raises a ``ValueError`` if an array of the call's batch has other dims split than the layout of the step.
 
     Splits of dim 0, the rows, are not compared.
     """
@@ -104,9 +105,10 @@ def check_placed(call: JittedCall) -> None:
 
 
 def raise_for_leaf(call: JittedCall) -> None:
-    """Raises a ``TypeError`` or ``ValueError`` that names the leaf for which JAX has raised ``call.error``.
+    """Raises an error that names the leaf of the call's arguments for which JAX has raised ``call.error``.
 
-    Returns if no leaf is found to be at fault.
+    A ``TypeError`` for a leaf that is no array, a ``ValueError`` for an array that is deleted or on other devices than
+    the step's mesh. Returns if no leaf is found to be at fault.
     """
     # Run only after a failure: checking every leaf takes as long as a call.
     mesh = call.step.layout.mesh if "incompatible devices" in str(call.error) else None
@@ -115,9 +117,10 @@ def raise_for_leaf(call: JittedCall) -> None:
 
 
 def check_callbacks(call: CallInProgram) -> None:
-    """Raises a ``ValueError`` if a step in a program with explicit axes has a callback that returns values.
+    """Raises a ``ValueError`` if a step in a user's program with explicit axes has a callback that returns values.
 
-    These are ``jax.pure_callback`` and ``io_callback``, which JAX does not compile in such a program.
+    ``call`` has the jaxpr of the step. The callbacks are ``jax.pure_callback`` and ``io_callback``, which JAX does not
+    compile in such a program.
     """
     found = sorted(RETURNING_CALLBACKS & {eqn.primitive.name for eqn in all_equations(call.jaxpr.eqns)})
     if found:
@@ -129,9 +132,10 @@ def check_callbacks(call: CallInProgram) -> None:
 
 
 def warn_of_padded_call(call: JittedCall) -> None:
-    """Warns if results of a step count padded rows, the copies of weight 0 that ``shard_batch(..., pad=...)`` appends.
+    """Warns if results of the called step count padded rows like real rows.
 
-    A step is analysed once for each structure of a batch, with its shapes and padded leaves.
+    Padded rows are the copies of weight 0 that ``shard_batch(..., pad=...)`` appends; a batch without padded rows is
+    not analysed. A step is analysed once for each structure of a batch, with its shapes and padded leaves.
     """
     if not any_padded():
         return
@@ -144,10 +148,10 @@ def warn_of_padded_call(call: JittedCall) -> None:
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """Returns sample arrays of the argument ``name`` of a step, to look whether the step has donated the argument.
+    """Returns sample arrays of ``argument``, the step's argument ``name``, for a look whether the argument was donated.
 
-    These are the step number and the first parameter of a state, and the first leaf of any other argument. A step
-    donates entire trees, and checking every leaf takes too long.
+    For "state" the step number and the first parameter (None if the state lacks them), for other names the first leaf,
+    or an empty list. A step donates entire trees, and checking every leaf takes too long.
     """
     if name != "state":
         return jax.tree.leaves(argument)[:1]
@@ -158,9 +162,10 @@ def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
 
 
 def _check_extra_trees(extra_trees: PyTree, donated: PyTree) -> None:
-    """Raises a ``ValueError`` if a leaf of ``extra_trees`` has lost its box, or is among the arrays of ``donated``.
+    """Raises a ``ValueError`` if a leaf of ``extra_trees`` has lost its box, or is an array object of ``donated``, too.
 
-    Some JAX releases end the process if a call donates an array that it also reads.
+    ``donated`` are the arguments whose memory the call takes over. A leaf has lost its box if its array is split and
+    not in a box. Some JAX releases end the process if a call donates an array that the call also reads.
     """
     # Compare identities, since copies of equal values are fine. Every array is alive here, so ids are unique.
     taken = {id(x) for x in jax.tree.leaves(donated) if isinstance(x, jax.Array) and not isinstance(x, Tracer)}
@@ -190,10 +195,11 @@ def _is_deleted(leaf: Any) -> bool:
 
 
 def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> Iterator[Exception]:
-    """Yields an error for each leaf that JAX rejects: no array of numbers (``TypeError``), or deleted (``ValueError``).
+    """Yields an exception, which is not raised, for each leaf of a call that JAX rejects.
 
-    With ``mesh`` also yields a ``ValueError`` for each committed array on other devices than those of the mesh.
-    ``arguments`` are the arguments of a call by name.
+    A ``TypeError`` for a leaf that is no array of numbers, a ``ValueError`` for a deleted array. With ``mesh`` also a
+    ``ValueError`` for each committed array on other devices than those of the mesh, or in another order. ``arguments``
+    are the arguments of the call by name.
     """
     for name, argument in arguments.items():
         for path, leaf in trees.leaves_with_path(argument):
@@ -213,9 +219,10 @@ def _errors_in(arguments: dict[str, Any], mesh: Mesh | AbstractMesh | None) -> I
 
 
 def _deleted(name: str, where: str) -> ValueError:
-    """Returns the ``ValueError`` for an argument whose memory an earlier step has reused.
+    """Returns the ``ValueError`` for an array that is deleted, because an earlier call has taken over its memory.
 
-    ``name`` is the argument, which decides the cure in the message, and ``where`` the leaf as text.
+    ``name`` is the argument of the step, such as "state", and decides the cure in the message; ``where`` is the name of
+    the leaf for the message.
     """
     if name in DONATED:
         return ValueError(

@@ -20,16 +20,19 @@ CARRY, VARYING = "carry input and carry output must have equal types, but they d
 
 
 def raise_with_cure(error: Exception) -> None:
-    """Raises an error with a cure in place of an error that JAX raised in user code; returns if no cure is known.
+    """Raises an error with a cure in place of ``error``, which JAX raised in user code; returns if no cure is known.
 
-    JAX's error is the cause of the raised error.
+    ``error`` is the cause of the raised error.
     """
     if cure := _with_cure(error):
         raise cure from error
 
 
 def _with_cure(error: Exception) -> Exception | None:
-    """Returns an error with a cure for JAX's ``error``, recognised by its text; None for any other error."""
+    """Returns a new error, whose text names a cure, for JAX's ``error``; None if no cure is known.
+
+    JAX's error is recognised by its text.
+    """
     text = one_line(error)
     if (isinstance(error, NotImplementedError) and FORWARD_RULE in text) or FORWARD in text:
         return TypeError(
@@ -93,7 +96,10 @@ def _with_cure(error: Exception) -> Exception | None:
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:
-    """Returns whether an error is JAX's assertion about a collective over an axis of ``jax.vmap`` alone."""
+    """Returns whether ``error`` is JAX's assertion about a collective over an axis of ``jax.vmap``, not of the mesh.
+
+    The assertion has no text: it is recognised by the JAX function that raised it.
+    """
     # The assertion has no text. JAX raises the assertion in a cast of the operand to varying over a non-mesh axis.
     return isinstance(error, AssertionError) and traceback.extract_tb(error.__traceback__)[-1].name == "pvary"
 
@@ -108,9 +114,10 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Returns the error for a collective over axes along some of which its operand is equal by type.
+    """Returns a ``ValueError`` with a cure, for a collective whose operand is equal along some of ``axes`` by its type.
 
-    The arguments are texts of JAX's error: the name of the collective, the type of the operand, and the axes.
+    The arguments are texts of JAX's error: the name of the collective, the type of the operand, and the axes. If some
+    axes are not of the mesh (``jax.vmap`` names them), the error is about these axes.
     """
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:
@@ -125,7 +132,8 @@ def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
 def _module_of(error: Exception) -> str:
     """Returns the innermost Linen module that ran when ``error`` was raised, as text: "module 'PATH'".
 
-    The path of the model itself is the name of its class. Without a Linen module returns "this loss".
+    The module is read off the frames of the traceback. For the model itself, whose path is empty, the text has the name
+    of its class. Without a Linen module returns "this loss".
     """
     innermost: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -9,10 +9,11 @@ from xlstm_jax.distributed.training.moments import CreatedState
 
 
 def facts_of_plan(context: CreatedState) -> ModelFacts:
-    """Returns facts about the model of a new state: why each parameter is split or replicated, and classes of modules.
+    """Returns facts about the model of a new state, by a sharding plan of the model, which traces the model.
 
-    ``reasons`` maps the path of a parameter to the reason in a sharding plan of the model, and ``holders`` the path of
-    a module to the name of its class.
+    ``context`` has the arguments of ``create_train_state``. In the ``ModelFacts``, ``reasons`` maps the path of each
+    parameter to the reason why it is split or replicated, and ``holders`` the path of each module to the name of its
+    class.
     """
     with recording_holders(context.model) as holders:
         plan = plan_sharding(context.model, context.mesh.shape, *context.inputs, rng=context.rng, **context.kwargs)

@@ -165,13 +165,14 @@ class ReplayedStep:
         return getattr(self._step, name)
 
     def _compared(self, *args: PyTree) -> BatchResult:
-        """Computes loss and gradients in two runs, and returns the result of the first run.
+        """Computes loss and gradients on the mesh, and again on the rolled mesh; returns the result of the first run.
 
-        ``args`` are (state without optimizer state, batch, rng, local, extra_trees). If the program does not repeat its
-        own bits on most devices, a warning is given, the result is returned, and no further call is replayed.
+        ``args`` are (state without optimizer state, batch, rng, local, extra_trees). If the digests of the runs differ,
+        both runs are repeated. If the program then does not repeat its own bits on most devices, a warning is given,
+        the result is returned, and no further call is replayed.
 
         Raises:
-          ReplayError: the digests of the second run differ.
+          ReplayError: the digests of the two runs differ, and the program repeats its bits on most devices.
         """
         result, first = self.runs[0](*args)
         _, second = self.runs[1](*args)
@@ -190,11 +191,11 @@ class ReplayedStep:
         raise self._report(first != second, changed)
 
     def _report(self, differs: np.ndarray, changed: Sequence[np.ndarray]) -> ReplayError:
-        """Returns the error for runs with different digests, which names the devices under suspicion and the leaves.
+        """Returns the ``ReplayError`` for runs with different digests; it names the suspected devices and the leaves.
 
         Args:
-          differs: bool [device, send, 2], where the digests of the two runs differ.
-          changed: for each run bool [device], where the run differs from its repetition.
+          differs: bool [device, send, 2], where the digests of the two runs differ; at least one entry is True.
+          changed: for each of the two runs bool [device], where the run differs from its repetition.
         """
         differs = differs.any(-1)
         sends = np.flatnonzero(differs.any(0))
@@ -239,7 +240,10 @@ class Run:
         return result, np.asarray(digests)
 
     def on_this_mesh(self, args: PyTree) -> PyTree:
-        """Returns the arguments on the mesh of this run: each shard on the device at the shard's place of the mesh."""
+        """Returns ``args`` with each array on the mesh of this run: each shard on the device at the shard's place.
+
+        Arrays that are on no mesh, or on this mesh already, are returned unchanged.
+        """
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
 
     def _of_batch(
@@ -262,7 +266,8 @@ def _update(
 ) -> tuple[Any, ...]:
     """Returns the results of the step, (new state, metrics, ...), from ``result``, the loss and gradients of a run.
 
-    The further arguments are those of the step; with them an optimizer can compute gradients at other parameters.
+    ``options`` are those of the step, and ``state`` the state before the update. The further arguments are those of the
+    step; with them an optimizer can compute gradients at other parameters.
     """
     options = options.of_state(state, rng)
     of_params = options.on_mesh(options.program(state, batch, extra_trees))
@@ -307,5 +312,8 @@ def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def _differ(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns for each device whether any of its digests differ: [device, send, 2] -> bool [device]."""
+    """Returns bool [device]: whether any digest of the device differs between ``digests`` and ``others``.
+
+    Both are [device, send, 2].
+    """
     return np.any(digests != others, axis=(1, 2))

@@ -93,7 +93,7 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
 
 
 def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
-    """Returns (path, array) of each array of a tree, in the order of ``jax.tree.leaves``.
+    """Returns a list of (path, array) for each array of a tree, in the order of ``jax.tree.leaves``.
 
     Arrays in a box have the path of the box.
     """
@@ -101,10 +101,10 @@ def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
-    """Returns no labels for each result of a collective; ``None`` for any other equation.
+    """Returns an empty set of labels for each result of a collective; ``None`` for any other equation.
 
-    A rule for ``followed_equation``; ``labels`` are the labels of the operands. The results were received from other
-    devices. So the labels of the operands, which say from what this device computed the operands, do not apply.
+    This is a rule for ``followed_equation``, and ``labels`` are the labels of the operands. They say from what this
+    device computed the operands, so they do not apply to the results, which were received from other devices.
     """
     return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
 
@@ -122,14 +122,14 @@ class _Watcher:
         self._sending: dict[int, bool] = {}
 
     def name(self, index: int) -> str:
-        """Returns the label of values computed from ``sends[index]``, such as "send 3"."""
+        """Returns the name of ``sends[index]``, such as "send 3": the label of values computed from the sent value."""
         return f"{self._prefix}{index}"
 
     def _inner(self) -> "_Watcher":
         return _Watcher(self.axes, f"{self.name(len(self.sends))}.")
 
     def digests(self) -> jax.Array:
-        """Returns the digests of all sends that were added so far: uint32 [sends, 2]."""
+        """Returns the digests of all sends that were added so far, in order: uint32 [sends, 2]."""
         return jnp.stack([send.digest for send in self.sends])
 
     def sent(self, value: _Value) -> str:
@@ -144,9 +144,11 @@ class _Watcher:
         return self.name(len(self.sends) - 1)
 
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
-        """Evaluates a jaxpr on ``values``, and adds the jaxpr's sends to ``sends``; returns the results with labels.
+        """Evaluates a jaxpr on ``values``, and adds a digest for each collective to ``sends``; returns its results.
 
-        ``closed`` is a closed or an open jaxpr. Constants have no labels.
+        ``closed`` is a closed or an open jaxpr. ``values`` are the arrays of its arguments, with labels, and so are the
+        results. Constants have no labels. Operands that were received from other devices, and not changed here, get no
+        digest.
         """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         inputs = [*[_Value(const, Labels()) for const in consts], *values]
@@ -176,7 +178,7 @@ class _Watcher:
         return _with_labels(_results(eqn, eqn.params, values), [Labels().union(*(x.labels for x in values))])
 
     def _sends(self, eqn: Any) -> bool:
-        """Returns whether an equation holds an inner jaxpr (of a scan, a function, ...) with a collective."""
+        """Returns whether a jaxpr inside ``eqn`` (of a scan, a function, ...) has a collective, at any level."""
         if id(eqn) not in self._sending:
             inner = [inner_eqn for jaxpr in nested_jaxprs(eqn) for inner_eqn in jaxpr.eqns]
             self._sending[id(eqn)] = any(inner_eqn.primitive.name in COLLECTIVES for inner_eqn in all_equations(inner))
@@ -280,11 +282,17 @@ class _Watcher:
 
 
 def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list[Any]:
-    """Runs the primitive of an equation on ``values``, with parameters ``params``; returns a list of the results."""
+    """Runs the primitive of ``eqn`` on the arrays of ``values``, with parameters ``params``; returns its results.
+
+    The results are a list of arrays without labels, also for a primitive with a single result.
+    """
     outputs = eqn.primitive.bind(*(value.array for value in values), **eqn.primitive.get_bind_params(params))
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
-    """Pairs arrays with labels, in order; a single entry of labels is used for every array."""
+    """Returns a ``_Value`` for each array with its labels, in order.
+
+    ``labels`` has an entry for each array, or a single entry for all arrays.
+    """
     return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]
