@@ -113,6 +113,9 @@ def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator
 
 
 def is_gradient(value: TracedValue) -> bool:
-    """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value."""
+    """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value.
+
+    False if no equation is known, as for an argument of the traced function.
+    """
     made = value.made()
     return made is not None and "transpose(" in str(made.eqn.source_info.name_stack)
