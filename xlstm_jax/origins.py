@@ -61,7 +61,7 @@ class TracedValue(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """Value of a real scalar literal, else None."""
+        """The number, if this value is a real scalar literal of the traced program; else None."""
         literal: Any = getattr(self.tracer_or_atom, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0

@@ -217,9 +217,9 @@ def _cache(args: Namespace) -> ReportCache | None:
 
 
 def _kept(cache: ReportCache | None) -> list[str]:
-    """Returns at most one note: whether compiled programs came from the cache or were stored there, with the folder.
+    """Returns at most one note: compiled programs came from the cache, are stored there, or could not be stored.
 
-    [] without a cache, or if the cache was not asked.
+    The note names the folder, or the reason why storing failed. [] without a cache, or if the cache was not asked.
     """
     if cache is None or not cache.hits + cache.misses:
         return []

@@ -214,7 +214,10 @@ def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) ->
 
 
 def largest_mesh() -> Mesh:
-    """Returns a mesh of n local devices, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
+    """Returns a mesh of the first n local devices: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4.
+
+    n is the largest power of two up to the number of devices, at most ``MAX_DEVICES``.
+    """
     # A power of two divides the rows of the batch and the widths of the model.
     devices = jax.local_devices()
     count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)

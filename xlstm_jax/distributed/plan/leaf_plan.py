@@ -145,7 +145,10 @@ class LeafPlan:
 
     @property
     def all_bytes(self) -> ByteCount:
-        """Bytes of the leaf, the gradient and the optimizer state in device memory, without host memory."""
+        """Bytes of the leaf, the gradient and the optimizer state in device memory, in total and per device.
+
+        Host memory is not counted.
+        """
         return sum((getattr(self, kind) for kind in COUNTED), NO_BYTES)
 
     @property

@@ -92,8 +92,8 @@ REARRANGING = frozenset(
 def uniform_value(array: Any) -> Uniform:
     """Returns the common value of an array whose entries are equal: a bool, an int or a ``np.float64``.
 
-    ``FINITE`` for unequal entries that are finite. ``UNKNOWN`` for other entries, and for arrays that are empty or
-    complex, or keys of random numbers.
+    ``FINITE`` for unequal entries that are finite. ``UNKNOWN`` for unequal entries with an infinity or NaN, and for
+    arrays that are empty or complex, or keys of random numbers.
     """
     try:
         values = np.asarray(array)

@@ -398,12 +398,13 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares the gradients of an observed step with the reference ``expected``, leaf by leaf.
+        """Compares the observed values of a step, leaf by leaf, with the values that follow from ``expected.grads``.
 
-        Returns (the last compared observation, a ``LeafCheck`` for each of its leaves). A run of a custom step can have
-        two observations, such as the first moments and then the updates; the second is ``seen.next_observation``.
-        ``seen`` is compared first. Only if every leaf of ``seen`` is right, the second observation is compared, and
-        replaces the result.
+        The values are gradients or, for a custom step, first moments or updates. Such a step can have two observations,
+        first moments and then updates; the second is ``seen.next_observation``, else None. The second observation is
+        compared only if every leaf of ``seen`` is right.
+
+        Returns (the last compared observation, a ``LeafCheck`` for each of its leaves).
         """
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
@@ -425,11 +426,10 @@ class Comparison:
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, expected: Reference) -> list[str]:
-        """Compares the optimizer state after a step that bypasses ``state.tx`` with a single device's.
+        """Compares the optimizer state after a step that bypasses ``state.tx`` with the state on a single device.
 
-        Returns a list of one sentence if the states differ by more than rounding, else []. The reference is the new
-        state that ``state.tx`` computes on a single device from the gradients of ``expected``. Sets
-        ``self.compared_state`` to True.
+        Returns a list of one sentence if the states differ by more than rounding, else []. The state on the single
+        device is the result of ``state.tx`` for the gradients of ``expected``. Sets ``self.compared_state`` to True.
         """
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
@@ -679,9 +679,9 @@ class Comparison:
     def knows_collections(self, rng: PyTree) -> bool:
         """Returns whether the collections after the step can be compared with those that a single device computes.
 
-        True if the state has collections, the loss draws nothing, there is one minibatch, and the loss sees the
-        statistics of the full batch: the batch is not split, or the loss communicates over the axes of the batch. False
-        for a state with scales of fp8 products.
+        True if the state has collections, the loss, traced with the key ``rng``, draws nothing, there is one minibatch,
+        and the loss sees the statistics of the full batch: the batch is not split, or the loss communicates over the
+        axes of the batch. False for a state with scales of fp8 products.
         """
         collections, one_device = collections_of(self.state), self.one_device
         is_whole = one_device.num_minibatches == 1 and (one_device.devices == 1 or one_device.needs_all_devices(rng))

@@ -168,7 +168,10 @@ class OneDevice:
         return self._put_back([grads[path] for path in self.paths], fill_other=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
-        """Returns two trees of gradients in the form for an optimizer: every entry 0, and every entry 1."""
+        """Returns two trees of gradients: every entry 0, and every entry 1.
+
+        The trees are like the parameters, with None for leaves that take no gradient.
+        """
         trainable_values = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in trainable_values.items()}) for value in (0, 1)]
 
@@ -363,7 +366,8 @@ class OneDevice:
 
         A slice is the rows of one of ``devices`` devices in one of ``minibatches`` minibatches. The function takes
         (trainable values, further parameters, global batch, collections, key), and returns (loss, gradients, absolute
-        values of the slices' gradients), the last two as lists, each averaged over slices by weight.
+        values of the slices' gradients), each averaged over slices by weight. The last two are lists in the order of
+        the trainable values.
         """
         parts = devices * minibatches
 

@@ -112,7 +112,9 @@ class _Update:
     def check(self) -> UpdateCheck:
         """Runs the checks of this update; returns findings (sentences on mistakes), unchecked parts and compared parts.
 
-        The result is empty if the step did not call the optimizer exactly once: a different check reports this.
+        If the step changed the record of the optimizer's call, the result has only this finding. If the gradients are
+        not finite, nothing is compared, and ``unknown`` has the reason. The result is empty if the step did not call
+        the optimizer exactly once: a different check reports this.
         """
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
