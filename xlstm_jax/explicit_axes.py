@@ -180,10 +180,10 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
     """Returns the sharding with which a program takes ``x``: ``sharding``, or the sharding that ``x`` has already.
 
-    The sharding of ``x`` is returned if its mesh has the same axes and sizes as the mesh of ``sharding``, and if it
-    splits ``x`` in another way. It must be fixed: the array is committed, or, for a tracer, the mesh has explicit axes.
-    In any other case the result is ``sharding``. The reason: under ``jax.set_mesh`` every new array is on the set mesh,
-    and ``jax.jit(in_shardings=...)`` does not move such an array.
+    The sharding of ``x`` is returned if its mesh has the same axes and sizes as the mesh of ``sharding``, and if ``x``
+    is split in another way. Also required: the array is committed, or, for a tracer, the mesh has explicit axes. In any
+    other case the result is ``sharding``. The reason: under ``jax.set_mesh`` every new array is on the set mesh, and
+    ``jax.jit(in_shardings=...)`` does not move such an array.
     """
     if isinstance(x, Tracer):
         its = jax.typeof(x).sharding

@@ -294,8 +294,8 @@ def _reason(leaf: Sharded) -> Reason:
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
     """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, by name.
 
-    For a leaf that is not gathered, only ``use_shape``. ``part`` is None, or the wish of a module (such as the head of
-    a language model) to gather the leaf in pieces along a dim. ``sizes`` are the sizes of the mesh axes.
+    For a leaf that is not gathered, only ``use_shape``. ``part`` is None, or the request of a module (such as the head
+    of a language model) to gather the leaf in pieces along a dim. ``sizes`` are the sizes of the mesh axes.
     """
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()

@@ -85,7 +85,8 @@ class Section(Generic[Entry]):
     def optimizer(self, tx: optax.GradientTransformation, params: PyTree, /) -> None:
         """Receives the optax transform of the plan, and the trained parameters as abstract arrays without boxes.
 
-        Called once, after ``recording``; not called for a plan without an optimizer.
+        Called by the plan once, after ``recording``; not called for a plan without an optimizer. Does nothing unless a
+        subclass overrides the method.
         """
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
