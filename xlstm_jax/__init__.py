@@ -19,7 +19,7 @@ _PACKAGES = ("cli", "distributed", "forecast")
 
 
 def __dir__() -> list[str]:
-    """Lists the version and the packages, whether they are imported or not."""
+    """Returns the names of the version and of the packages, whether the packages are imported or not."""
     return [*__all__, *_PACKAGES]
 
 

@@ -260,9 +260,9 @@ CUDNN = 90800  # cuDNN version of an absent GPU: 9.8, in JAX's encoding
 
 
 def kind_of_mesh(mesh: AbstractMesh) -> str | None:
-    """Returns the ``device_kind`` of a mesh's devices; without devices, the kind set by ``absent_device``.
+    """Returns the ``device_kind`` of a mesh's devices; for a mesh without devices, the kind set by ``absent_device``.
 
-    None without both, and if ``absent_device`` has no TPU's name.
+    None if the mesh has no devices, and no ``absent_device`` context with the name of a TPU is active.
     """
     # Devices at hand come first, because they run the traced step.
     device = getattr(mesh, "abstract_device", None)

@@ -41,9 +41,9 @@ def names_when_used(face: str, modules: Mapping[str, str]) -> Callable[[str], An
 
 
 def import_with_nnx(module: str) -> None:
-    """Imports ``module``, a dotted name: at once if ``flax.nnx`` is in use in this program, else when it is first used.
+    """Imports ``module``, a dotted name: now if this program uses NNX already, else when the program first uses NNX.
 
-    For modules that register code for NNX.
+    For modules that register code for NNX. The program uses NNX from the call of ``import_for_nnx`` on.
     """
     _waiting.append(module)
     if _nnx_is_used:

@@ -32,7 +32,10 @@ def named_axes(eqn: Any) -> tuple[str, ...]:
 
 
 def axes_in(params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of mesh axes in the parameters of an equation; indices of array dims are left out."""
+    """Returns the names of mesh axes in an equation's parameters ``params``, read from "axes" or "axis_name".
+
+    Indices of array dims are left out; () without names.
+    """
     names = params.get("axes", params.get("axis_name", ()))
     return tuple([name for name in ([names] if isinstance(names, str) else names) if isinstance(name, str)])
 

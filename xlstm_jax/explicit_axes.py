@@ -74,13 +74,18 @@ def on_auto_axes(
     like: Callable[..., PyTree] | None = None,
     on_mixed_axes: bool = False,
 ) -> Callable[..., Any]:
-    """Returns ``function`` for arguments of any mesh types; ``function`` runs on axes of type ``Auto``.
+    """Returns a wrapper of ``function`` that takes arrays on axes of any type, and calls ``function`` on ``Auto`` axes.
+
+    If the set mesh or the type of an array argument has explicit axes, the wrapper removes the shardings from the types
+    of the arguments and calls ``function`` under the mesh with each axis of type ``Auto``. Otherwise the wrapper only
+    calls ``function``.
 
     Args:
       function: a function traced by ``jax.jit``, or called on global arrays.
-      mesh: the mesh of the function; None for the mesh of its arguments.
-      like: function of the same arguments that returns the arguments to be replaced by the results; see ``typed_like``.
-        None: the types of results contain no sharding; ``jax.jit(out_shardings=...)`` places the results.
+      mesh: the mesh for ``function``; None: the mesh with explicit axes, as found.
+      like: a function of the same arguments that returns the arguments to be replaced by the results; the results get
+        the types of these arguments, see ``typed_like``. None: the types of results contain no sharding;
+        ``jax.jit(out_shardings=...)`` places the results.
       on_mixed_axes: see ``typed_like``. False for the results of a program, which ``on_set_mesh`` places.
     """
 
@@ -101,12 +106,15 @@ def on_auto_axes(
 
 
 def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> PyTree:
-    """Returns results of ``on_auto_axes`` with the types of arguments, or with the type of a spec on the set mesh.
+    """Returns results of a function on ``Auto`` axes, with shardings in their types, as arrays on explicit axes have.
+
+    The results are unchanged if no mesh has explicit axes, or if any of the arguments in ``like`` is in host memory.
 
     Args:
       results: the results, of types without a sharding.
-      like: the arguments to be replaced, leaf by leaf; or the spec of each result. A tuple has arguments or a spec for
-        each entry of the tuple of results.
+      like: the source of the types: the arguments to be replaced by the results, paired with the results in leaf order;
+        or a ``PartitionSpec`` on the set mesh for every result. A tuple has an entry of either kind for each entry of
+        the tuple of results.
       on_mixed_axes: False: on a mesh of explicit and Auto axes only results of the spec ``P()`` get a type. There the
         type of a dim may name only some of the dim's axes, and XLA gathers the dim over the remaining axes.
     """
@@ -137,7 +145,10 @@ def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> 
 
 
 def splits_over_both_types(spec: Iterable[Any]) -> bool:
-    """Returns whether an entry of a spec has explicit axes and axes of another type on the set mesh."""
+    """Returns whether any entry of a spec (the axes of a dim) has explicit axes and axes of another type.
+
+    The types are the types of the axes of the set mesh.
+    """
     around = jax.sharding.get_abstract_mesh()
     types = dict(zip(around.axis_names, around.axis_types, strict=True))
     kinds = [{types.get(axis) == AxisType.Explicit for axis in _axes_of(entry)} for entry in spec]
@@ -167,11 +178,12 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
 
 
 def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
-    """Returns ``sharding``, or the sharding of ``x`` if ``x`` is already on a mesh with the same axes and sizes.
+    """Returns the sharding with which a program takes ``x``: ``sharding``, or the sharding that ``x`` has already.
 
-    Under ``jax.set_mesh`` every new array is on the set mesh, and ``jax.jit(in_shardings=...)`` does not move such an
-    array. The sharding of an array counts if the array is committed; of a tracer, if its mesh has explicit axes. If
-    both shardings split the array alike, the result is ``sharding``.
+    The sharding of ``x`` is returned if its mesh has the same axes and sizes as the mesh of ``sharding``, and if ``x``
+    is split in another way. Also required: the array is committed, or, for a tracer, the mesh has explicit axes. In any
+    other case the result is ``sharding``. The reason: under ``jax.set_mesh`` every new array is on the set mesh, and
+    ``jax.jit(in_shardings=...)`` does not move such an array.
     """
     if isinstance(x, Tracer):
         its = jax.typeof(x).sharding
@@ -190,10 +202,10 @@ def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
 
 
 def on_set_mesh(tree: PyTree) -> PyTree:
-    """Returns the tree with its arrays on the set mesh, if this mesh has explicit axes; memory is shared, not copied.
+    """Returns the tree with its arrays on the set mesh, if this mesh has explicit axes; else unchanged.
 
-    An array on a mesh of different axes is placed on the set mesh only if the array is replicated over the same
-    devices.
+    The memory of the arrays is shared, not copied. An array on a mesh of different axes is placed on the set mesh only
+    if the array is replicated over the same devices. Leaves that are not on a mesh are unchanged.
     """
     if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
         return tree
@@ -201,10 +213,10 @@ def on_set_mesh(tree: PyTree) -> PyTree:
 
 
 def _on_set_mesh(leaf: Any) -> Any:
-    """Returns the array with a sharding on the set mesh, of the same parts; unchanged if the array is not on a mesh.
+    """Returns an array with a sharding on the set mesh that splits the array as before, into the same shards.
 
-    Also unchanged if the set mesh has other axes than the array's, except for an array replicated over the same
-    devices.
+    Unchanged if the leaf is not on a mesh. Also unchanged if the set mesh has other axes or sizes than the array's
+    mesh, except for an array replicated over the same devices. Called only under a set mesh with explicit axes.
     """
     if not _is_on_mesh(leaf):
         return leaf
@@ -230,9 +242,11 @@ def _is_replicated_on(mesh: Mesh | None, sharding: NamedSharding) -> TypeGuard[M
 
 
 def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
-    """Returns ``function``, called without a set mesh; its results are placed on the mesh that was set.
+    """Decorator: returns a wrapper that calls ``function`` without a set mesh, and then places the results.
 
-    ``inside`` is the name of an argument: a function, still called under the set mesh.
+    The arguments are on their meshes with ``Auto`` axes during the call; the results are placed on the set mesh as by
+    ``on_set_mesh``. Without a set mesh, and during a trace, the wrapper only calls ``function``. ``inside`` is the name
+    of an argument of ``function``, a function that is still called under the set mesh; None: no argument.
     """
 
     @functools.wraps(function)
@@ -252,9 +266,10 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
 
 
 def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
-    """Returns a context without a set mesh, if leaves of the tree are on a mesh whose size differs from the set mesh's.
+    """Returns a context without a set mesh, if a leaf of the tree is on a mesh of another size than the set mesh.
 
-    Otherwise the context changes nothing. JAX cannot trace a program for 64 devices under a set mesh of 8 devices.
+    The size of a mesh is its number of devices. In other cases the context changes nothing. JAX cannot trace a program
+    for 64 devices under a set mesh of 8 devices.
     """
     around = _set_mesh()
     sizes = {leaf.sharding.mesh.size for leaf in jax.tree.leaves(tree) if _is_on_mesh(leaf)}
@@ -273,9 +288,9 @@ def _set_mesh() -> Mesh | None:
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``function``, called while ``mesh`` is the set mesh, with the arrays of its arguments on this mesh.
+    """Returns a wrapper that calls ``function`` while ``mesh`` is the set mesh, with the arrays of its arguments there.
 
-    The arrays of the results are on meshes with Auto axes.
+    The arrays of the results are moved to meshes with axes of type ``Auto``.
     """
 
     @functools.wraps(function)
@@ -335,10 +350,9 @@ def _is_on_host(leaf: Any) -> bool:
 
 
 def _with_type(leaf: Any, sharding: NamedSharding, on_mixed_axes: bool) -> Any:
-    """Returns the traced array with ``sharding`` in its type if the mesh has explicit axes; else unchanged.
+    """Returns the traced array ``leaf`` with ``sharding`` in its type if the mesh of ``sharding`` has explicit axes.
 
-    The mesh is that of ``sharding``. If it has axes of type ``Auto``, too, the array gets the type only with
-    ``on_mixed_axes``.
+    Unchanged without explicit axes; also if the mesh has axes of type ``Auto``, too, and ``on_mixed_axes`` is False.
     """
     types = sharding.mesh.axis_types
     if AxisType.Explicit not in types or (AxisType.Auto in types and not on_mixed_axes):

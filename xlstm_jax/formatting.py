@@ -77,7 +77,7 @@ def format_milliseconds(seconds: float) -> str:
 
 
 def format_axes(axes: tuple[str, ...]) -> str:
-    """Formats axes as in code: ("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
+    """Formats mesh axes as Python code: ("fsdp",) -> "'fsdp'"; ("dp", "fsdp") -> "('dp', 'fsdp')"."""
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
@@ -201,7 +201,10 @@ class FoldingTable(Table):
     """
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
-        """Adds a row, as ``rich``'s method; strings become texts without markup."""
+        """Adds a row with a cell for each argument; strings become texts without markup.
+
+        ``options`` are further arguments of ``rich.table.Table.add_row``, such as ``style``.
+        """
         super().add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells), **options)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -323,7 +326,10 @@ def rich_table(
 
 
 def plain_text(shown: RenderableType) -> str:
-    """Renders a table of ``rich`` to text without colours, as wide as the terminal; 80 columns without one."""
+    """Renders ``shown``, such as a table of ``rich``, to text without colours, as wide as the terminal.
+
+    The width is 80 columns without a terminal. Lines have no spaces at the end.
+    """
     width = shutil.get_terminal_size(fallback=(80, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_jupyter=False, force_terminal=False)
     with console.capture() as captured:

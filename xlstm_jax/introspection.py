@@ -48,7 +48,7 @@ def _running_functions() -> list[FrameType]:
 
 
 def warn_user(text: str) -> None:
-    """Warns with ``text``; the warning names the line from which the user's program called this package or JAX."""
+    """Emits a Python warning with ``text``, at the line of the user's program that called this package or JAX."""
     # Python 3.12 has `skip_file_prefixes` for this; a number would change with each wrapper on the way.
     running = _running_functions()
     packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in running]
@@ -69,7 +69,7 @@ def inside_branch() -> bool:
 
 
 def inside_map_variables(library_class: type[Any]) -> bool:
-    """Returns whether this code runs inside an ``nn.map_variables`` of the model that maps parameters.
+    """Returns whether this code runs inside an ``nn.map_variables`` of the user's model that maps parameters.
 
     ``nn.WeightNorm`` and ``nn.SpectralNorm`` use ``nn.map_variables``. Not counted are maps whose function is an
     instance of ``library_class``, which belong to the library and take shards, and maps of collections without
@@ -88,7 +88,7 @@ def inside_map_variables(library_class: type[Any]) -> bool:
 
 
 def closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the closure variables of a function by name; {} if ``function`` is not a Python function."""
+    """Returns the closure variables of a function, as {name: value}; {} if ``function`` is not a Python function."""
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
@@ -125,9 +125,10 @@ def scans_over_params(cls: type[nn.Module]) -> bool:
 
 
 def recomputes(cls: type[nn.Module]) -> bool:
-    """Returns whether ``nn.remat`` made this class, or the base class from which the class inherits ``__call__``.
+    """Returns whether the method ``__call__`` of a Linen class, defined or inherited, is wrapped by ``nn.remat``.
 
-    ``shard_module_params`` may be around ``nn.remat``. False if another Linen transformation is, such as ``nn.scan``.
+    ``shard_module_params`` may be around ``nn.remat``. False if the outermost Linen transformation is another, such as
+    ``nn.scan``.
     """
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
 

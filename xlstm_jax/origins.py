@@ -61,7 +61,7 @@ class TracedValue(NamedTuple):
 
     @property
     def number(self) -> float | None:
-        """Value of a real scalar literal, else None."""
+        """The number, if this value is a real scalar literal of the traced program; else None."""
         literal: Any = getattr(self.tracer_or_atom, "val", None)
         literal = getattr(literal, "val", literal)  # a tracer holds a variable or a literal
         is_scalar = isinstance(literal, int | float | np.number | np.ndarray) and np.ndim(literal) == 0
@@ -113,6 +113,9 @@ def origins(value: TracedValue, ends: Callable[[TracedValue], bool]) -> Iterator
 
 
 def is_gradient(value: TracedValue) -> bool:
-    """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value."""
+    """Returns whether an equation of a backward pass (``jax.grad``, ``jax.vjp``) made the value.
+
+    False if no equation is known, as for an argument of the traced function.
+    """
     made = value.made()
     return made is not None and "transpose(" in str(made.eqn.source_info.name_stack)

@@ -234,7 +234,7 @@ COMMANDS = {
 
 
 def make_parser() -> Parser:
-    """Builds the parser of every command and option."""
+    """Builds the parser of the command line, with every command and its options."""
     parser = Parser(
         prog="xlstm-jax",
         description="Predict the cost of a sharded training before it runs, on devices that\nneed not be there.",

@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
     """Runs the command ``args.command`` and returns its report; ``say`` shows the progress.
 
-    The library is imported here, so that ``--help`` does not wait for jax. An exit of the user's code raises a
-    ``ValueError``.
+    Raises a ``ValueError`` if the user's code ends the process; other errors pass. The library is imported here, so
+    that ``--help`` does not wait for jax. Sets the JAX platform to CPU, unless ``JAX_PLATFORMS`` is set.
     """
     import jax
 
@@ -123,9 +123,10 @@ def _report(args: argparse.Namespace, say: "ShowProgress") -> "Report":
 
 
 def error_line(error: Exception) -> str:
-    """Returns the text of an error in a line, shortened to about ``MAX_ERROR`` characters.
+    """Returns the text of an error in a single line, shortened to about ``MAX_ERROR`` characters.
 
-    For an error that the library did not raise: with its type, the line of the user's code, and a hint at --traceback.
+    For an error that the library did not raise, the line has the type of the error, the line of the user's code, and a
+    hint at --traceback.
     """
     from xlstm_jax.forecast.training.workload import is_raised_by_library, one_line_text
     from xlstm_jax.formatting import shortened
@@ -135,7 +136,7 @@ def error_line(error: Exception) -> str:
 
 
 def console(**options: Any) -> Console:
-    """Returns a ``rich`` console that prints brackets unchanged."""
+    """Returns a ``rich`` console that prints brackets unchanged; ``options`` are further arguments of ``Console``."""
     return Console(markup=False, highlight=False, **options)
 
 

@@ -67,7 +67,10 @@ class Report(NamedTuple):
 
 
 def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
-    """Returns the mesh of ``--mesh`` with -1 filled in; by default a mesh for the topology and the factory.
+    """Returns the mesh {axis: size} of ``--mesh`` with -1 filled in; by default a mesh for topology and factory.
+
+    ``factory`` is the user's function of ``--factory``: the default depends on whether this function takes the axes to
+    split over.
 
     Raises:
       ValueError: the product of the sizes differs from the topology's number of devices; neither --mesh nor --topology
@@ -88,10 +91,11 @@ def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
 
 
 def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
-    """Returns the mesh {axis: size} with -1 replaced by the remaining number of the topology's devices.
+    """Returns the mesh {axis: size} with a size of -1 replaced by the remaining number of the topology's devices.
 
     Raises:
-      ValueError: no such size exists, or, without -1, the product differs; with a cure.
+      ValueError: no such size exists, or, without -1, the product of the sizes differs from the number of devices; with
+        a cure.
     """
     fixed_sizes = {axis: size for axis, size in mesh.items() if size != -1}
     devices, known = topology.num_devices, math.prod(fixed_sizes.values())
@@ -116,10 +120,10 @@ def _filled(mesh: dict[str, int], topology: Topology) -> dict[str, int]:
 
 
 def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, Any]) -> None:
-    """Raises a ``ValueError`` if no axis of the mesh splits parameters, because no name begins with "fsdp".
+    """Raises a ``ValueError`` if no axis of the mesh splits parameters: if no name begins with "fsdp".
 
-    Such a mesh may be a typing error. No error if ``--set`` (``chosen``) passes the axes, or the factory does not take
-    them.
+    Such a mesh may be a typing error. No error if ``chosen``, the arguments of ``--set`` by name, has the axes to split
+    over, or if the user's factory does not take these axes.
     """
     name = factory.axes_name
     if name is None or name in chosen or Options(mesh).shard_axes:
@@ -134,9 +138,10 @@ def _check_shard_axes(mesh: dict[str, int], factory: Factory, chosen: dict[str, 
 
 
 def _meshes_to_try(topology: Topology, factory: Factory) -> list[dict[str, int]]:
-    """Returns the meshes, each {axis: size}, for a topology, the best guess first.
+    """Returns the meshes to try for a topology, each {axis: size}, the best guess first.
 
-    If the factory takes the axes to split over, these are the default meshes of ``fit``; else a single axis "fsdp".
+    If the user's factory takes the axes to split over, these are the default meshes of ``fit``; else a single mesh of a
+    single axis "fsdp".
     """
     # A factory without this argument has fixed axis names, most likely "fsdp".
     return default_meshes(topology) if factory.axes_name else [{SHARD_AXIS_PREFIX: topology.num_devices}]
@@ -156,9 +161,10 @@ def _note_ignored_options(factory: Factory, varied: Sequence[str], say: ShowProg
 
 
 def _workload(args: Namespace, factory: Factory, mesh: dict[str, int]) -> Workload:
-    """Returns the workload that the user's factory makes for a mesh.
+    """Returns the workload (model, optimizer, batch and loss) that the user's factory makes for a mesh.
 
-    Options without ``--set`` keep the factory's defaults; with ``--offload`` the optimizer state is in host memory.
+    Options without ``--set`` keep the factory's defaults. With ``--offload`` the optimizer state is in host memory;
+    else the choice of the workload remains.
     """
     return factory.workload(mesh, dict(args.set), Offload() if args.offload else NO_OFFLOAD)
 
@@ -177,8 +183,8 @@ def _plan(workload: Workload, mesh: dict[str, int]) -> ShardingPlan:
 def _forecast(args: Namespace, say: ShowProgress) -> tuple[Forecast, ShardingPlan, list[str]]:
     """Builds and compiles the step of the arguments; returns (forecast, plan of the parameters, notes on the cache).
 
-    For ``--topology`` compiles for absent devices; else for simulated CPU devices, as many as the mesh has, and without
-    notes.
+    Without ``--topology`` compiles for simulated CPU devices, as many as the mesh has, and returns no notes; else for
+    absent devices. ``say`` shows the progress.
     """
     factory = load_factory(args.factory)
     mesh, cache = _mesh(args, factory), _cache(args)
@@ -211,9 +217,9 @@ def _cache(args: Namespace) -> ReportCache | None:
 
 
 def _kept(cache: ReportCache | None) -> list[str]:
-    """Returns at most one note: whether compiled programs came from the cache or were stored there, with the folder.
+    """Returns at most one note: compiled programs came from the cache, are stored there, or could not be stored.
 
-    [] without a cache, or if the cache was not asked.
+    The note names the folder, or the reason why storing failed. [] without a cache, or if the cache was not asked.
     """
     if cache is None or not cache.hits + cache.misses:
         return []

@@ -81,7 +81,7 @@ class Diagnosis:
     checks: tuple[Check, ...]
 
     def tables(self) -> list[object]:
-        """Returns the diagnosis as ``rich`` renderables and strings."""
+        """Returns the diagnosis as tables of ``rich`` and strings: versions, extras, devices at hand, self-tests."""
         versions = [[name, version or "not installed"] for name, version in self.versions.items()]
         lacking = {extra: f"lacks {', '.join(names)}" for extra, names in (self.missing or {}).items()}
         others = "not known: the library runs uninstalled" if self.missing is None else "installed"
@@ -104,8 +104,8 @@ class Diagnosis:
 def examine(say: Callable[[str], None]) -> Diagnosis:
     """Examines this machine, runs the self-tests, and returns the results; ``say`` shows the progress.
 
-    Versions, missing extras, devices at hand, a training on several devices compared with one device, and compilations
-    for absent devices.
+    The result has versions, missing extras, and devices at hand. The self-tests are a training on several devices
+    compared with one device, and compilations for absent devices.
     """
     say("reading versions")
     versions, missing = installed(), missing_extras(extras())
@@ -139,9 +139,10 @@ def examine(say: Callable[[str], None]) -> Diagnosis:
 
 
 def installed() -> dict[str, str | None]:
-    """Returns the installed versions by name: of Python, of required and optional packages, and of JAX's CUDA plugins.
+    """Returns {name: installed version}: of Python, of required and optional packages, and of JAX's CUDA plugins.
 
-    None for a package that is not installed; a plugin that is not installed is left out.
+    None for a package that is not installed; a plugin that is not installed is left out. The version of this library is
+    that of the running code.
     """
     plugins = {name: version for name in PLUGINS if (version := installed_version(name))}
     packages = {name: installed_version(name) for name in (*NEEDED, *USED)} | plugins
@@ -180,9 +181,9 @@ def missing_extras(extras: Mapping[str, Sequence[str]] | None) -> dict[str, list
 
 
 def _libtpu_check(installed: str | None) -> Iterator[Check]:
-    """Yields the check that the installed libtpu has the version that this JAX requires; nothing without libtpu.
+    """Yields a check: the installed libtpu has the version that this JAX requires. Nothing without libtpu.
 
-    ``installed`` is the version of libtpu, or None.
+    ``installed`` is the version of libtpu, or None. Nothing also if JAX requires no version.
     """
     # The requirement reads "libtpu==0.0.17.*; extra == 'tpu'".
     wanted = next((line for line in requires("jax") or () if line.startswith("libtpu")), "").partition(";")[0].strip()
@@ -224,8 +225,8 @@ def _checks(name: str, report: dict[str, Any]) -> Sequence[Check]:
 def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str]:
     """Returns the extras of ``TOPOLOGIES`` whose compilers are installed: of "forecast" (TPUs) and "forecast-gpu".
 
-    ``missing`` has the missing packages by extra; [] if unknown (None). Without matplotlib, which only draws, a
-    compiler counts as installed.
+    ``missing`` has the missing packages by extra; None (unknown) gives []. A missing matplotlib, which only draws, does
+    not count.
     """
     if missing is None:
         return []
@@ -236,7 +237,8 @@ def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
     """Starts to compile a small program with the compiler of an extra ("forecast" for TPUs, "forecast-gpu").
 
-    Returns the running compilation, or the ``ImportError`` of a compiler for another version of jaxlib.
+    Returns the running compilation; an ``ImportError`` as value, not raised, if the compiler is for another version of
+    jaxlib.
     """
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)

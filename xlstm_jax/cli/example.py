@@ -65,7 +65,10 @@ class LanguageModel(nn.Module):
 
 
 def next_token_loss(params: Any, apply_fn: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
-    """Returns the mean loss of this device's part of the batch, as ``make_train_step`` expects."""
+    """Returns the mean cross-entropy of the next tokens, over this device's part of the batch, ``tokens`` [b, t + 1].
+
+    As ``make_train_step`` expects of a loss; ``rng`` is not used.
+    """
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -81,7 +84,11 @@ def training(
     keep_gathered: bool = True,  # whether gathered weights are kept from the forward to the backward pass
     devices: int = 8,  # devices of the mesh; here a sequence for each device
 ) -> Workload:
-    """Returns the training of a decoder-only Transformer of 0.22 billion parameters with AdamW."""
+    """Returns the training of a decoder-only Transformer of 0.22 billion parameters with AdamW.
+
+    The global batch has a sequence for each of ``devices`` devices. The further arguments choose the sharding and the
+    activations that are kept, as the options of ``xlstm-jax fit``.
+    """
     model = LanguageModel(shard_axes, min_weight_size, remat, keep_gathered)
     tokens = jax.ShapeDtypeStruct((devices, CONTEXT + 1), jnp.int32)  # global: the batch of all devices
     return Workload(model, optax.adamw(3e-4), tokens, next_token_loss)

@@ -55,39 +55,42 @@ class Factory:
 
     @cached_property
     def argument_names(self) -> tuple[str, ...]:
-        """Names of the function's arguments."""
+        """Names of the arguments that the user's function takes by keyword, without ``**sharding``."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return tuple(p.name for p in inspect.signature(self.function).parameters.values() if p.kind in named)
 
     @cached_property
     def takes_sharding(self) -> bool:
-        """Whether the function has an argument like ``**sharding``, under any name."""
+        """Whether the user's function has an argument like ``**sharding``, under any name."""
         kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
         return inspect.Parameter.VAR_KEYWORD in kinds
 
     @property
     def accepted_options(self) -> tuple[str, ...]:
-        """Names of the options that reach the function: its arguments, and those passed on by ``**sharding``."""
+        """Names of the options that reach the user's function: its arguments, and options that ``**sharding`` takes."""
         return (*self.argument_names, *(PASSED_ON if self.takes_sharding else ()))
 
     @property
     def axes_name(self) -> str | None:
-        """Name of the argument for the axes to split over; None if the function has fixed axis names."""
+        """Name of the function's argument for the axes to split over: "shard_axes" or "axis_name".
+
+        None if the function takes neither: its axis names are fixed.
+        """
         return next((name for name in AXES if name in self.accepted_options), None)
 
     @property
     def fixed_options(self) -> list[str]:
-        """Descriptions of the options that a search cannot vary for this function."""
+        """Descriptions, such as "remat", of the options of a search that the user's function does not take."""
         return [option for option, names in VARIED.items() if not set(names) & set(self.accepted_options)]
 
     def arguments(self, options: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments for a call of the function.
+        """Returns the keyword arguments for a call of the user's function, by name; does not call the function.
 
         Args:
-          options: options to pass, as far as the function takes an argument of this name.
-          chosen: values of ``--set``, always passed; they replace options of the same name.
+          options: options to pass, as far as the function takes an argument of this name; others are dropped.
+          chosen: values of ``--set`` by name, always passed; they replace options of the same name.
         Raises:
-          FactoryError: the function has no argument of a chosen name.
+          FactoryError: the function has no argument of a chosen name, and no ``**sharding``.
         """
         if unknown := [name for name in chosen if name not in self.argument_names and not self.takes_sharding]:
             raise self._unknown(unknown[0])
@@ -116,14 +119,19 @@ class Factory:
         offload: Offload = NO_OFFLOAD,
         varied: Mapping[str, Any] = MappingProxyType({}),
     ) -> Workload:
-        """Calls the function for a mesh; see ``arguments``.
+        """Calls the user's function for a mesh, and returns its ``Workload`` (model, optimizer, batch and loss).
+
+        The call has keyword arguments only: the options of the mesh and of ``varied``, as far as the function takes
+        them, and ``chosen``.
 
         Args:
-          mesh: axes and sizes; the split axes and the number of devices become options.
-          offload: replaces the workload's ``offload``; ``NO_OFFLOAD`` leaves the user's value.
-          varied: more options; an option outside of ``varied`` keeps the function's default.
+          mesh: {axis: size}. Becomes options: the axes to split parameters over, whose names begin with "fsdp", and the
+            number of devices.
+          chosen: arguments of ``--set`` by name, always passed; they replace options of the same name.
+          offload: replaces the ``offload`` of the returned workload; ``NO_OFFLOAD`` keeps the function's value.
+          varied: options that a search varies, by name; further options keep the function's defaults.
         Raises:
-          FactoryError: the function raises, or does not return a ``Workload``.
+          FactoryError: the function raises, has no argument of a chosen name, or does not return a ``Workload``.
         """
         # Both argument names for the axes are options: the factory receives the name that it declares.
         options = dict.fromkeys(AXES, Options(mesh).shard_axes) | {"devices": math.prod(mesh.values())} | dict(varied)
@@ -146,10 +154,10 @@ class Factory:
 
 
 def settings_of(options: Options) -> dict[str, Any]:
-    """Returns the options of a search as keyword arguments, under every name that a factory may use.
+    """Returns the options of a search as keyword arguments {name: value}, under every name that a factory may use.
 
-    The axes to split over are both "shard_axes" and "axis_name"; kept weights are both "keep_gathered" and the inverse
-    "reshard_after_forward".
+    A factory is a user's function that returns a workload. The axes to split over are both "shard_axes" and
+    "axis_name"; kept weights are both "keep_gathered" and the inverse "reshard_after_forward".
     """
     return {
         **dict.fromkeys(AXES, options.shard_axes),
@@ -161,7 +169,9 @@ def settings_of(options: Options) -> dict[str, Any]:
 
 
 def load_factory(name: str) -> Factory:
-    """Imports ``package.module:function``; searches the current directory first.
+    """Imports the user's function ``package.module:function`` named ``name``; searches the current directory first.
+
+    Adds the current directory to ``sys.path``, if missing.
 
     Raises:
       FactoryError: the name has another form, the module cannot be imported, or the module lacks the function.
@@ -187,9 +197,9 @@ def load_factory(name: str) -> Factory:
 
 
 def _as_module(name: str) -> str:
-    """Returns the advice for ``--factory folder/file.py:function``, a path: "Write folder.file:function."
+    """Returns the advice for a path, ``--factory folder/file.py:function``: "Write folder.file:function."
 
-    For a path that is no module name, the advice is to run the command in the folder of the file.
+    For a path that cannot be a module name, the advice is to run the command in the folder of the file.
     """
     file_name, _, function_name = name.partition(":")
     path = Path(os.path.relpath(file_name)).with_suffix("")

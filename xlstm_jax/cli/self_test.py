@@ -108,10 +108,11 @@ def optimizer() -> optax.GradientTransformation:
 
 
 def difference(got: PyTree, want: PyTree) -> float:
-    """Returns the largest difference of two trees, each leaf's relative to the largest entry of that leaf in ``want``.
+    """Returns the largest difference of two trees, relative to the largest entry of the same leaf in ``want``.
 
-    For a leaf of rounding errors (at most 1e-6 of the largest entry of all of ``want``) the difference is relative to
-    that largest entry. NaN if all of ``want`` is 0.
+    The difference of a leaf is the largest absolute difference of its entries. For a leaf of rounding errors (at most
+    1e-6 of the largest entry of all of ``want``) the difference is relative to that largest entry. NaN or infinite if
+    all of ``want`` is 0.
     """
     got, want = (list(map(np.asarray, jax.tree.leaves(tree))) for tree in (got, want))
     largest = np.array([np.abs(leaf).max() for leaf in want])
@@ -156,8 +157,8 @@ def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
 def parity(mesh: Mesh) -> list[Check]:
     """Trains on the mesh and on one device, and returns the comparisons of parameters and gradients.
 
-    The mesh needs an axis "fsdp"; every axis splits the batch. The last check is the guard: without the mean over
-    devices a difference must show.
+    The mesh needs an axis "fsdp"; every axis splits the batch. The last check is the guard: gradients without the mean
+    over devices must differ from the right gradients.
     """
     with jax.default_matmul_precision("highest"):  # accelerators round the inputs of matrix products by default
         batch, axes = example_batch(), tuple(mesh.axis_names)
@@ -180,10 +181,10 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Returns two trees of gradients of a hand-written step: with ``sync_gradients``, and without.
+    """Computes a step by hand on the mesh, and returns its gradients: (with ``sync_gradients``, without).
 
-    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device. The second tree is None for
-    ``check_vma=True``. Gradients are unsharded NumPy arrays.
+    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device, not the mean. The second tree
+    is None for ``check_vma=True``. Both are trees of unsharded NumPy arrays. The batch is split over every axis.
     """
     # With check_vma=True JAX sums the gradients of replicated leaves, so a missing mean would not show.
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)
@@ -213,7 +214,10 @@ def trained(state: TrainState, batch: PyTree, mesh: Mesh, *, check_vma: bool) ->
 
 
 def largest_mesh() -> Mesh:
-    """Returns a mesh of n local devices, n a power of two: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4."""
+    """Returns a mesh of the first n local devices: {"dp": 2, "fsdp": n / 2}, or {"fsdp": n} for n below 4.
+
+    n is the largest power of two up to the number of devices, at most ``MAX_DEVICES``.
+    """
     # A power of two divides the rows of the batch and the widths of the model.
     devices = jax.local_devices()
     count = 2 ** (min(len(devices), MAX_DEVICES).bit_length() - 1)
@@ -222,9 +226,12 @@ def largest_mesh() -> Mesh:
 
 
 def main(test: str, path: str) -> None:
-    """Writes the devices, and the results of ``parity`` unless ``test`` is "devices", to the file ``path`` as JSON.
+    """Writes a report on the devices at hand to the file ``path``, as JSON: platform, kinds of devices, and checks.
 
-    ``test`` is "devices", "parity" (on the devices at hand) or "simulated" (on 8 simulated CPU devices).
+    Args:
+      test: "devices": without checks; "parity": with the checks of ``parity`` on the devices at hand; "simulated": the
+        same on 8 simulated CPU devices.
+      path: the file, which is overwritten.
     """
     if test == "simulated":
         simulate_cpu_devices(MAX_DEVICES)

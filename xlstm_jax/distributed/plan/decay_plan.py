@@ -110,8 +110,13 @@ def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> l
 def _verdict(of_one: Any, of_two: Any, moved: Any) -> tuple[str, str] | None:
     """Returns (decays, reason) by the updates of a leaf in one step; None if the step moves nothing.
 
-    ``of_one`` and ``of_two`` are the updates of parameters 1 and 2 with gradient 0, ``moved`` the update of parameter 1
-    with gradient 0.5; each is a float, or ``UNKNOWN`` or ``FINITE`` if it cannot be evaluated.
+    ("yes", "") if the updates without gradient are negative and proportional to the parameter; ("no", "") if both are
+    0, and ``moved`` is not 0; None if all three are 0; else ("?", reason).
+
+    Args:
+      of_one, of_two: the updates of parameters of value 1 and of value 2, with gradient 0.
+      moved: the update of a parameter of value 1 with gradient 0.5. Each update is a float, or ``UNKNOWN`` or
+        ``FINITE`` if the update cannot be evaluated.
     """
     if not isinstance(of_one, float) or not isinstance(of_two, float) or not np.isfinite([of_one, of_two]).all():
         return "?", "the update without a gradient cannot be evaluated"

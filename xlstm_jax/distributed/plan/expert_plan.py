@@ -65,8 +65,8 @@ class ExpertPlan:
     def padding(self) -> float:
         """Ratio of sent rows to chosen rows (``top_k`` per token), if a device sends equal parts to each device.
 
-        A part has room for the capacity or, without a capacity, for the worst case. For an exchange of only the chosen
-        rows (on TPUs, except v5e) see ``Dispatch.padding``.
+        A row is the vector of a token for an expert. A part has room for the capacity or, without a capacity, for the
+        worst case. For an exchange of only the chosen rows (on TPUs, except v5e) see ``Dispatch.padding``.
         """
         if self.capacity_factor is not None:
             return self.capacity_factor

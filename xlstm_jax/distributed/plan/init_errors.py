@@ -109,7 +109,10 @@ def is_library_error(error: Exception) -> bool:
 
 
 def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, ...] | None:
-    """Returns inputs of a single token array [b, t + 1], integers, as [b, t]; None for any different inputs."""
+    """Returns the inputs with a token less, if they are a single integer array [b, t + 1] with t > 0; else None.
+
+    The result is a tuple of a ``ShapeDtypeStruct`` [b, t].
+    """
     leaves = leaves_with_path(tuple(inputs))
     if len(inputs) != 1 or len(leaves) != 1:
         return None
@@ -120,7 +123,10 @@ def without_last_token(inputs: Sequence[PyTree]) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def described_inputs(inputs: Sequence[PyTree]) -> str:
-    """Returns dtypes and shapes of the inputs' arrays as text, such as ``int32[8, 128]``, or "no arrays"."""
+    """Returns dtypes and shapes of the inputs' arrays as text, such as ``int32[8, 128]``, or "no arrays".
+
+    Several arrays are listed in tree order; a leaf that is not an array appears as its ``repr``.
+    """
     leaves = [leaf for _, leaf in leaves_with_path(tuple(inputs))]
     shown = [f"{x.dtype}{list(np.shape(x))}" if hasattr(x, "dtype") else repr(x) for x in leaves]
     return joined(shown) if shown else "no arrays"

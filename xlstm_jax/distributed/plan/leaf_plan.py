@@ -130,12 +130,12 @@ class LeafPlan:
 
     @property
     def layers(self) -> int:
-        """Number of layers stacked in the leaf by ``nn.scan``; 1 without a scan."""
+        """Number of layers that ``nn.scan`` has stacked in the leaf; 1 without a scan."""
         return math.prod(self.shape) // max(math.prod(self.use_shape), 1)
 
     @property
     def gather_itemsize(self) -> float:
-        """Bytes of an element in a gather, for packed blocks with a share of the block's scale; 0 without gathers."""
+        """Bytes of an element in a gather (for packed blocks, with a share of the block's scale); 0 without gathers."""
         return sent_itemsize(self.gather_dtype) if self.gather_dtype else 0
 
     @property
@@ -145,7 +145,10 @@ class LeafPlan:
 
     @property
     def all_bytes(self) -> ByteCount:
-        """Bytes of the leaf, the gradient and the optimizer state in device memory, without host memory."""
+        """Bytes of the leaf, the gradient and the optimizer state in device memory, in total and per device.
+
+        Host memory is not counted.
+        """
         return sum((getattr(self, kind) for kind in COUNTED), NO_BYTES)
 
     @property

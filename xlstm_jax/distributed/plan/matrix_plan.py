@@ -46,9 +46,10 @@ class MatrixPlan:
 
     @property
     def idle_fraction(self) -> float:
-        """Fraction of empty places among the places of the owners (devices that compute updates): 0 to 1.
+        """Fraction of places without a matrix among the places of the owners (devices that compute updates): 0 to 1.
 
-        An empty place costs as much as a full place.
+        Each owner has ``per_owner`` places, each for the update of a matrix. An empty place costs as much as a full
+        place. 0 for an entry without matrices.
         """
         return 1 - self.count / (self.owners * self.per_owner) if self.count else 0.0
 
@@ -56,7 +57,7 @@ class MatrixPlan:
     def workless_fraction(self) -> float:
         """Fraction of the owners (devices that compute updates) without a matrix of this shape: 0 to 1.
 
-        Such an owner may have a matrix of a different shape.
+        Such an owner may have a matrix of a different shape. 0 for an entry without matrices.
         """
         # Owners fill their places in order, so the owners without a matrix are the last.
         return 1 - -(-self.count // self.per_owner) / self.owners if self.count else 0.0
@@ -79,10 +80,10 @@ class MatrixPlan:
 
 
 def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
-    """Converts the reports of optimizers to entries, optimizer by optimizer.
+    """Converts the reports of optimizers for unsharded matrices to entries of a plan, in the order of the reports.
 
-    For each report: an entry per group of matrices of equal shape, the group with the most work per device first; then
-    an entry per reason for leaves that the optimizer does not treat as matrices.
+    For each report: an entry per group of matrices of equal shape, in the order of the report's groups (the group with
+    the most work per device first); then an entry per reason for leaves that the optimizer does not treat as matrices.
     """
     plans = []
     for report in reports:
@@ -112,7 +113,7 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """Returns a table with a line for each shape of matrices, and for each reason against matrices."""
+    """Returns a table with a line for each shape of matrices, and for each reason why leaves are not matrices."""
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table(
         "Optimizer updates of unsharded matrices", ["leaves", "matrices, and devices that update them"], rows, left=2

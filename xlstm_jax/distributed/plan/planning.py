@@ -133,7 +133,9 @@ def _roles(
     """Returns how parameters use each mesh axis: {axis: roles}, with () for an axis without a role.
 
     Roles: "fsdp": parameters are gathered over the axis; "tensor": the model splits layers over the axis. ``within``
-    adds roles of sections, such as "experts": {role: {path prefix of parameters: axes}}.
+    adds the roles of the plan's sections (features such as experts): {role: {path prefix of parameters: axes}}. For
+    parameters below a prefix these axes do not count as "tensor". ``sizes`` has every axis of the mesh, in the order of
+    the result.
     """
     leaves = sharded_leaves(params)
     gathered = {axis for _, leaf in leaves for axis in _gathered_axes(leaf)}
@@ -158,12 +160,15 @@ def _planned_init(
 ) -> PyTree:
     """Returns the variables of ``model.init`` as shapes, in boxes that record the decisions of the wrappers.
 
+    A wrapper (``shard_module_params``) decides how to split each parameter of a module. Nothing is computed.
+
     Args:
       model, rng, inputs, kwargs: the call is ``model.init(rng, *inputs, **kwargs)``; None as ``rng``: any key.
       mesh: the abstract mesh on which wrapped modules decide how to split.
       freeze: puts frozen leaves into boxes, and returns the variables.
     Raises:
-      InitError: ``model.init`` fails on these inputs without mesh and wrappers, too. Other errors pass unchanged.
+      InitError: without the mesh ``model.init`` fails on these inputs, too, with the same type of error, which the
+        library did not raise. Any other error passes unchanged.
     """
 
     def init(rng: PyTree, inputs: PyTree) -> PyTree:
@@ -200,10 +205,11 @@ def _checked_sizes(axis_sizes: Mapping[str, int]) -> dict[str, int]:
 def _decided(
     model: Model, variables: PyTree, axis_name: AxisNames | None, min_weight_size: int | None, sizes: dict[str, int]
 ) -> tuple[PyTree, str]:
-    """Returns the variables in boxes that record how to split each leaf, and the wrapper assumed for a plain model.
+    """Returns (variables in boxes that record how to split each leaf, the wrapper assumed for a plain model as text).
 
-    A model with wrappers has recorded the decisions already: its variables are unchanged, and the second result is "".
-    Otherwise the second result is a call as text: "shard_module_params(Dense, 'fsdp', 262144)".
+    For a model with wrappers (``shard_module_params``) the boxes exist already: ``variables`` are unchanged, and the
+    text is "". For a plain model this function decides, by ``axis_name`` (None: every axis) and ``min_weight_size``
+    (None: the default), and the text is the call of the wrapper: "shard_module_params(Dense, 'fsdp', 262144)".
 
     Raises:
       ValueError: ``axis_name`` or ``min_weight_size`` is given for a model with wrappers, or an axis is unknown.
@@ -233,8 +239,9 @@ def _gathered_axes(leaf: Sharded) -> set[str]:
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    """Returns the row of a leaf in the plan, a ``LeafPlan``; ``fields`` are further fields of the row.
+    """Returns the row of a leaf in the plan, a ``LeafPlan``; ``fields`` are further fields of the row, such as bytes.
 
+    ``leaf`` is a box (an abstract array with its sharding), from which shape, dtype, names and parts are read.
     ``sizes`` are the sizes of the mesh axes. The default of ``use_shape`` in ``fields`` is the leaf's shape.
     """
     shape = leaf.true_shape
@@ -287,7 +294,8 @@ def _reason(leaf: Sharded) -> Reason:
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
     """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, by name.
 
-    For a leaf that is not gathered, only ``use_shape``. ``part`` is set if a module gathers the leaf in pieces.
+    For a leaf that is not gathered, only ``use_shape``. ``part`` is None, or the request of a module (such as the head
+    of a language model) to gather the leaf in pieces along a dim. ``sizes`` are the sizes of the mesh axes.
     """
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()
@@ -320,10 +328,11 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 
 
 def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
-    """Returns how many entries of dim ``part.along`` a gather of a piece returns; 0 if the kernel is gathered at once.
+    """Returns how many entries of dim ``part.along`` of the kernel ``box`` a single gather of a piece returns.
 
-    ``last`` is the decision of the wrapper that split the kernel last. The result is a multiple of the number of
-    devices that split the dim, and at most the size of the dim.
+    A piece is a part of the kernel. The result is a multiple of the number of devices that split the dim, near
+    ``part.entries``, and at most the size of the dim. 0 if the kernel cannot be gathered in pieces, but only at once.
+    ``last`` is the decision of the wrapper that split the kernel last; ``sizes`` are the sizes of the mesh axes.
     """
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.
@@ -336,10 +345,11 @@ def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[s
 def _optimizer_rows(
     tx: optax.GradientTransformation | None, params: PyTree, mesh: AbstractMesh, offload: Placement
 ) -> tuple[Mapping[str, Mapping[str, ByteCount]], list[LeafPlan]]:
-    """Returns the bytes of optimizer state of each parameter, and plan rows for state that belongs to no parameter.
+    """Returns (bytes of optimizer state of each parameter, plan rows for state that belongs to no parameter).
 
     The first result is {path of the parameter: {"optimizer": bytes in device memory, "host": bytes in host memory}},
-    and reads as {} for a parameter without state. Without an optimizer the list of rows is empty.
+    and reads as {} for a parameter without state. A row is for state such as a step count. Without an optimizer (``tx``
+    None) both results are empty. ``params`` are boxed parameters; ``offload`` chooses the state in host memory.
     """
     of_params: dict[str, dict[str, ByteCount]] = defaultdict(lambda: defaultdict(ByteCount))
     other_rows: list[LeafPlan] = []

@@ -85,7 +85,8 @@ class Section(Generic[Entry]):
     def optimizer(self, tx: optax.GradientTransformation, params: PyTree, /) -> None:
         """Receives the optax transform of the plan, and the trained parameters as abstract arrays without boxes.
 
-        Called once, after ``recording``; not called for a plan without an optimizer.
+        Called by the plan once, after ``recording``; not called for a plan without an optimizer. Does nothing unless a
+        subclass overrides the method.
         """
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
@@ -102,13 +103,16 @@ class Section(Generic[Entry]):
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
         """Returns the mesh axes over which the feature splits parameters: {prefix of the parameters' paths: axes}.
 
-        ``entries`` are those of this section. {} for a feature that splits no parameters.
+        ``entries`` are the result of the method ``entries``. {} for a feature that splits no parameters.
         """
         return {}
 
     @staticmethod
     def cells(entries: Sequence[Entry], /) -> Mapping[str, str]:
-        """Returns the texts of the section's column in the plan's table, by path; other leaves have empty cells."""
+        """Returns the section's column in the plan's table: {path of a leaf: text of the cell}.
+
+        ``entries`` are the entries of this section. Further leaves have empty cells.
+        """
         return {}
 
     @staticmethod
@@ -127,9 +131,10 @@ SECTIONS: list[type[Section[Any]]] = []  # filled by ``plan/__init__``, in the o
 
 @contextmanager
 def noting(sections: Sequence[Section[Any]]) -> Iterator[None]:
-    """Returns a context that enters the context ``recording`` of every section; the caller then initialises the model.
+    """Returns a context within which each of ``sections`` records the actions of its feature.
 
-    Within the context, ``model.init`` and ``tx.init`` run, and the sections record the actions of their features.
+    Enters ``section.recording()`` of every section. The caller runs ``model.init`` and ``tx.init`` within the context,
+    so that the sections see their calls.
     """
     with ExitStack() as stack:
         for section in sections:

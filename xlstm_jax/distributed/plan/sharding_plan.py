@@ -86,37 +86,37 @@ class ShardingPlan:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the mesh."""
         return math.prod(self.axis_sizes.values())
 
     @property
     def parameters(self) -> ByteCount:
-        """Bytes of all parameters."""
+        """Bytes of all parameters, in total and per device."""
         return sum((row.parameters for row in self.rows), ByteCount())
 
     @property
     def gradients(self) -> ByteCount:
-        """Bytes of the gradients of all parameters that have a gradient."""
+        """Bytes of the gradients of all parameters that have a gradient, in total and per device."""
         return sum((row.gradients for row in self.rows), ByteCount())
 
     @property
     def optimizer(self) -> ByteCount:
-        """Bytes of the optimizer state in device memory; 0 for a plan made without an optimizer."""
+        """Bytes of the optimizer state in device memory, in total and per device; 0 for a plan without optimizer."""
         return sum((row.optimizer for row in self.rows), ByteCount())
 
     @property
     def host(self) -> ByteCount:
-        """Bytes of the optimizer state in host memory; 0 without offload."""
+        """Bytes of the optimizer state in host memory, in total and per device; 0 without offload."""
         return sum((row.host for row in self.rows), ByteCount())
 
     @property
     def other(self) -> ByteCount:
-        """Bytes of the model's further collections, such as ``batch_stats``."""
+        """Bytes of the model's further collections, such as ``batch_stats``, in total and per device."""
         return sum((row.other for row in self.rows), ByteCount())
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes of parameters, gradients, optimizer state and further collections in device memory.
+        """Bytes of parameters, gradients, optimizer state and further collections in the memory of each device.
 
         Host memory and activations are not included.
         """
@@ -215,7 +215,11 @@ class ShardingPlan:
             )
 
     def diff(self, other: "ShardingPlan") -> list[Difference]:
-        """Returns the changes from this plan to ``other``: leaves added, removed or changed. [] for equal plans."""
+        """Returns the changes from this plan to ``other``: the mesh, the wrapper, leaves added, removed or changed.
+
+        In the order of this plan's rows, then of added leaves; a changed mesh or wrapper comes first. [] for equal
+        plans.
+        """
         before, after, changes = _compared(self), _compared(other), []
         # Paths of this plan first: a removed leaf keeps its place in the list.
         for path in before | after:
@@ -251,7 +255,7 @@ class ShardingPlan:
 
     @classmethod
     def _of_json(cls, data: Any) -> "ShardingPlan":
-        """Returns the plan of parsed JSON.
+        """Returns the plan whose JSON, parsed, is ``data``.
 
         Raises:
           ValueError: ``data`` is not a dict of this format version, or its totals are not the sums over its leaves.

@@ -107,8 +107,8 @@ def _section_columns(plan: Any) -> dict[str, Mapping[str, str]]:
 def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = NO_COLUMNS) -> list[Line]:
     """Returns the lines of a table: rows with equal fields share a line if their paths differ only in the first number.
 
-    ``columns`` has the cells of further columns, {name: {path of a leaf: text}}, which must be equal, too. The lines
-    are in the order of their first rows.
+    ``rows`` are the rows of a plan. ``columns`` has the cells of further columns, {name: {path of a leaf: text}}; rows
+    that share a line also have equal cells. The lines are in the order of their first rows.
     """
     alike: dict[Any, list[LeafPlan]] = {}
     for row in rows:
@@ -146,9 +146,10 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
 
 
 def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> FirstFitting:
-    """Returns the table of leaves, which leaves out columns on terminals too narrow for a row in a line.
+    """Returns the table of leaves for ``rich``, with fewer columns on a terminal too narrow for a row in a line.
 
-    ``of_sections`` are the names of the sections' columns, left out first; then those of ``LEFT_OUT``, in their order.
+    ``lines`` are the lines of the table. ``of_sections`` are the names of the sections' columns (of experts, say), left
+    out first; then the columns of ``LEFT_OUT``, in their order.
     """
     names = [name for name in COLUMNS if name != HOST or plan.host.total] + of_sections
     optional = of_sections + [name for name in LEFT_OUT if name in names]
@@ -199,7 +200,7 @@ class _Columns(NamedTuple):
 
 
 def _sums(lines: list[Line], offloads: bool) -> list[str]:
-    """Returns the cells of a row with the sums over lines, as text: "1 MiB", or "" for 0 bytes.
+    """Returns the cells of a row with the sums over lines of the plan's table, as text: "1 MiB", or "" for 0 bytes.
 
     In order: total bytes of the values (parameters and further collections), then bytes per device of the values, of
     the gradients, of the optimizer state, and, if ``offloads``, of the optimizer state in host memory.

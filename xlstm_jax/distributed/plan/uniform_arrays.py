@@ -92,8 +92,8 @@ REARRANGING = frozenset(
 def uniform_value(array: Any) -> Uniform:
     """Returns the common value of an array whose entries are equal: a bool, an int or a ``np.float64``.
 
-    ``FINITE`` for unequal entries that are finite. ``UNKNOWN`` for other entries, and for arrays that are empty or
-    complex, or keys of random numbers.
+    ``FINITE`` for unequal entries that are finite. ``UNKNOWN`` for unequal entries with an infinity or NaN, and for
+    arrays that are empty or complex, or keys of random numbers.
     """
     try:
         values = np.asarray(array)
@@ -107,9 +107,9 @@ def uniform_value(array: Any) -> Uniform:
 
 
 def evaluate(jaxpr: Any, consts: Sequence[Any], values: Sequence[Uniform]) -> list[Uniform]:
-    """Returns for each result of a jaxpr, in order, the value that its entries share.
+    """Evaluates a jaxpr on arrays whose entries are equal: returns, for each result in order, the value of its entries.
 
-    A number, or ``FINITE`` or ``UNKNOWN`` if no such number is known.
+    A value is a number (a bool, an int or a ``np.float64``), or ``UNKNOWN``, or ``FINITE`` for unequal, finite entries.
 
     Args:
       jaxpr: an open jaxpr (``ClosedJaxpr.jaxpr``).
@@ -225,9 +225,9 @@ def _equal(several: list[list[Uniform]]) -> list[Uniform]:
 
 
 def _same(values: list[Uniform]) -> Uniform:
-    """Returns the common value of several values if they are equal, for a result that may be any of them.
+    """Returns the value of an array of which each entry is from one of several arrays; ``values`` are their values.
 
-    ``FINITE`` if every value is ``FINITE``; else ``UNKNOWN``, also if only some are ``FINITE``.
+    The common number if ``values`` are equal numbers. ``FINITE`` if every value is ``FINITE``; else ``UNKNOWN``.
     """
     if any(isinstance(value, _Unknown) for value in values):
         return FINITE if all(value is FINITE for value in values) else UNKNOWN

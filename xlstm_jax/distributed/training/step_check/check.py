@@ -170,11 +170,12 @@ def _without_draws(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh_of(params: PyTree) -> Mesh:
-    """Returns the mesh of the first parameter on devices, with every axis of type ``Auto``.
+    """Returns the mesh of the parameters, a ``Mesh`` of devices, with the type of each axis changed to ``Auto``.
+
+    The mesh is that of the first leaf on a ``Mesh``, in tree order; later leaves are not read.
 
     Raises:
-      ValueError: ``params`` has no leaves, or a leaf up to this parameter is on no mesh, or on devices of several
-        processes.
+      ValueError: a leaf read on the way is on no mesh, or on devices of several processes; or no leaf is on a ``Mesh``.
     """
     for path, leaf in trees.sharded_leaves(params):
         sharding = getattr(leaf.value, "sharding", None)
@@ -350,8 +351,8 @@ class Comparison:
         """Returns (a key of constant draws, loss and gradients of the full batch on a single device with this key).
 
         A constant key replaces each key in the tree ``key``; every draw is then the same fraction u of its range. Tries
-        each u of ``CHOICES`` until loss and gradients are finite and a gradient is nonzero; if none succeeds, returns
-        the last u. A loss without draws needs only the first u.
+        the values u of ``CHOICES`` in order, until loss and gradients are finite and a gradient is nonzero; if no value
+        succeeds, returns the results of the last u. For a loss without draws only the first u is tried.
         """
         first, *others = CHOICES
         same_key = constant_like(key, first)
@@ -376,9 +377,15 @@ class Comparison:
     def compared_with(self, rng: PyTree, expected: Reference, seen: SeenStep | None = None) -> StepComparison:
         """Compares a run of the step with the reference ``expected``: gradients, loss, and number of optimizer calls.
 
-        The run is the observation ``seen``; if None, the step runs now with the key ``rng``. ``expected`` must be
-        computed with the same key. For a step that bypasses the state's optimizer, the optimizer state is compared,
-        too, unless an earlier comparison fails.
+        Returns a ``StepComparison``: the compared observation, a ``LeafCheck`` per leaf, sentences on mistakes in loss
+        and calls (a step must call its optimizer once), and the ratio of the step's loss to the loss of ``expected``.
+        For a step that bypasses the state's optimizer, the optimizer state is compared, too, unless an earlier
+        comparison fails.
+
+        Args:
+          rng: the key of the run; ``expected`` must be computed with the same key.
+          expected: loss and gradients on a single device.
+          seen: the observation of the run; None: this method runs the step.
         """
         seen, leaves = self.compared(seen or self.observed(rng, expected), expected)
         of_model, findings = self.loss_differs(rng, seen, expected)
@@ -391,12 +398,13 @@ class Comparison:
         return StepComparison(seen, leaves, findings, ratio, of_model)
 
     def compared(self, seen: SeenStep, expected: Reference) -> tuple[SeenStep, list[LeafCheck]]:
-        """Compares the gradients of an observed step with the reference ``expected``, leaf by leaf.
+        """Compares the observed values of a step, leaf by leaf, with the values that follow from ``expected.grads``.
 
-        A run of a custom step can have two observations, such as the first moments and then the updates: the first is
-        linked to the second by ``next_observation``. If the first equals the reference, the second is compared.
+        The values are gradients or, for a custom step, first moments or updates. Such a step can have two observations,
+        first moments and then updates; the second is ``seen.next_observation``, else None. The second observation is
+        compared only if every leaf of ``seen`` is right.
 
-        Returns the last compared observation, and a ``LeafCheck`` for each of its leaves.
+        Returns (the last compared observation, a ``LeafCheck`` for each of its leaves).
         """
 
         def as_seen(reference: Reference) -> dict[str, np.ndarray]:
@@ -418,10 +426,10 @@ class Comparison:
         return seen, leaves
 
     def state_differs(self, seen: SeenStep, expected: Reference) -> list[str]:
-        """Compares the optimizer state after a step that bypasses ``state.tx``; returns findings.
+        """Compares the optimizer state after a step that bypasses ``state.tx`` with the state on a single device.
 
-        Without a difference the result is []. The reference is the new state that ``state.tx`` computes on a single
-        device from the gradients of ``expected``. Notes in ``compared_state`` that the state was compared.
+        Returns a list of one sentence if the states differ by more than rounding, else []. The state on the single
+        device is the result of ``state.tx`` for the gradients of ``expected``. Sets ``self.compared_state`` to True.
         """
         self.compared_state, of_gradients = True, seen.state_of_gradients
         assert of_gradients is not None
@@ -447,9 +455,9 @@ class Comparison:
     def loss_differs(self, key: PyTree, seen: SeenStep, expected: Reference) -> tuple[bool, list[str]]:
         """Compares the loss of an observed step with the reference ``expected``. Returns (of_model, findings).
 
-        For a difference beyond rounding ``findings`` has one sentence, else none. ``of_model`` is True if the step is
-        not the cause: the split model (tensor parallel, say) has the same wrong loss on the mesh without the step.
-        (False, []) if the step returns no loss.
+        ``findings`` has one sentence if the losses differ by more than rounding, else none. ``of_model`` is True if the
+        cause is the model, not the step: a model split over devices (tensor parallel, say) has the step's wrong loss on
+        the mesh without the step, too. ``key`` is the key of both losses. (False, []) if the step returns no loss.
         """
         if seen.loss is None:
             return False, []
@@ -483,7 +491,8 @@ class Comparison:
           mean, full_batch: loss and gradients without the step: averaged over slices (each device's rows in each
             minibatch), and of the full batch at once on a single device.
           seen: the observed step; only the dtype of its loss is used, for the tolerance.
-          real_key: the key passed to ``check_step``, for losses that draw from further keys.
+          real_key: the key for a further test of a loss that draws from keys other than its argument: whether two
+            halves of the batch may exchange rows.
         Returns:
           The ratio of the loss of ``mean`` to the loss of ``full_batch``, interpreted as a number of devices where
           possible; the compared gradients, a ``LeafCheck`` per leaf; and sentences on the mistake, [] for a mean over
@@ -524,10 +533,12 @@ class Comparison:
         )
 
     def own_objective(self, key: PyTree, seen: SeenStep, full_batch: Reference) -> list[str]:
-        """Returns findings on the loss if a custom step's gradients are the mean over slices, not of the full batch.
+        """Returns sentences that the loss is no mean over rows, if a custom step's gradients are the mean over slices.
 
-        Slices are the rows of each device. Returns [] if the batch is not split, or if the step's gradients differ from
-        the mean over slices, too: the loss then does not explain the difference. ``key`` is a key of constant draws.
+        Slices are the rows of each device. ``full_batch`` has loss and gradients of the full batch, from which the
+        gradients of ``seen``, the observed step, differ. Returns [] if the batch is not split, or if these gradients
+        differ from the mean over slices, too: the loss then does not explain the difference. ``key`` is a key of
+        constant draws.
         """
         if not self.one_device.axes:
             return []
@@ -537,11 +548,11 @@ class Comparison:
         return self.objective(key, mean, full_batch, seen, self.step_args[1])[2]
 
     def without_gradient(self, key: PyTree, expected: Reference) -> list[str]:
-        """Returns a finding about trainable leaves on which the loss does not depend, or [].
+        """Returns one sentence, in a list, on the trainable leaves on which the loss does not depend; [] without these.
 
-        If every gradient is 0 for any parameters, the finding says so. Returns [] if no leaf of ``expected``, the
+        If every gradient is 0 for any parameters, the sentence says so. Also [] if no leaf of ``expected``, the
         gradients on a single device, is 0 in every entry. Gradients that are 0 by chance do not count: the loss is
-        computed with other parameters and draws, and its equations are read.
+        computed with other parameters and draws, and its equations are read. ``key`` is the key of the loss.
         """
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
             return []
@@ -648,8 +659,9 @@ class Comparison:
     def update_of(self, seen: SeenStep, is_right: bool) -> UpdateCheck:
         """Compares the optimizer's update in the step with the update on a single device, from the same gradients.
 
-        With ``is_right`` (no finding so far), compares also the update of a second step, and the collections. For a
-        step that bypasses the state's optimizer, only frozen leaves are checked here.
+        Returns an ``UpdateCheck``: sentences on mistakes, reasons for missing comparisons, and the compared parts. With
+        ``is_right`` (no finding so far), compares also the update of a second step, and the collections. For a step
+        that bypasses the state's optimizer, only frozen leaves are compared here.
         """
         if seen.value_kind != "gradients":
             frozen = list(of_frozen(seen.before, seen.after))
@@ -667,18 +679,19 @@ class Comparison:
     def knows_collections(self, rng: PyTree) -> bool:
         """Returns whether the collections after the step can be compared with those that a single device computes.
 
-        True if the state has collections, the loss draws nothing, there is one minibatch, and the loss sees the
-        statistics of the full batch: the batch is not split, or the loss communicates over the axes of the batch. False
-        for a state with scales of fp8 products.
+        True if the state has collections, the loss, traced with the key ``rng``, draws nothing, there is one minibatch,
+        and the loss sees the statistics of the full batch: the batch is not split, or the loss communicates over the
+        axes of the batch. False for a state with scales of fp8 products.
         """
         collections, one_device = collections_of(self.state), self.one_device
         is_whole = one_device.num_minibatches == 1 and (one_device.devices == 1 or one_device.needs_all_devices(rng))
         return bool(collections) and OVERWRITTEN not in collections and is_whole and not one_device.traced(rng).draws
 
     def of_collections(self, seen: SeenStep, rng: PyTree) -> list[str]:
-        """Compares the collections after the step with those after the full batch on a single device; returns findings.
+        """Compares the collections after the step with those after the full batch on a single device.
 
-        [] if they are equal up to rounding. ``rng`` is the key for the single device.
+        Returns a list of one sentence on the collections that differ by more than rounding; [] if they are equal.
+        ``rng`` is the key of the loss on the single device.
         """
         actual, before = (
             by_path(bare(readable(dict(tree)))) for tree in (seen.collections, collections_of(self.state))

@@ -128,8 +128,9 @@ def _compared(
 ) -> LeafCheck:
     """Returns the comparison of a leaf's gradient ``got`` with the correct gradient ``right``, as ratio and rest.
 
-    The ratio is a least-squares fit of ``got`` by ``right``. If ``norm``, the norm of ``right``, is at most
-    ``allowed``, the correct gradient is only rounding: the ratio is 1 if ``got`` is as small, else infinite.
+    The ratio is a least-squares fit of ``got`` by ``right``; the rest is a norm, relative to ``norm``, the norm of
+    ``right``. If ``norm`` is at most ``allowed``, the correct gradient is only rounding: the rest is then 0, and the
+    ratio is 1 if the norm of ``got`` is at most 2 ``allowed``, else infinite.
 
     Args:
       path, axes: path of the leaf, and the mesh axes that split the leaf.
@@ -145,10 +146,10 @@ def _compared(
 
 
 def same_number(actual: float, expected: float, perturbed: Callable[[], float], eps: float) -> tuple[bool, float]:
-    """Returns whether the loss ``actual`` equals ``expected`` up to rounding, and the relative tolerance.
+    """Returns (whether the loss ``actual`` equals ``expected`` up to rounding, the tolerance relative to ``expected``).
 
     Allowed are 64 ``eps`` of ``expected``; if exceeded, in addition 8 times the change of ``perturbed()``, the expected
-    loss from slightly perturbed inputs.
+    loss from slightly perturbed inputs. If ``expected`` is 0, the returned tolerance is 0.
     """
     allowed = ORDER_EPS * eps * abs(expected)
     if not abs(actual - expected) <= allowed:
@@ -159,9 +160,11 @@ def same_number(actual: float, expected: float, perturbed: Callable[[], float], 
 def of_wire(params: PyTree, reference: Reference) -> dict[str, float]:
     """Returns, by path, a bound for the rounding error (a norm) of gradients that are sent in a narrow dtype.
 
-    The bound is 0 for a leaf whose gradient is sent in its full dtype. A leaf that has no gradient in ``reference`` is
-    left out. Each term and each sum of N is rounded by at most half a unit in the last place; terms are assumed to be
-    as large as those of the devices are on average. For the mean over replicas, ``Copies`` provides the bound.
+    Counted are the dtype of the leaf and the dtype of its reduce-scatter, each only if narrower than 32 bits; the bound
+    is 0 without a narrow dtype. A leaf that has no gradient in ``reference`` is left out. Each term of a sum over
+    devices, and each partial sum, is rounded by at most half a unit in the last place. A term is assumed to be as large
+    as ``reference.sizes``, the absolute gradient averaged over devices. For a mean over replicas in a narrow format,
+    the rounding error of this format is added.
     """
     bounds = {}
     for path, box in trees.sharded_leaves(params):
@@ -232,9 +235,9 @@ class Ratio(NamedTuple):
 def ratios(sample: Sample) -> tuple[dict[str, Ratio], int]:
     """Calls ``sample(i)`` for keys i = 1, 2, ... until the ratio of step to reference is known for each leaf.
 
-    ``sample(i)`` returns (values of the step, values of a single device), vectors by path, with key i. The number of
-    keys is 8, 16, ... up to 256. Returns (ratios of the means by path, number of keys); a ratio may be unknown after
-    256.
+    ``sample(i)`` returns (values of the step, values of a single device), both as {path: vector}, computed with key i.
+    The ratios are computed after 8, 16, ... 256 keys; known is a ratio with a small uncertainty. Returns ({path: ratio
+    of the means over keys}, number of keys). After 256 keys the calls end, and some ratios may be unknown.
     """
     actual, expected = defaultdict[str, list[np.ndarray]](list), defaultdict[str, list[np.ndarray]](list)
     by_path: dict[str, Ratio] = {}

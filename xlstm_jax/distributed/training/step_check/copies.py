@@ -34,9 +34,10 @@ def with_other_copies(batch: PyTree) -> PyTree | None:
 
 
 def padded_row_findings(one_device: OneDevice, batch: PyTree, rng: PyTree) -> Iterator[str]:
-    """Yields one finding if the loss on a single device changes by more than 1e-4 with the values of padded rows.
+    """Yields one sentence if the loss on a single device depends on the values of padded rows of ``batch``.
 
-    Padded rows are the copies that ``shard_batch`` appended. Yields nothing without padding, or if a loss is not
+    Padded rows are the copies that ``shard_batch`` appended, with weight 0. The loss is computed again with copies of
+    other rows, and must not change by more than 1e-4 of its value. Yields nothing without padding, or if a loss is not
     finite. Keys in ``rng`` are replaced by keys of constant draws.
     """
     other = with_other_copies(batch)

@@ -115,7 +115,11 @@ class Traced(NamedTuple):
 
 
 def traced(jaxpr: core.Jaxpr) -> Traced:
-    """Returns facts on a traced function from the equations of its jaxpr and of nested jaxprs; see ``Traced``."""
+    """Returns facts on a traced function, read off the equations of its jaxpr and of nested jaxprs.
+
+    The facts: whether the function draws random numbers, and whether from keys other than constant keys; the mesh axes
+    of its collectives and device indices; and the eps of its narrowest floating dtype, except float8.
+    """
     draws = foreign = False
     axes: frozenset[str] = frozenset()
     eps = 0.0

@@ -40,15 +40,15 @@ def why_no_mean(
     sizes: dict[str, int],
     tolerance: float,
 ) -> Iterator[str]:
-    """Yields a sentence with the kind of a loss that is not a mean over rows (a sum, say), and a cure.
+    """Yields sentences with the kind of a loss that is not a mean over rows (a sum, say), and a cure: one or two.
 
     Slices are the rows of each device in each minibatch.
 
     Args:
       one_device, rng: the loss, and the key with which ``mean`` and ``full_batch`` were computed.
-      mean, full_batch: the loss and gradients of the slices, and of the full batch.
-      same: the gradients of the slices, compared with those of the batch.
-      times: the loss of the slices over the loss of the batch.
+      mean, full_batch: the loss and gradients averaged over slices, and of the full batch.
+      same: the gradients of ``mean``, compared with the gradients of ``full_batch``.
+      times: the loss of ``mean`` over the loss of ``full_batch``.
       sizes: the number of parts by each axis that splits the batch, and by minibatches.
       tolerance: the largest effect of rounding on the ratio of the two losses.
     """
@@ -127,9 +127,11 @@ _OF_TOKENS = (
 def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int]) -> Multiple | None:
     """Returns the ratio of the slices' loss to the batch's loss, both averaged over draws; None without a clear ratio.
 
-    A clear ratio is 1, a number of devices or minibatches (see ``sizes``), or an inverse, and holds for the gradients,
-    too. The draw of a row may depend on its position (stratified times of a diffusion model). For a given u slices and
-    batch then differ; averaged over as many evenly spaced u as the batch has rows, they agree.
+    Slices are the rows of each device in each minibatch. A clear ratio is 1, a number of devices or minibatches (see
+    ``sizes``), or an inverse, and holds for the gradients, too. The keys in ``rng`` are replaced by constant keys:
+    every draw is a fraction u of its range. The draw of a row may depend on its position (stratified times of a
+    diffusion model). For a single u slices and batch then differ; averaged over as many evenly spaced u as the batch
+    has rows, they agree.
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one_device.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)
@@ -151,10 +153,11 @@ def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int
 
 
 def is_sum_over_positions(one_device: OneDevice, key: PyTree) -> bool:
-    """Returns whether the sum of the losses of the batch's halves stays equal if the halves exchange every other row.
+    """Returns whether the loss is a sum or a mean over rows, where the draws of a row may depend on its position.
 
-    Gradients must stay equal, too. This holds if the loss is a mean or a sum over rows, even if a row's draws depend on
-    its position, and for no other loss.
+    Computes loss and gradients of both halves of the batch, then exchanges every other row between the halves, at the
+    same position, and computes both halves again. True if the sums over the halves stay equal up to rounding. ``key``
+    is the key of each computation.
     """
 
     def half(rest: int, other: int) -> Reference:
@@ -182,7 +185,8 @@ def _kind(one_device: OneDevice, rng: PyTree, mean: Reference, full_batch: Refer
 
     "reduced": the loss has collectives over the batch. "part": a part of the loss is a sum over rows. "negatives": rows
     are compared with each other. "weights": a mean with weights. "function": a function of a mean. "statistic":
-    anything else.
+    anything else. ``mean`` is loss and gradients averaged over each device's rows, ``full_batch`` those of the full
+    batch, both with the key ``rng``.
     """
     # Slices of a communicating loss have no separate values: devices compute them together.
     if one_device.needs_all_devices(rng):

@@ -99,10 +99,11 @@ def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTr
 
 
 def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree) -> SeenStep:
-    """Runs a step that bypasses the state's optimizer; returns its first moments or, without moments, its updates.
+    """Runs a step that bypasses the state's optimizer, and observes first moments or, without moments, updates.
 
-    An observation of first moments has the updates as ``next_observation``. Before the run, first moments are set to 0.
-    Only the devices of ``grads``, a tree on a single device, are used, for the state's optimizer to compute references.
+    An observation of first moments has the observation of updates as ``next_observation``. First moments are set to 0
+    before the run. The observations contain functions that compute reference values with the state's optimizer, on the
+    device of ``grads``. ``grads`` is any tree on a single device; its values are not read.
     """
 
     # Start first moments from zeros, so that they come from this step alone.
@@ -174,7 +175,7 @@ def _by_path(tree: PyTree) -> dict[str, jax.Array]:
 
 
 def _first_moments(opt_state: PyTree, params: PyTree) -> dict[str, jax.Array]:
-    """Returns the first moments (``mu`` or ``trace`` of optax) in an optimizer state, by the parameters' paths."""
+    """Returns the first moments (``mu`` or ``trace`` of optax) in an optimizer state, by path of the parameter."""
     # optax stores moments in trees like the parameters: the end of a path identifies the parameter.
     paths = {path: path for path in _by_path(params)}
     moments = {path: leaf for path, leaf in _by_path(opt_state).items() if _FIRST_MOMENTS & set(path.split("/"))}

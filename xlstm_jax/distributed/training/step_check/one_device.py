@@ -148,7 +148,7 @@ class OneDevice:
         """Returns a slice of a global batch: the rows of a device in a minibatch.
 
         Args:
-          batch: a global batch with tokens in the order of ``BatchLayout.reorder``.
+          batch: a global batch, after ``BatchLayout.reorder`` has put tokens into the order of the devices.
           device: the row-major index of the device over the axes of the batch, an int or traced.
           minibatch, minibatches: the index of the minibatch, and the number of minibatches.
         """
@@ -168,7 +168,10 @@ class OneDevice:
         return self._put_back([grads[path] for path in self.paths], fill_other=lambda leaf: None)
 
     def two_gradients(self) -> list[PyTree]:
-        """Returns two trees of gradients in the form for an optimizer: every entry 0, and every entry 1."""
+        """Returns two trees of gradients: every entry 0, and every entry 1.
+
+        The trees are like the parameters, with None for leaves that take no gradient.
+        """
         trainable_values = dict(zip(self.paths, self._inputs[0], strict=True))
         return [self.tree({path: jnp.full_like(x, value) for path, x in trainable_values.items()}) for value in (0, 1)]
 
@@ -208,7 +211,7 @@ class OneDevice:
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
         """Returns the collections, such as batch statistics, after the loss of the full batch on a single device.
 
-        With ``shake`` parameters and batch are perturbed by the size of rounding.
+        ``rng`` is the key of the loss. With ``shake`` parameters and batch are perturbed by the size of rounding.
         """
         trainable_values, weights, batch, collections = self._inputs
         trainable_values, batch = (
@@ -275,8 +278,8 @@ class OneDevice:
     def eps(self, rng: PyTree) -> float:
         """Returns the eps of the narrowest dtype in which the loss is computed on these devices.
 
-        At most the eps of bfloat16. Counts the dtypes in the traced loss, and the reduced precision of float32 matrix
-        products on TPUs and GPUs.
+        At most the eps of bfloat16. Counts the dtypes in the loss, traced with the key ``rng``, and the reduced
+        precision of float32 matrix products on TPUs and GPUs.
         """
         platform = self.mesh.devices.flat[0].platform
         return min(max(self.traced(rng).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
@@ -328,7 +331,7 @@ class OneDevice:
         return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in model_axes)
 
     def overwritten(self) -> list[str]:
-        """Returns the names of the collections whose gradient is their next value, as the scales of fp8 products."""
+        """Returns the names of the collections that a step replaces by their gradient, as scales of fp8 products."""
         return [name for carry in carries_of(Inputs(self.axes, *self._inputs[3])) for name in carry.overwritten]
 
     # ------------------------------------------------------------------------------------- one part after another
@@ -341,9 +344,11 @@ class OneDevice:
         For a loss that is a mean: (mean, (1, updated collections)). Sum and weight are in float32 or wider.
 
         Args:
-          trainable_values, weights: the trainable parameters, a list of unsharded arrays, and the further parameters.
+          trainable_values: the trainable parameters, unsharded arrays; the loss is differentiated by these.
+          weights: the further inputs: the rounded values of 8-bit gathers, frozen parameters, and extra trees.
           batch, rng: a batch or a slice, and its key.
-          collections: (collections by name,), or () for a model without collections.
+          collections: (collections by name,), or () for a model without collections. The updated collections have the
+            same form.
         """
         at_start = zip(self._leaves, trainable_values, weights.base, weights.rounded, strict=True)
         frozen_values = iter(weights.rest)
@@ -361,7 +366,8 @@ class OneDevice:
 
         A slice is the rows of one of ``devices`` devices in one of ``minibatches`` minibatches. The function takes
         (trainable values, further parameters, global batch, collections, key), and returns (loss, gradients, absolute
-        values of the slices' gradients), the last two as lists, each averaged over slices by weight.
+        values of the slices' gradients), each averaged over slices by weight. The last two are lists in the order of
+        the trainable values.
         """
         parts = devices * minibatches
 
@@ -414,8 +420,8 @@ class OneDevice:
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """Returns a function that computes, on the mesh, each device's sum of losses and sum of weights.
 
-        The function takes the arguments of the function of ``_mean_in_turn``, and returns two arrays with an entry per
-        device, averaged over ``minibatches``.
+        For a loss that is a mean: each device's mean, and 1. The function takes (trainable values, further parameters,
+        global batch, collections, key), and returns two arrays with an entry per device, averaged over ``minibatches``.
         """
         devices, axes = self.devices, trees.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)
@@ -464,8 +470,9 @@ class OneDevice:
 def _split(collections: Any, names: Collection[str]) -> tuple[list[jax.Array], Callable[[Any, list[jax.Array]], Any]]:
     """Returns the differentiable leaves of the collections ``names``, and a function that puts leaves into collections.
 
-    The function takes ``collections`` and a list of new leaves, and returns ``collections`` with these leaves.
-    ``collections`` is a tuple of one mapping, or () without collections; ``names`` must then be empty.
+    The function takes collections like ``collections`` and a list of new leaves, in the order of the first result, and
+    returns the collections with the new leaves. ``collections`` is a tuple of one mapping {name: collection}, or ()
+    without collections; ``names`` must then be empty.
     """
     scales, put_back = trees.split_differentiable({name: collections[0][name] for name in names})
     return scales, lambda collections, leaves: ({**collections[0], **put_back(leaves)},) if names else collections
@@ -504,10 +511,10 @@ def perturbed(tree: PyTree, eps: float) -> PyTree:
 
 
 def _other_parameters(live: list[Any], seed: int) -> list[Any]:
-    """Returns the arrays plus normal random numbers, of half the root mean square of each array.
+    """Returns the arrays ``live``, the trainable parameters, each plus normal random numbers, in the same dtypes.
 
-    For an array of zeros, of standard deviation 0.1. ``live`` are the values of the trainable parameters; ``seed``
-    chooses the random numbers.
+    The standard deviation is half the root mean square of the array; for an array of zeros, 0.1. ``seed`` chooses the
+    random numbers.
     """
     rng = np.random.default_rng(seed)
 
@@ -530,9 +537,10 @@ def _spec_of_model(leaf: Sharded) -> PartitionSpec:
 def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
     """Returns the unsharded ``value`` of a parameter as a module reads it after the gather.
 
-    The value is cast to the gather dtype; a leaf that is not gathered is unchanged. For a leaf with an 8-bit gather
-    ``rounded`` is the result of the gather for the value ``start``: returns ``rounded + value - start``, so that the
-    gradient is that of the unrounded value. ``rounded`` is None for further leaves.
+    ``leaf`` is the parameter's box, which names the dtype of the gather. A leaf without gather is unchanged; a gather
+    casts the value to its dtype. For an 8-bit gather ``rounded`` is the result of the gather for the value ``start``:
+    returns ``rounded + value - start``, so that the gradient is that of the unrounded value. ``rounded`` is None
+    without an 8-bit gather.
     """
     if rounded is not None:
         # Value of the rounded weight, gradient of the unrounded weight: as in the gather.
@@ -541,9 +549,9 @@ def _as_gathered(leaf: Sharded, value: Any, start: Any, rounded: Any) -> Any:
 
 
 def _arrived(leaf: Sharded, mesh: Mesh) -> Any:
-    """Returns the unsharded value of a leaf of an extra tree, as modules read it after the gather, rounding included.
+    """Returns the unsharded value of a leaf of an extra tree (a step's further parameters), as modules read it.
 
-    A frozen leaf is not rounded.
+    The value has the dtype and the rounding of the gather on ``mesh``. A frozen leaf is neither cast nor rounded.
     """
     value = true_value(leaf)
     return _as_gathered(leaf, value, value, _rounded_on_mesh(leaf, mesh)) if leaf.trainable else value

@@ -44,7 +44,10 @@ class Record(NamedTuple):
     seals: tuple[Any, Any]
 
     def is_intact(self) -> bool:
-        """Returns whether both seals are still 1: then the step itself has not changed the optimizer's record."""
+        """Returns whether both ``seals`` (an integer 1 and a float 1 in the record) are still 1.
+
+        If so, the step has not changed the record, as by a function mapped over the optimizer's state.
+        """
         return all(float(seal) == 1 for seal in self.seals)
 
 
@@ -80,7 +83,8 @@ class Recorded:
     def _replace(self, **fields: Any) -> "Recorded":
         """Returns a ``Recorded`` with fields of the inner optimizer state replaced, and with the same record.
 
-        For an inner state that is a ``NamedTuple``, so that a step may call ``opt_state._replace(...)``.
+        A ``Recorded`` stands for the inner state in a step. If the inner state is a ``NamedTuple``, a step may call
+        ``opt_state._replace(...)``, as without the record.
         """
         return Recorded(self.inner._replace(**fields), self.record)
 
@@ -118,9 +122,10 @@ def recorded_state(state: Any, mesh: Mesh) -> Any:
 
 
 def _first_record(state: Any, mesh: Mesh) -> Record:
-    """Returns a record of zero calls: zeros for gradients, parameters and updates, sharded as the record after a step.
+    """Returns the record of a recording optimizer before its first call: zeros for gradients, parameters and updates.
 
-    ``opt_state`` of the record has the leaves of the present state by path.
+    The zeros are sharded as the arrays of the record after a step. ``opt_state`` of the record has the leaves of the
+    present state by path. ``state`` is a ``TrainState`` on ``mesh``.
     """
 
     def nothing(params: PyTree) -> Record:

@@ -236,7 +236,7 @@ def zero_gradient_lines(paths: Sequence[str], all_leaves: int) -> Iterator[str]:
 
 
 def not_finite(reference: Reference) -> str:
-    """Returns the finding that the reference, computed on a single device, has an infinite or NaN loss or gradient.
+    """Returns the sentence that the reference, computed on a single device, has an infinite or NaN loss or gradient.
 
     Names the loss, or, if the loss is finite, the leaves with such gradients.
     """
@@ -271,9 +271,10 @@ def unknown_lines(paths: Sequence[str], why: str, count: int) -> str:
 
 
 def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
-    """Returns the finding that the split model computes another loss than the model on a single device.
+    """Returns the finding (a sentence) that the split model computes another loss than the model on a single device.
 
-    ``model_axes`` are the axes along which the model is split. ``times`` is the ratio of the two losses.
+    ``model_axes`` are the axes along which the model is split. ``times`` is the loss of the split model over the loss
+    of the single device.
     """
     axes = format_axes(tuple(model_axes))
     return (
@@ -284,10 +285,10 @@ def of_model(times: Multiple, model_axes: Sequence[str]) -> str:
 
 
 def of_loss(times: Multiple, weighted: bool) -> str:
-    """Returns the finding that the step's loss is wrong, with a cause and a cure.
+    """Returns the finding (a sentence) that the step's loss is wrong, with a cause and a cure.
 
-    ``times`` is the loss over the loss of a single device. ``weighted``: ``loss_fn`` returns (sum, weight), for which
-    the cures differ.
+    ``times`` is the loss over the loss of a single device, other than 1. ``weighted``: ``loss_fn`` returns (sum,
+    weight), for which the cures differ.
     """
     causes = _WEIGHTED_CAUSES if weighted else _LOSS_CAUSES
     return f"the loss is {times.times} that of one device: {causes[times.kind].format(times.axes)}"

@@ -75,11 +75,11 @@ def check_update(
     run_second_step: Callable[[], Any] | None,
     value_fn: Callable[[PyTree], jax.Array] | None,
 ) -> UpdateCheck:
-    """Compares the update of a step with one device, and then the update of a further step; returns the findings.
+    """Compares the update of a step with one device, and then the update of a further step.
 
-    The update is the optimizer's result from the gradients that the step computed, whether these are right or wrong. A
-    finding is a sentence on a mistake. The further step is not checked if the first has findings; its findings begin
-    with "in a second step".
+    The update is the optimizer's result from the gradients that the step computed, whether these are right or wrong.
+    Returns an ``UpdateCheck``: findings (sentences on mistakes), reasons for missing comparisons, and the compared
+    parts. The further step is not checked if the first has findings; its findings begin with "in a second step".
 
     Args:
       before, after: the state passed to the step, with a recording optimizer, and the state that the step returned.
@@ -112,7 +112,9 @@ class _Update:
     def check(self) -> UpdateCheck:
         """Runs the checks of this update; returns findings (sentences on mistakes), unchecked parts and compared parts.
 
-        The result is empty if the step did not call the optimizer exactly once: a different check reports this.
+        If the step changed the record of the optimizer's call, the result has only this finding. If the gradients are
+        not finite, nothing is compared, and ``unknown`` has the reason. The result is empty if the step did not call
+        the optimizer exactly once: a different check reports this.
         """
         if not self.record.is_intact():
             return UpdateCheck((CHANGED_ALL,))
@@ -290,9 +292,9 @@ class _Update:
     def of_optimizer(self) -> UpdateCheck:
         """Compares the updates and the state that the optimizer returned in the step with those of a single device.
 
-        The single device runs the same optimizer on the recorded gradients, state and parameters. An optimizer that
-        cannot run there gives an entry in ``unknown`` instead of a finding. The state is compared only if the updates
-        are right.
+        Returns an ``UpdateCheck``. The single device runs the same optimizer on the recorded gradients, state and
+        parameters. An optimizer that cannot run there gives a sentence in ``unknown`` instead of a finding. The state
+        is compared only if the updates are right.
         """
         try:
             expected, perturbed, eps = self.on_one_device()
@@ -362,7 +364,10 @@ class _Update:
 
 
 def frozen_leaves(state: Any) -> dict[str, Any]:
-    """Returns the parameters that take no gradient, as ``Sharded`` leaves by path: frozen leaves, integers, keys."""
+    """Returns the parameters of a ``TrainState`` that take no gradient (frozen, integers, keys), as boxes by path.
+
+    A box, a ``Sharded``, is an array with its sharding.
+    """
     return {path: leaf for path, leaf in trees.sharded_leaves(state.params) if not leaf.is_differentiable}
 
 
@@ -475,7 +480,7 @@ def of_collections(
 
 
 def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arrays], eps: float) -> list[LeafCheck]:
-    """Returns a ``LeafCheck`` for each leaf of ``expected``, with a tolerance from the norm of that leaf alone.
+    """Returns a ``LeafCheck`` for each leaf of ``expected``, in the same order, with a tolerance from that leaf alone.
 
     For results of the same function of the same inputs, such as an optimizer's updates; gradients need a wider
     tolerance.
@@ -483,7 +488,7 @@ def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arra
     Args:
       actual, expected: arrays by path, of the step and of a single device.
       again: returns ``expected`` computed from slightly perturbed inputs; called only for leaves that differ by more
-        than sums in another order.
+        than the rounding of sums in another order.
       eps: used for leaves wider than 32 bits, in place of eps of float32.
     """
     checks = []
@@ -510,7 +515,7 @@ def _one_leaf(again: Callable[[], Arrays], path: str) -> dict[str, np.ndarray]:
 
 
 def bare(tree: PyTree) -> PyTree:
-    """Returns the tree with each box replaced by the true value of the leaf, without padding."""
+    """Returns the tree with each box (an array with its sharding) replaced by the array, without padding."""
     return trees.map_leaves(true_value, tree)
 
 
@@ -533,9 +538,9 @@ def is_inexact(leaf: Any) -> bool:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Returns whether two leaves store arrays of equal shape and equal bytes.
+    """Returns whether two leaves, arrays or boxes (arrays with a sharding), store equal shapes and equal bytes.
 
-    Boxes are removed before; padding is compared, too.
+    Padding is compared, too; dtypes and shardings are not.
     """
 
     def stored(leaf: Any) -> list[np.ndarray]:
