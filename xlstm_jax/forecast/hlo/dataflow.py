@@ -34,18 +34,20 @@ class Value:
 
 
 def upstream(program: Program, value: Value) -> Iterator[Value]:
-    """Yields the values from which a value is computed, directly or not: nearest first, each once, without the value.
+    """Yields the values (results of instructions) from which ``value`` is computed, directly or through other values.
 
-    At most ``MAX_VISITED`` values are yielded.
+    The nearest values come first. Each value is yielded once; ``value`` itself is not. The search ends after about
+    ``MAX_VISITED`` values.
     """
     return _walk(program, value, sources)
 
 
 def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
-    """Yields the values computed from a value, nearest first, at most ``MAX_VISITED``.
+    """Yields the values (results of instructions) that are computed from ``value``, directly or through other values.
 
-    ``through`` are the opcodes behind whose results the search continues; a result of another opcode is yielded, but
-    not followed. None: all opcodes.
+    The nearest values come first. Each value is yielded once; ``value`` itself is not. The search ends after about
+    ``MAX_VISITED`` values. ``through`` has the opcodes behind whose results the search continues; a result of another
+    opcode is yielded, but not followed. None: all opcodes.
     """
     return _walk(program, value, uses, through)
 
@@ -60,7 +62,7 @@ def _walk(
 
     ``step`` returns the direct neighbours of a value, for example its inputs. ``value`` itself is not yielded.
     ``through`` limits the search to opcodes: the result of any other opcode is yielded, but not followed. None: every
-    result is followed. The search ends after ``MAX_VISITED`` values.
+    result is followed. The search ends after about ``MAX_VISITED`` values.
     """
     queue, seen = deque([value]), {value}
     while queue and len(seen) < MAX_VISITED:
@@ -187,7 +189,10 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 
 
 def _carries_several(instruction: Instruction) -> bool:
-    """Returns whether an instruction is a collective of several arrays; its result is a tuple with one for each."""
+    """Returns whether an instruction is a collective (or its ``-start``) with several operands.
+
+    The result of such a collective is a tuple with an element for each operand.
+    """
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 
