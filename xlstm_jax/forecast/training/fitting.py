@@ -19,7 +19,8 @@ A step within 5 % of the memory at which XLA itself begins to compute values aga
 than its forecast may say: trials with that margin come first, and if the best has none, twice the minibatches are
 tried. Offload comes last, because its transfers cost time: it is tried only if nothing fits without it. Options that
 fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row with the reason;
-if the very first options fail, or all three of 1, the search raises.
+if the very first options fail for another reason than a refusal of the compiler, or all three of 1 fail, the search
+raises.
 """
 
 import contextlib
