@@ -117,7 +117,7 @@ class Options:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes over which parameters are split."""
+        """Mesh axes over which parameters are split: the axes whose names begin with "fsdp", outermost first."""
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
 
     def __str__(self) -> str:
@@ -471,7 +471,7 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The first trial so far, in the order of ``Fit.trials``; None if nothing fits yet."""
+        """The fastest trial so far that fits with a margin of memory, or else that fits; None if nothing fits yet."""
         return min((trial for trial in self.trials if trial.fits), key=_rank, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
@@ -504,9 +504,9 @@ class Search:
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """Forecasts several options in parallel, appends the trials to ``trials`` in order, and returns the last trial.
+        """Forecasts several options in parallel, appends their trials to ``trials`` in order, and returns the last.
 
-        Calls ``on_done`` with each trial.
+        Options that fail get a trial without forecast. Calls ``on_done`` with each trial.
 
         Raises:
           ValueError: the first trial of the search has no forecast, for another reason than a refusal of the compiler.
@@ -523,8 +523,8 @@ class Search:
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
         """Builds the step of ``options`` and prepares its compilation, without starting the compiler.
 
-        Returns (pending compilation, (options, None)); or (None, (options, error)) if the user's code raises, or the
-        options are invalid. Calls ``on_trial`` before.
+        Returns (pending compilation, (options, None)); or (None, (options, error)) if ``build`` raises any error, or
+        ``begin`` a ``ValueError``. Calls ``on_trial`` before.
         """
         if self.on_trial is not None:
             self.on_trial(options)
@@ -601,7 +601,10 @@ def batch_spec_of(call: StepCall) -> PartitionSpec | None:
 
 
 def layout_of_step(step: Callable[..., Any]) -> str | None:
-    """Returns the layout of tokens, such as "zigzag", of a step of ``make_train_step``; None for any other step."""
+    """Returns the layout of tokens, such as "zigzag", of a step made by ``make_train_step``.
+
+    None for a step without a layout, and for any other function.
+    """
     options = getattr(inspect.unwrap(step), "__self__", None)
     return options.layout.tokens if isinstance(options, StepOptions) else None
 
