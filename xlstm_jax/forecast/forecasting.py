@@ -165,7 +165,7 @@ class Forecast:
 
     @property
     def axis_traffic(self) -> tuple[AxisTraffic, ...]:
-        """Bytes and seconds of the collectives over each set of mesh axes, most bytes first; weights are apart."""
+        """Bytes (of weights, activations, other) and seconds of collectives, by set of mesh axes, most bytes first."""
         return axis_traffic(self.collectives)
 
     @property

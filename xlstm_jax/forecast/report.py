@@ -368,7 +368,8 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
     """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
 
-    A moment without a module takes the previous owner, except at the end of the step, which is the optimizer.
+    A moment without a module and with the direction "other" takes the pair of the previous moment. Not so at the end of
+    the step, which is the optimizer: there the pair is ("", "other").
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
     owners: list[tuple[str, str]] = []

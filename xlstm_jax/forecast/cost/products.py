@@ -170,9 +170,10 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
-    """Yields a sentence for each target of custom calls with unknown work, which counts as zero in the forecast.
+    """Yields a sentence for each ``custom_call_target`` whose calls do work that the forecast counts as zero.
 
-    The sentence has the number of calls in a step, and their share of ``moved``, the HBM bytes of the step.
+    The work is unknown: the compiler gives no cycles, and ``is_known`` is False. The sentence has the number of calls
+    in a step, and their share of ``moved``, the HBM bytes of the step.
     """
     calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for computation, trips, instruction in scheduled(program):
@@ -190,5 +191,8 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
 
 
 def is_known(target: str) -> bool:
-    """Returns whether a custom call with this target is counted by the forecast, or is internal to the compiler."""
+    """Returns whether the forecast counts the work of custom calls with the ``custom_call_target`` ``target``.
+
+    True also for calls that the compiler itself adds.
+    """
     return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(COMPILER_TARGETS.match(target))

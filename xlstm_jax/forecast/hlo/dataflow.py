@@ -128,7 +128,7 @@ def sources(program: Program, value: Value) -> list[Value]:
 
 
 def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
-    """Returns the values that callers pass for ``value``, a parameter of a computation; one for each caller.
+    """Returns the values that callers pass for ``value``, a parameter of a computation; usually one for each caller.
 
     For the parameter of a loop's body or condition these are two values: the operand of the loop, and the result of the
     body in the previous iteration. Empty for a parameter of the program.
@@ -168,8 +168,9 @@ def uses(program: Program, value: Value) -> list[Value]:
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
     """Returns the values into which ``user``, an instruction with ``value`` as operand ``position``, turns ``value``.
 
-    Usually this is the result of ``user``; for a tuple the element ``position`` of the result; for a call, fusion, loop
-    or conditional the parameter of the called computation. Empty for a ``get-tuple-element`` of another element.
+    Usually this is the result of ``user``. For a tuple, and for a collective of several arrays, it is element
+    ``position`` of the result; for a call, fusion, loop or conditional the parameter of the called computation (of a
+    loop: of the body). Empty for a ``get-tuple-element`` of another element.
     """
     computation, element = value.computation, value.element
     if user.opcode == "tuple":

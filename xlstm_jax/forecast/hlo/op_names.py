@@ -46,7 +46,7 @@ def in_shard_map(op_name: str) -> bool:
 
 
 def module_path(op_name: str) -> tuple[str, str]:
-    """Returns (path, direction) of an operation.
+    """Returns (module path, direction) of an operation, parsed from JAX's name of the operation.
 
     >>> module_path("jit(step)/transpose(jvp(GPT))/while/body/closed_call/checkpoint/blocks/blocks.add/up/dot_general")
     ('blocks/up', 'backward')

@@ -86,7 +86,7 @@ class Program:
         return next(computation for computation in self.computations.values() if computation.is_entry)
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """Returns the computations that run as scheduled code, each with its number of runs in a step, callers first.
+        """Returns (computation, runs in a step) for each computation that runs as scheduled code, callers first.
 
         These are the entry, the bodies and conditions of loops, the branches of a conditional (each counted as taken),
         and computations called directly or asynchronously; not the insides of fusions, nor reducers. A loop of unknown
@@ -305,7 +305,9 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
-    """Returns the number of iterations of a ``while``; None if the number is not constant.
+    """Returns the number of iterations of a ``while``; None if unknown.
+
+    The number is known if the compiler has written it, or if the loop counts from a constant to a constant.
 
     Args:
       computations: computations of the program by name.

@@ -152,7 +152,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Expected time of a step; infinite if unknown."""
+        """Expected seconds of a step; infinite without a forecast or if unknown."""
         seconds = self.forecast.step_seconds if self.forecast else None
         return math.inf if seconds is None else seconds
 
@@ -382,10 +382,10 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Estimates every mesh that ``model_axes`` allows, and returns the meshes, best first, the few to compile marked.
+    """Estimates every mesh that ``model_axes`` allows, and returns a ``Considered`` for each mesh, best first.
 
-    Each mesh's step is built and traced, with remat and weights gathered again, but not compiled. A mesh on which
-    ``build_step`` raises has the reason in place of an estimate.
+    The best few are marked as compiled, for ``fit`` to compile. Here each mesh's step is only built and traced, with
+    remat and weights gathered again. A mesh on which ``build_step`` raises has the reason in place of an estimate.
 
     Args:
       build_step, model_axes: as for ``fit``.
@@ -445,10 +445,10 @@ class Search:
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
         """Runs the search on ``meshes`` in order, and returns every trial, in the order of ``Fit.trials``.
 
-        The first mesh is tried with weights kept, gathered again, and with remat; then, while nothing fits, with 2, 4,
-        ... minibatches. Each other mesh is tried with the best options, or while nothing fits with the smallest and
-        more minibatches. If still nothing fits, the meshes are tried with offload. The best options are tried with
-        another ``min_weight_size``.
+        The first mesh is tried with gathered weights kept, with weights gathered again, and with remat. While nothing
+        fits, the options of these with the least memory are tried with 2, 4, ... minibatches, then on each other mesh
+        in the same way, then with offload on every mesh. Once a trial fits, the best options are tried on the meshes
+        that are left, and with another ``min_weight_size``.
 
         Raises:
           ValueError: every variant of the first mesh fails; or the first does, not by a refusal of the compiler.
