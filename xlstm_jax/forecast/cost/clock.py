@@ -117,8 +117,9 @@ class Durations(ABC):
         """Returns the time of a single execution of ``instruction``: the total, and the part in matrix products.
 
         The unit is that of the subclass: cycles for ``Cycles``, seconds for ``Kernels``. A loop takes the time of body
-        and condition x trips, a conditional the time of the longest branch, a call the time of the called computation.
-        ``computation`` contains the instruction: names are unique only within a computation.
+        and condition x trips, a conditional the time of the longest branch, a call (for ``Kernels`` also an
+        asynchronous start) the time of the called computation. ``computation`` contains the instruction: names are
+        unique only within a computation.
         """
         if instruction.opcode not in self.CALLING_OPCODES:
             return self._duration(computation, instruction)

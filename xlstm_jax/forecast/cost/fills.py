@@ -44,17 +44,17 @@ class Fills:
     written: int
 
     def excess_s(self, clock_hz: float, bandwidth: float) -> float:
-        """Returns the seconds by which ``cycles`` / ``clock_hz`` exceed ``written`` / ``bandwidth``; 0 or more.
+        """Returns the seconds by which the compiler's estimate of the fills exceeds the time of their bytes; 0 or more.
 
-        ``bandwidth`` is in bytes/s.
+        The estimate is ``cycles`` / ``clock_hz``, the time of the bytes ``written`` / ``bandwidth`` (bytes/s).
         """
         return excess_s(self.cycles / clock_hz, self.written, bandwidth)
 
 
 def excess_s(seconds: float, written: float, bandwidth: float) -> float:
-    """Returns how many seconds of an estimate, ``seconds``, are beyond ``written`` bytes / ``bandwidth``; 0 or more.
+    """Returns the seconds by which an estimate, ``seconds``, exceeds the time of the written bytes; 0 or more.
 
-    ``bandwidth`` is in bytes/s.
+    The time of the bytes is ``written`` / ``bandwidth`` (bytes/s).
     """
     return max(0.0, seconds - written / bandwidth)
 

@@ -47,10 +47,10 @@ class Site:
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """JAX's names (``op_name``) of the operations behind the collective, in the compiler's order; () without names.
+        """JAX's names (``op_name``) of the operations behind the collective; () without names.
 
-        The names come from the collective instruction ``inner``, or else from the instruction ``scheduled`` around the
-        collective (a fusion or a call). A TPU compiler drops the names when it replaces a collective by another.
+        The names come from the collective instruction (``inner``), or else from the fusion or call around the
+        collective (``scheduled``). A TPU compiler drops the names when it replaces a collective by another.
         """
         return self.inner.op_names or self.scheduled.op_names
 
@@ -76,11 +76,12 @@ class Site:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Positions (start, end) of the collective in ``computation.instructions``.
+        """Indices (start, end) of the collective in the schedule, ``computation.instructions``.
 
-        ``start`` is the index of ``scheduled``. If the schedule waits (a synchronous collective), ``end`` equals
-        ``start``. Else ``end`` is start + 1 + the number of ``overlapped_instructions``: the index of the collective's
-        end if these instructions follow the start without a gap.
+        ``start`` is the index of the instruction that starts the collective. If the schedule waits (a synchronous
+        collective), ``end`` equals ``start``. Else ``end`` is start + 1 + the number of instructions that overlap the
+        collective (``overlapped_instructions``): the index of the collective's end if these instructions follow the
+        start without a gap.
         """
         start = self.computation.position[self.scheduled.name]
         return start, start if self.overlapped_instructions is None else start + 1 + len(self.overlapped_instructions)
