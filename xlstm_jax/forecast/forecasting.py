@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def total_bytes(self) -> int:
-        """Memory of a device at the step's peak, including the program."""
+        """Bytes of a device's memory at the step's peak, including the program's code."""
         return self.memory.total_bytes + self.code_bytes
 
     @property
@@ -165,7 +165,7 @@ class Forecast:
 
     @property
     def axis_traffic(self) -> tuple[AxisTraffic, ...]:
-        """Traffic along each set of axes, weights and activations apart, largest first."""
+        """Bytes (of weights, activations, other) and seconds of collectives, by set of mesh axes, most bytes first."""
         return axis_traffic(self.collectives)
 
     @property
@@ -230,7 +230,10 @@ class Forecast:
 
     @property
     def fill_excess_seconds(self) -> float:
-        """TPUs: seconds by which the compiler's cycles for ``fills`` exceed their bytes at HBM's rate; else 0."""
+        """TPUs: seconds of a step by which the compiler overestimates its zero-fills (``fills``); 0 for other devices.
+
+        These are the compiler's cycles for the fills, less the time of their bytes at HBM's rate; at least 0.
+        """
         chip = self.chip
         if self.fills is None or chip is None or chip.clock_hz is None:
             return 0.0
@@ -279,7 +282,7 @@ class Forecast:
 
     @property
     def step_seconds(self) -> float | None:
-        """Expected value of ``step_time``, for comparing variants of a step."""
+        """Expected seconds of a step, ``step_time.expected``, for comparing variants of a step; None if unknown."""
         return self.step_time.expected if self.step_time else None
 
     def __str__(self) -> str:
@@ -451,9 +454,10 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
 
 
 def _with_times(forecast: Forecast, program: Program, moved: HbmBytes, links: Links) -> Forecast:
-    """Fills in the times of a forecast: of collectives, waits, roofline, host transfers; GPUs: kernels; TPUs: fills.
+    """Returns the forecast with its times filled in, computed from the chip's published figures.
 
-    These times need the published figures of the chip. Other fields stay as they are.
+    Other fields stay as they are. The times are those of collectives, waits, roofline and host transfers; for GPUs also
+    of kernels, for TPUs of Pallas kernels and fills.
 
     Args:
       forecast: forecast without times.
@@ -498,7 +502,7 @@ def rates_note(chip: Chip) -> str:
 
 
 def links_of(compiled: Compiled, chip: Chip) -> Links:
-    """Returns the links between the devices of a compiled step.
+    """Returns the links between the devices of a compiled step, which are devices of the kind ``chip``.
 
     For TPUs at hand, which have no topology, the torus follows from their coordinates: the size of a dim is the largest
     coordinate plus 1.
@@ -527,7 +531,8 @@ def shared_flops(program: Program, flops: Flops) -> float:
 def notes_on(compiled: Compiled, flops: Flops, chip: Chip | None) -> Iterator[str]:
     """Yields caveats for the reader of a forecast, a sentence or two each, for ``Forecast.notes``.
 
-    They concern CPUs, absent GPUs, rates of GPUs, an argument without sharding, and operations with unknown FLOP.
+    The caveats concern CPUs, absent GPUs, rates of GPUs, an argument without sharding, and operations with unknown
+    FLOP; a caveat that does not apply is left out. ``chip`` is None for a device without published figures.
     """
     if compiled.platform == "cpu":
         yield CPU_NOTE

@@ -213,7 +213,11 @@ def bars(forecast: Any) -> list[Bar]:
 
 
 def _waiting_table(forecast: Any) -> RenderableType:
-    """Returns the table of collectives, longest wait first, with times in a step and the modules that overlap each."""
+    """Returns the table of the collectives with the longest waits, longest first, with seconds per step.
+
+    A row has the collective, the modules whose work overlaps it, the collective's time without overlap, the time of the
+    overlapped work, and the step's wait; for GPUs also the part of the overlapped work in matrix products.
+    """
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
     for collective in ordered[:ROWS]:
@@ -253,9 +257,10 @@ def _array(shape: str) -> str:
 
 
 def _counts(members: Sequence[Collective], on_gpus: bool) -> list[str]:
-    """Returns the numeric cells of a row about several collectives: executions, bytes sent, asynchronous fraction.
+    """Returns the numeric cells of a table row about several collectives, formatted as texts.
 
-    For GPUs: networks, executions, bytes sent, bytes through network adapters, hidden fraction.
+    In order: executions in a step, bytes sent, fraction of the bytes sent asynchronously. For GPUs: networks,
+    executions, bytes sent, bytes through network adapters, hidden fraction of the bytes. "" where nothing is sent.
     """
     sent = sum_wire_bytes(members)
     hidden = sum_wire_bytes(c for c in members if (c.is_hidden if on_gpus else c.asynchronous))
@@ -363,7 +368,8 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
     """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
 
-    A moment without a module takes the previous owner, except at the end of the step, which is the optimizer.
+    A moment without a module and with the direction "other" takes the pair of the previous moment. Not so at the end of
+    the step, which is the optimizer: there the pair is ("", "other").
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
     owners: list[tuple[str, str]] = []

@@ -54,9 +54,10 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 
 
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
-    """Returns the dims of the box that TPU devices fill on the torus; None if the box has gaps.
+    """Returns the dims of the box of torus coordinates that TPU devices fill; None if the box has gaps.
 
-    The dims are counts of coordinates from 0 on; the last dim is the number of devices on a chip.
+    The box begins at coordinate 0 of each dim and ends at the largest coordinate. Its last dim is the number of devices
+    on a chip.
     """
     box = tuple(1 + max(column) for column in zip(*map(_place, devices), strict=True))
     return box if math.prod(box) == len(devices) else None
@@ -96,7 +97,7 @@ def compile_step(folder: Path, request: dict[str, Any], mesh: Mesh) -> dict[str,
 
 
 def main(folder: Path) -> None:
-    """Compiles the step of a folder as its ``request.json`` says, and writes the outcome to ``result.json``.
+    """Compiles the step of ``folder`` by its file ``request.json``, and writes the outcome to its file ``result.json``.
 
     The outcome has the versions of packages, device kind, coordinates of the devices (TPUs), memory sizes, seconds, and
     the text of an error, if any. No error of the compilation is raised: the parent process raises it.

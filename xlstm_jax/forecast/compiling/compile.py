@@ -123,7 +123,7 @@ class StepCall:
 
     @cached_property
     def traced(self) -> Traced:
-        """Returns ``step.trace(*args, **kwargs)``.
+        """Result of ``step.trace(*args, **kwargs)``; for a topology traced as if its chip were the local device.
 
         Raises:
           TypeError: ``step`` is not a ``jax.jit`` function.
@@ -140,9 +140,9 @@ class StepCall:
 
     @cached_property
     def mesh(self) -> Mesh | AbstractMesh | None:
-        """Returns the mesh of the arguments' shardings or of ``jax.jit(in_shardings=...)``; None if neither has one.
+        """Mesh of the arguments' shardings or of ``jax.jit(in_shardings=...)``; None if neither has a mesh.
 
-        If two meshes have the same shape, one with devices and the other abstract, returns the mesh with devices.
+        If two meshes have the same shape, one with devices and the other abstract, this is the mesh with devices.
 
         Raises:
           ValueError: arguments are on meshes of different shapes; the error names a leaf of each mesh.
@@ -176,7 +176,7 @@ class StepCall:
 
     @cached_property
     def leaves(self) -> list[tuple[str, Any]]:
-        """Returns (path, leaf) for each leaf of ``args``, then of ``kwargs``; a path has the form ``0/params/head``.
+        """Pairs (path, leaf) for each leaf of ``args``, then of ``kwargs``; a path has the form ``0/params/head``.
 
         A static argument counts as one leaf or several.
         """
@@ -185,7 +185,7 @@ class StepCall:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """Shardings of ``jax.jit(in_shardings=...)``, one for each argument leaf.
+        """Shardings of ``jax.jit(in_shardings=...)``, one for each argument leaf, in the order of ``argument_names``.
 
         A leaf without sharding has JAX's mark for "unspecified". JAX has no public name for these shardings before
         compilation.
@@ -307,9 +307,9 @@ def compile_for_topology(
 
 
 def begin_for_topology(call: StepCall) -> Pending[Compiled]:
-    """Exports a step for a topology and returns the pending compilation, which a child process runs.
+    """Exports a step for its topology and returns the compilation, not yet started, which a child process will run.
 
-    The pending compilation needs the step no more and can run in parallel with others.
+    The compilation keeps neither the step nor its arrays, and can run in parallel with others.
 
     Raises:
       ImportError: the compiler is not installed, or its version differs from jaxlib's (see ``check_compiler``).

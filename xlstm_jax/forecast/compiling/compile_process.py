@@ -89,7 +89,7 @@ def check_compiler(platform: str) -> list[str]:
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version of a package; None if the package is not installed."""
+    """Returns the installed version of the package called ``name`` on PyPI; None if the package is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -115,7 +115,10 @@ def compiler_message(where: str, error: object, options: Mapping[str, Any] | Non
 
 
 def may_be_too_large(error: str) -> bool:
-    """Returns whether a compiler's error has the text that a too large program causes (other problems may, too)."""
+    """Returns whether a compiler's error message may mean that the program is too large for the device's memory.
+
+    Other problems, such as an invalid program, can cause the same messages.
+    """
     return any(words in error for words in TOO_LARGE)
 
 
@@ -204,7 +207,7 @@ class Pending(Generic[T]):
         return self
 
     def is_done(self) -> bool:
-        """Returns whether ``result`` returns, or raises, without waiting.
+        """Returns whether ``result`` would return, or raise, without waiting; called after ``start``.
 
         True for a result from the cache, if the child has ended, and if the child is past its time limit.
         """

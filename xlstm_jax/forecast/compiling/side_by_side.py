@@ -27,6 +27,8 @@ W = TypeVar("W")
 def side_by_side(jobs: Iterable[tuple[T, W]], limit: Callable[[], int]) -> Generator[tuple[T, W], None, None]:
     """Runs compilations in parallel, up to a limit, and yields each finished (job, label) in the order of ``jobs``.
 
+    The caller calls ``job.result()``. If the caller stops early, all jobs that are not yet yielded are closed.
+
     Args:
       jobs: pairs of a job and a label; each pair is made while the jobs before it run. A job of None needs no work.
       limit: returns how many jobs may run at once, called before each start; at least a single job always may.
@@ -75,9 +77,10 @@ def room_for_jobs() -> int:
 
 
 def free_bytes() -> int | None:
-    """Returns the bytes of memory that processes may still take, by the system and by the cgroup of this process.
+    """Returns the bytes of memory that processes may still take; None if unknown.
 
-    The smaller number counts. None if neither is known.
+    The system gives a number, and the cgroup of this process gives a number if it has a limit; the smaller number
+    counts.
     """
     available = re.search(r"^MemAvailable: +(\d+) kB", _text(Path("/proc/meminfo")), re.MULTILINE)
     limit, used = (_text(CGROUP / name).strip() for name in ("memory.max", "memory.current"))

@@ -62,8 +62,8 @@ class AxisTraffic:
 def axis_traffic(collectives: Iterable[Collective]) -> tuple[AxisTraffic, ...]:
     """Returns the traffic of a step's collectives, an entry for each set of mesh axes, largest ``wire_bytes`` first.
 
-    Collectives whose groups follow no set of axes share the entry with ``axes=None``. Collectives over no axis (a
-    single device) are left out.
+    Collectives whose groups follow no set of axes share an entry with ``axes=None``. Collectives of single devices,
+    which send nothing (``axes=()``), are left out.
     """
     by_axes: dict[tuple[str, ...] | None, list[Collective]] = defaultdict(list)
     for collective in collectives:
@@ -89,7 +89,10 @@ def _traffic_of_axes(axes: tuple[str, ...] | None, some: list[Collective]) -> Ax
 
 
 def total_seconds(times: Iterable[tuple[int, float | None]]) -> float | None:
-    """Sums executions x seconds over pairs of (executions, seconds per execution); None if a time is unknown."""
+    """Returns the sum of executions x seconds over pairs (executions, seconds of one execution); 0 without pairs.
+
+    None if the seconds of a pair are None, which means unknown.
+    """
     total = 0.0
     for count, seconds in times:
         if seconds is None:

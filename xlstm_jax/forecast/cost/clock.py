@@ -54,8 +54,9 @@ def waits(run: Sequence[float], transfers: Sequence[Transfer]) -> list[float]:
 
     Args:
       run: seconds of each instruction, in scheduled order.
-      transfers: transfers that start and end at positions of ``run``. A link carries one transfer at a time: a transfer
-        begins when each of its links is free.
+      transfers: transfers over links, each from the instruction at index ``start`` of ``run`` to the instruction at
+        index ``end``, which waits for the transfer. A link carries one transfer at a time: a transfer begins when each
+        of its links is free.
     """
     starts, ends = defaultdict(list), defaultdict(list)
     for number, transfer in enumerate(transfers):
@@ -109,15 +110,16 @@ class Durations(ABC):
 
     @property
     def total(self) -> float:
-        """Time of a step whose instructions run sequentially, in seconds or cycles; loops multiplied out."""
+        """Time of a step in seconds or cycles, if instructions run one after the other; loops multiplied out."""
         return self._of_computation(self.program.entry.name).total
 
     def duration_of(self, computation: Computation, instruction: Instruction) -> Duration:
-        """Returns the time of a single execution of an instruction, in seconds or cycles, as ``_duration`` measures.
+        """Returns the time of a single execution of ``instruction``: the total, and the part in matrix products.
 
-        A loop takes the time of body and condition x trips, a conditional the time of the longest branch, a call the
-        time of the called computation. ``computation`` contains the instruction: names are unique only within a
-        computation.
+        The unit is that of the subclass: cycles for ``Cycles``, seconds for ``Kernels``. A loop takes the time of body
+        and condition x trips, a conditional the time of the longest branch, a call (for ``Kernels`` also an
+        asynchronous start) the time of the called computation. ``computation`` contains the instruction: names are
+        unique only within a computation.
         """
         if instruction.opcode not in self.CALLING_OPCODES:
             return self._duration(computation, instruction)

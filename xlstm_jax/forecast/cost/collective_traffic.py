@@ -102,7 +102,7 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Expected time without overlap."""
+        """Expected seconds of one execution without overlap: latency plus the time of the bytes."""
         return self.bytes_s + self.latency_s
 
 
@@ -170,10 +170,10 @@ class Collective:
 
     @property
     def carries(self) -> str:
-        """Contents: "weights", "activations" or "other".
+        """Contents of the collective's arrays: "weights", "activations" or "other".
 
-        "weights" are gathered parameters, and reduce-scattered or averaged gradients. "activations" are everything
-        else sent inside of ``shard_map``. "other" is sent outside of ``shard_map``, for example by the optimizer.
+        "weights" are gathered parameters, and reduce-scattered or averaged gradients. "activations" are everything else
+        sent inside of ``shard_map``. "other" is sent outside of ``shard_map``, for example by the optimizer.
         """
         # Gradients of replicated leaves are averaged in the scope of `sync_gradients`, which gathers no leaf.
         if self.leaves or _is_in_own_scope(self.op_name):
@@ -182,7 +182,10 @@ class Collective:
 
     @property
     def module(self) -> str:
-        """Module that the collective serves; for several, the nearest common parent; "" for the full model or none."""
+        """Path of the module that the collective serves, such as "blocks/up"; for several modules, their common parent.
+
+        "" if several modules have no common parent, and for a collective outside of modules.
+        """
         return common_path(self.modules)
 
     @property
@@ -196,9 +199,9 @@ class Collective:
 
     @property
     def by_bandwidth(self) -> "Bandwidth":
-        """Times of the bytes of one execution, by published rates, without latency: (without overlap, wait).
+        """Seconds of one execution by published rates, without latency: alone on the links, and the schedule's wait.
 
-        Both are 0 for a device without figures.
+        Both are 0 for a device without published figures.
         """
         if self.timing is not None:
             return Bandwidth(self.timing.bandwidth_s, self.timing.waited_by_bandwidth_s)
@@ -206,10 +209,11 @@ class Collective:
 
     @property
     def wait(self) -> Range | None:
-        """Wait of the schedule for one execution; None for a device without figures.
+        """Seconds that the schedule waits for one execution, as a range; None for a device without published figures.
 
-        least: for the bytes, at published rates. expected: with the latency of NCCL (GPUs), or of a collective that
-        the schedule waits for (TPUs). most: no latency is hidden.
+        ``least`` has the wait for the bytes at published rates, without latency. ``expected`` of GPUs is the wait in
+        the simulated schedule, with NCCL's latency; of TPUs, ``least`` plus the latency of a synchronous collective. In
+        ``most`` no latency is hidden: TPUs add it to every collective, GPUs wait at least for the latency.
         """
         if self.exposed_s is None:
             return None
@@ -221,7 +225,10 @@ class Collective:
 
     @property
     def is_hidden(self) -> bool:
-        """GPUs: whether overlapped matrix products are expected to run as long as the collective."""
+        """Whether a GPU's overlapped matrix products are expected to run as long as the collective.
+
+        False for other devices.
+        """
         return self.timing is not None and (self.overlapped.product_seconds or 0) >= max(self.timing.seconds, MIN_S)
 
 
@@ -270,10 +277,15 @@ def ring_bytes(kind: str, payload_bytes: int, group_size: int) -> float:
 
 
 def _collective(program: Program, site: Site, axis_sizes: Mapping[str, int], cycles: Cycles) -> Collective:
-    """Describes the collective at ``site``: bytes, dtype, mesh axes, the modules served, and the overlap with compute.
+    """Returns the ``Collective`` at ``site``: bytes, dtype, mesh axes, modules served, and the overlap with compute.
 
-    A site is a place at which ``program`` executes a collective. The times of the result are None, for ``with_waits``
-    or ``timed`` to fill in; the overlap has the compiler's ``cycles``.
+    The times of the result are None; ``with_waits`` or ``timed`` fill them in later.
+
+    Args:
+      program: the compiled program.
+      site: place at which the program executes the collective.
+      axis_sizes: size of each mesh axis, outermost first.
+      cycles: the compiler's estimates of cycles, for the overlapped instructions.
     """
     groups = site.inner.groups or (tuple(range(math.prod(axis_sizes.values()))),)
     group_size = max(len(group) for group in groups)
@@ -326,9 +338,10 @@ def _overlap(site: Site, cycles: Cycles) -> Overlap:
 
 
 def _lacks_cycles(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether the compiler gave no estimate of cycles for an instruction; "0" is an estimate.
+    """Returns whether the compiler gave no estimate of cycles for an instruction of ``computation``.
 
-    A loop, branch or call lacks cycles if an instruction that it runs does; never if it runs nothing (0 trips).
+    0 counts as an estimate. A loop, branch or call lacks cycles if an instruction that it runs lacks cycles; never if
+    it runs nothing (0 trips).
     """
     if instruction.opcode not in CONTROL:
         return instruction.estimated_cycles is None
@@ -341,8 +354,8 @@ def _lacks_cycles(program: Program, computation: Computation, instruction: Instr
 def _op_names(program: Program, site: Site) -> tuple[str, ...]:
     """Returns JAX's names of the operations behind a collective, several if the compiler merged operations.
 
-    Without a name of the collective, the reducer's name counts; else the name of the nearest operation before the
-    collective; ("",) if there is no name.
+    If the compiler dropped the names of the collective, the result has a single name: of the reducer (the computation
+    that adds two values), else of the nearest operation from which the sent arrays are computed, else "".
     """
     if site.own_names:
         return site.own_names
@@ -369,10 +382,10 @@ def _stands_for(site: Site, program: Program, group_size: int, names: tuple[str,
 
 
 def _is_shard_in_zeros(program: Program, value: Value, group_size: int) -> bool:
-    """Returns whether an array is zero except for the device's shard: then its all-reduce is an all-gather.
+    """Returns whether an array is zero except for the device's shard: then its all-reduce acts as an all-gather.
 
-    The array must come from a ``dynamic-update-slice`` of a constant 0, with an update of 1 / ``group_size`` of the
-    bytes. ``group_size`` is the number of devices in the exchange.
+    True if ``value``, possibly behind copies, is a ``dynamic-update-slice`` of an array of zeros, with an update of 1 /
+    ``group_size`` of the array's bytes. ``group_size`` is the number of devices in the exchange.
     """
     while value.instruction.opcode != "dynamic-update-slice":
         before = sources(program, value)

@@ -91,15 +91,15 @@ def moved_by(program: Program, computation: Computation, instruction: Instructio
 
 
 def _nbytes(shapes: Iterable[Shape], space: int | None = None) -> int:
-    """Returns the total bytes of the arrays; with ``space``, only of the arrays in that memory."""
+    """Returns the total bytes of the arrays; with ``space``, only of those in this memory space (0: HBM, 5: host)."""
     return sum(shape.nbytes for shape in shapes if space in (None, shape.space))
 
 
 def _results(instruction: Instruction, operands: list[Instruction]) -> tuple[Shape, ...]:
     """Returns the shapes of the arrays that an instruction writes as the result, with tuples flattened.
 
-    The type of a ``-start`` instruction also lists the operands, which are left out; for a ``copy-start`` also a
-    context.
+    The type of a ``-start`` instruction also lists the operands, and that of a ``copy-start`` a context; both are left
+    out. ``operands`` are the instructions whose results ``instruction`` reads, in order.
     """
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
@@ -117,8 +117,9 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Returns how many bytes of a value a fused computation reads: the bytes of slices, or infinity for the full value.
 
-    ``instruction`` of ``computation`` is the value, such as a parameter. An array that is only updated in place, or
-    only returned, needs 0 bytes.
+    The value is the result of ``instruction`` in ``computation``, usually a parameter. A value that is only returned,
+    or whose update in place is only returned, needs 0 bytes. In a fusion that continues a collective over several
+    fusions, the reads of the collective count 0, because the first fusion counts them.
     """
     # The reads of a running collective were counted at its start.
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
@@ -138,9 +139,9 @@ def _needed(program: Program, computation: Computation, instruction: Instruction
 
 
 def _is_result(computation: Computation, instruction: Instruction) -> bool:
-    """Returns whether every use of an instruction leads only into the result of its computation.
+    """Returns whether an instruction is used only in the result of its computation, through tuples and bitcasts.
 
-    Uses may pass tuples and bitcasts. An instruction without uses must be the root of the computation.
+    An instruction without uses must be the root of the computation.
     """
     users = [user for user, _ in computation.users.get(instruction.name, ())]
     # Then the update is in place: the fusion writes into its operand.
@@ -179,10 +180,10 @@ def _written_by(
 
 
 def _update(program: Program, computation: Computation, name: str, written: int) -> int:
-    """Returns the bytes that a computation writes for its result called ``name``.
+    """Returns the bytes that ``computation`` writes for its result made by the instruction called ``name``.
 
-    For an update in place these are the bytes of the update, for a returned parameter 0, for anything else ``written``.
-    Bitcasts and nested fusions are passed.
+    For an update in place these are the bytes of the update, for a returned parameter 0, for anything else ``written``,
+    the bytes of the full result. Bitcasts and nested fusions are followed to the instruction that makes the array.
     """
     instruction = computation.by_name[name]
     if instruction.opcode == "bitcast":

@@ -44,19 +44,26 @@ class Fills:
     written: int
 
     def excess_s(self, clock_hz: float, bandwidth: float) -> float:
-        """Returns the seconds by which ``cycles`` at the clock exceed ``written`` bytes / bandwidth; 0 or more."""
+        """Returns the seconds by which the compiler's estimate of the fills exceeds the time of their bytes; 0 or more.
+
+        The estimate is ``cycles`` / ``clock_hz``, the time of the bytes ``written`` / ``bandwidth`` (bytes/s).
+        """
         return excess_s(self.cycles / clock_hz, self.written, bandwidth)
 
 
 def excess_s(seconds: float, written: float, bandwidth: float) -> float:
-    """Returns the seconds by which an estimate exceeds ``written`` bytes / bandwidth (bytes/s); 0 or more."""
+    """Returns the seconds by which an estimate, ``seconds``, exceeds the time of the written bytes; 0 or more.
+
+    The time of the bytes is ``written`` / ``bandwidth`` (bytes/s).
+    """
     return max(0.0, seconds - written / bandwidth)
 
 
 def find_fills(program: Program) -> Fills:
-    """Sums a step's zero-fills: arrays of zeros that a TPU compiler makes to execute a gather as an all-reduce.
+    """Returns number, cycles and bytes of a step's zero-fills, summed over all executions on a device.
 
-    Fills within a loop count once per trip. Fills without an estimate of cycles are left out.
+    A zero-fill makes an array of zeros, with which a TPU compiler executes a gather as an all-reduce. Fills within a
+    loop count once per trip. Fills without an estimate of cycles are left out.
     """
     found = [(trips, fill) for trips, fill in _fills(program) if fill.estimated_cycles]
     return Fills(
@@ -122,7 +129,10 @@ def _fill_behind(program: Program, computation: Computation, name: str) -> Instr
 
 
 def _zeros(computation: Computation, at: Instruction) -> Instruction | None:
-    """Returns the broadcast of 0 that ``at`` is, or is a copy of; None for an array of another origin."""
+    """Returns the broadcast of 0 that ``at`` is or copies; None if ``at`` makes any other array.
+
+    ``at`` is an instruction of ``computation``; copies and bitcasts are followed back.
+    """
     while at.opcode in _SAME_ARRAY:
         at = computation.by_name[at.operands[0]]
     if at.opcode != "broadcast":

@@ -156,8 +156,8 @@ class _Seen:
         A batched product that may be scores is appended to ``pairs``, and its output is traced forward through
         equations whose outputs have the same size, up to the next product. ``summed`` and ``weighing`` collect indices
         of ``pairs``: of products whose exponential is summed (softmax), and of products whose exponential weighs values
-        in a product over queries or keys. Operations of the backward pass add none. ``name`` is JAX's name of the
-        operation.
+        in a product over queries or keys. The backward pass adds nothing to ``summed`` and ``weighing``. ``name`` is
+        JAX's name of the operation.
         """
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
@@ -228,7 +228,10 @@ def _within(eqn: Any, jaxpr: Any, prefix: str, seen: _Seen) -> Counts:
 
 
 def _live(jaxpr: Any) -> list[Any]:
-    """Returns the equations of a jaxpr that have effects or needed outputs, in order; the compiler drops all others."""
+    """Returns the equations of a jaxpr that have effects or compute something for the outputs, in order.
+
+    The compiler drops all other equations.
+    """
     needed, live = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
@@ -238,10 +241,11 @@ def _live(jaxpr: Any) -> list[Any]:
 
 
 def _flops_inside(eqn: Any, name: str, seen: _Seen) -> Counts:
-    """Returns the FLOP of the jaxprs nested in an operation, times their runs, with keys as of ``_flops_of``.
+    """Returns the FLOP of the jaxprs nested in the operation ``eqn``, times their runs; {} for most operations.
 
-    ``name`` is the name of the operation, without the primitive. A ``while``, or a Pallas kernel whose grid depends on
-    values, counts as one run and is listed in ``seen``.
+    Keys are those of ``_flops_of``: (operation name, dtype, whether in a Pallas kernel). ``name`` is the name of the
+    operation, without the primitive. A ``while``, or a Pallas kernel whose grid depends on values, counts as one run,
+    and is added to ``seen.loops`` if it has FLOP.
     """
     kind = name_and_params(eqn)[0]
     scope, times = RUNS[kind](eqn) if kind in RUNS else ("", 1)
@@ -288,7 +292,7 @@ def _contracted_size(eqn: Any) -> int:
 
 
 def _sides_of_pairs(eqn: Any) -> set[int]:
-    """Returns the numbers of queries and of keys, if a ``dot_general`` may compute attention scores; else an empty set.
+    """Returns {number of queries, number of keys} of a ``dot_general`` that may compute attention scores; else set().
 
     The product must have a batch dim, and both numbers must exceed the contracted size, which is the size of a query:
     so it is for long sequences. If both numbers are equal, the set has one element.

@@ -51,9 +51,10 @@ class HostTraffic:
 
 
 def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
-    """Returns the transfers between host memory and device in a step, with times by the rate of the chip's host link.
+    """Returns a step's transfers between host memory and device: bytes, seconds at the host link's rate, wait.
 
-    None if the program has no argument in host memory and transfers nothing.
+    None if the program has no argument in host memory and transfers nothing. ``chip`` gives the rate of the host link,
+    and the clock for the time of the instructions that overlap a transfer.
     """
     arguments = program.entry.parameters.values()
     # The memory space of an argument shows whether it is in host memory.
@@ -72,9 +73,10 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 
 
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
-    """Yields (``IN`` or ``OUT``, bytes, transfer) for each host transfer in a single run of a computation.
+    """Yields (direction, bytes, transfer) for each host transfer in a single run of a computation, in scheduled order.
 
-    Transfers come in scheduled order. ``IN`` is from host memory to the device, ``OUT`` the opposite.
+    The direction is ``IN`` (host memory to device) or ``OUT``. The transfer has start and end as indices of
+    ``computation.instructions``; an instruction that transfers both ways is yielded twice.
     """
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):

@@ -50,5 +50,5 @@ def _values_of(eqn: Any) -> list[Any]:
 
 
 def _variables(atoms: Any) -> list[Any]:
-    """Returns the variables among a jaxpr's operands, without literals, which take no memory beside the program."""
+    """Returns the variables among ``atoms``, operands of a jaxpr, in order, without literals, which take no memory."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]

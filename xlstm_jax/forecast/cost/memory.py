@@ -137,7 +137,7 @@ class _Value(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the value in the live ranges."""
+        """Name of the value in XLA's live ranges: instruction and element of the result, such as "fusion.3{1}"."""
         return self.instruction + self.element
 
 
@@ -205,11 +205,12 @@ def read_memory(
 
 
 def operation_names(program: Program) -> dict[str, str]:
-    """Returns, by name of an executed instruction, its ``op_name``, or else the name of the nearest named producer.
+    """Returns {instruction name: JAX's name of an operation} for every executed instruction of a program.
 
+    The name is the instruction's ``op_name``, or else that of the nearest named instruction from which it is computed.
     The compiler gives no names to instructions that it adds: casts moved out of a loop, and copies between HBM and
     VMEM. Arguments have names, so a copy of a weight is called ``state.params['head']['kernel']``. "" without any name,
-    and for a nameless tuple or loop, which has many producers.
+    and for a nameless parameter, tuple or loop, which have many producers.
     """
     names_by_instruction = {}
     for computation, _ in program.executed():
@@ -252,8 +253,8 @@ def _allocations(text: str) -> list[_Allocation]:
 def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
     """Parses XLA's text of live ranges: returns (instruction names, ranges).
 
-    ``instruction names[p]`` is the instruction at schedule point p, "" for none. ``ranges`` has the first and the last
-    point by name of a value, such as "fusion.3{}".
+    ``instruction names[p]`` is the name of the instruction at schedule point p, "" for none. ``ranges`` is {name of a
+    value, such as "fusion.3{}": (first point, last point)}.
 
     Raises:
       ValueError: the text has another form.
@@ -272,10 +273,10 @@ def _live_ranges(text: str) -> tuple[list[str], dict[str, tuple[int, int]]]:
 
 
 def _temporaries(allocations: Iterable[_Allocation], ranges: Mapping[str, tuple[int, int]]) -> list[_Value]:
-    """Returns the values in the allocations of temporaries, with their live ranges filled in.
+    """Returns the values in the allocations of temporaries, with schedule points ``first`` and ``last`` filled in.
 
-    ``ranges`` has the first and last schedule point by name of a value. Byte ranges are shifted as if the allocations
-    lay one behind the other, so values of different allocations do not overlap.
+    ``ranges`` has these two points by name of a value. Byte ranges are shifted as if the allocations lay one behind the
+    other, so values of different allocations do not overlap.
 
     Raises:
       ValueError: a value has no live range, so the two texts of XLA belong to different programs.
@@ -332,7 +333,8 @@ def _live_bytes(temporaries: Sequence[_Value], points: int) -> np.ndarray:
 def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Operations) -> tuple[Temporary, ...]:
     """Returns the buffers in use at a schedule point, largest first; their bytes add up to the bytes in use.
 
-    Where buffers overlap, the bytes count for the larger buffer. A buffer without remaining bytes is left out.
+    Values with the same byte range form a buffer. Where buffers overlap, the bytes count for the larger buffer. A
+    buffer without remaining bytes is left out. ``operations`` has the model's operation by name of the instruction.
     """
     by_range = defaultdict(list)
     widths, stretches = _stretches(temporaries)
@@ -351,10 +353,10 @@ def _temporaries_at(point: int, temporaries: Sequence[_Value], operations: _Oper
 
 
 def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
-    """Returns the values that form a buffer in use at a point, among values of the same byte range; empty if unused.
+    """Returns the values that form a buffer in use at a point; [] if the buffer is unused.
 
-    They are the values that are live at the point, and further values whose live ranges touch theirs, directly or
-    through other values: loop carries and updates in place.
+    ``sharing`` has all values of the buffer's byte range. The result has the values that are live at the point, and
+    further values whose live ranges touch theirs, directly or through other values: loop carries and updates in place.
     """
     first, last = point, point
     history: list[_Value] = []
@@ -367,10 +369,11 @@ def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
 
 
 def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
-    """Builds the entry of a buffer of ``size`` bytes, described by the most informative of its values in ``history``.
+    """Builds the ``Temporary`` of a buffer of ``size`` bytes, described by the most informative value in ``history``.
 
-    A named value that is live at ``point`` is preferred, then a value in a module, then a named value. The entry is
-    live from the first to the last point of all values.
+    ``history`` has the values that use the buffer one after the other. A named value that is live at ``point`` is
+    preferred, then a value in a module, then a named value; ``operations`` has the model's operation by instruction
+    name. The entry is live from the first to the last point of all values.
     """
 
     def information(live: _Value) -> tuple[bool, bool, bool]:

@@ -55,8 +55,8 @@ _SCORES = re.compile(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*(\[[^
 def executed_flops(program: Program, counts: Callable[[Instruction], bool]) -> float:
     """Returns the FLOP per device and step of the products for which ``counts`` returns True, loops multiplied out.
 
-    Products inside of fusions count, too; ``counts`` is called with the instruction of each product, and of any other
-    work.
+    ``counts`` is called with every executed instruction, also inside of fusions; instructions that are no products have
+    0 FLOP.
     """
     return float(
         sum(
@@ -73,7 +73,7 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
     """Returns the FLOP of one execution of a product, convolution or cuDNN attention; 0 for any other instruction.
 
     A product is a ``dot`` or a custom call of cuBLAS or cuDNN. A fusion counts 0: its products lie inside.
-    ``computation`` contains the instruction.
+    ``computation`` contains the instruction and its operands.
     """
     target = target_of(instruction)
     if target.startswith(ATTENTION):
@@ -95,9 +95,10 @@ def product_flops(computation: Computation, instruction: Instruction) -> int:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
-    """Returns the FLOP of a ``convolution``: 2 x outputs x input features of a group x taps of the window.
+    """Returns the FLOP of a ``convolution``: 2 x batch x output features x input features of a group x taps.
 
-    Only taps on an input value count, not taps on padding or between dilated values.
+    Taps are pairs of an output position and a window position on an input value; positions on padding or between
+    dilated values do not count. ``computation`` contains the instruction and its operands.
     """
     left, kernel, out = (*operand_shapes(computation, instruction)[:2], instruction.shapes[0])
     labels = _DIM_LABELS.search(instruction.attributes)
@@ -155,7 +156,8 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
     """Returns the seconds in a step of the Pallas kernels on TPUs, by their roofline; None for a program without them.
 
     The result is the larger of two times: of the kernels' FLOP, and of their operands and results in HBM. The compiler
-    estimates no cycles for Pallas kernels. FLOP come from the jaxpr, so a single roofline covers every kernel together.
+    estimates no cycles for Pallas kernels. The FLOP come from ``flops.in_kernels``, counted in the jaxpr, so a single
+    roofline covers every kernel together.
     """
     # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [
@@ -168,9 +170,10 @@ def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
 
 
 def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
-    """Yields a sentence for each target of custom calls with unknown work, which counts as zero in the forecast.
+    """Yields a sentence for each ``custom_call_target`` whose calls do work that the forecast counts as zero.
 
-    The sentence has the number of calls in a step, and their share of ``moved``, the HBM bytes of the step.
+    The work is unknown: the compiler gives no cycles, and ``is_known`` is False. The sentence has the number of calls
+    in a step, and their share of ``moved``, the HBM bytes of the step.
     """
     calls: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for computation, trips, instruction in scheduled(program):
@@ -188,5 +191,8 @@ def unknown_calls(program: Program, moved: HbmBytes) -> Iterator[str]:
 
 
 def is_known(target: str) -> bool:
-    """Returns whether a custom call with this target is counted by the forecast, or is internal to the compiler."""
+    """Returns whether the forecast counts the work of custom calls with the ``custom_call_target`` ``target``.
+
+    True also for calls that the compiler itself adds.
+    """
     return target.startswith((ATTENTION, PALLAS_ON_TPU)) or bool(COMPILER_TARGETS.match(target))

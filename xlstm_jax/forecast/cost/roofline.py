@@ -54,14 +54,14 @@ def step_bounds(
     *,
     tokens_per_device: float | None = None,
 ) -> Roofline:
-    """Returns the three bounds of a step's time in seconds, with the amounts behind them.
+    """Returns the three bounds of a step's time in seconds (compute, memory, wire), with the amounts behind them.
 
     Args:
       flops: FLOP of matrix products per device and step, by dtype: {"bfloat16": 1e12}.
       hbm_bytes: bytes read and written in HBM per device and step.
       wire_bytes: bytes that each device sends per step, by the mesh axes of the collective: {("fsdp",): 8e9}.
       links: links between the devices of the mesh, and their chip.
-      tokens_per_device: tokens of this step.
+      tokens_per_device: tokens of a device in this step; None: unknown, and no ``ridge_tokens`` in the result.
     Raises:
       ValueError: ``wire_bytes`` names an axis that the mesh does not have.
     """

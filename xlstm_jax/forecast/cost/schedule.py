@@ -20,16 +20,20 @@ NOTHING = Way("", 0.0, 0.0)  # a single device sends nothing
 
 
 def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
-    """Returns the mesh axes of a collective; every axis if the groups follow no set of axes and may use any link."""
+    """Returns the mesh axes of a collective, for computing its time; every mesh axis if ``collective.axes`` is None.
+
+    None means that the groups follow no set of axes, so the collective may use any link.
+    """
     return tuple(links.axis_sizes) if collective.axes is None else collective.axes
 
 
 def with_waits(links: Links, collective: Collective) -> Collective:
-    """Returns a TPU collective with ``alone_s``, ``exposed_s`` (both of the bytes alone) and ``latency_s`` filled in.
+    """Returns a copy of a TPU's collective with ``alone_s``, ``exposed_s`` and ``latency_s`` filled in, per execution.
 
-    ``alone_s`` is the time on free links. ``exposed_s`` is the rest of this time after the overlapped instructions, at
-    the compiler's cycles. An asynchronous collective counts as hidden if ``Overlap.cycles`` is unknown: the compiler
-    gives no cycles for some of the overlapped instructions, and zero for the rest.
+    ``alone_s`` is the time of the bytes on free links. ``exposed_s`` is the rest of this time after the overlapped
+    instructions, at the compiler's cycles. Both exclude latency. An asynchronous collective counts as hidden if
+    ``Overlap.cycles`` is unknown: the compiler gives no cycles for some of the overlapped instructions, and zero for
+    the rest.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
     overlap = collective.overlapped
@@ -61,8 +65,9 @@ def _timed_in(
 ) -> Iterator[Collective]:
     """Yields the collectives of one computation with their times filled in: seconds, waits, latency and overlap.
 
-    The schedule of the computation is simulated twice: with NCCL's times and the kernels ``expected`` (at reached
-    rates), and with published rates and the kernels ``least``, for a lower bound of the waits.
+    The order is that of ``pairs``. The schedule of the computation is simulated twice: with NCCL's times and the
+    kernels ``expected`` (at reached rates), and with published rates and the kernels ``least``, for a lower bound of
+    the waits.
 
     Args:
       least, expected: kernels of the program at published rates, and at reached rates.
@@ -102,7 +107,7 @@ def _timed_in(
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:
-    """Returns the times of a GPU collective alone on the links, as if the schedule waited from start to end."""
+    """Returns the times of one execution of a GPU collective, alone on the links, with the full time as the wait."""
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

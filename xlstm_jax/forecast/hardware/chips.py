@@ -133,7 +133,11 @@ def _tpu(
     hbm_bandwidth: float,
     **figures: Any,
 ) -> Chip:
-    """Makes a TPU's ``Chip`` from published figures, and from the entry of ``TPUS`` (kinds, torus, slices)."""
+    """Makes the ``Chip`` of a TPU, from published figures and from the entry ``TPUS[name]``.
+
+    The entry gives device kinds, torus axes, slices, and devices per chip. ``figures`` are further fields of ``Chip``,
+    such as ``clock_hz``.
+    """
     tpu = TPUS[name]
     figures |= {"torus_axes": tpu.torus_axes, "slices": tpu.slices, "devices_per_chip": tpu.devices_per_chip}
     return Chip(name, tpu.device_kinds, hbm_bytes, usable_hbm_bytes, peak_flops, hbm_bandwidth, **figures)
@@ -210,7 +214,7 @@ CHIPS: dict[str, Chip] = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Returns the chip that JAX calls ``device_kind``; None for a device without published figures, as a CPU.
+    """Returns the chip with JAX's ``device_kind``; None for a device without published figures, such as a CPU.
 
     >>> chip_of("TPU v6 lite").name, chip_of("cpu")
     ('v6e', None)

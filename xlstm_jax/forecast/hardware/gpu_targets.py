@@ -54,11 +54,13 @@ def compute_capability(chip: Chip) -> tuple[int, int]:
 
 
 def target_config(chip: Chip) -> str:
-    """Returns the description of a GPU for ``get_topology_desc(platform="cuda", target_config=...)``.
+    """Returns the description of a GPU for XLA's compiler, as the text of a ``GpuTargetConfigProto``.
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> "major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES" in target_config(CHIPS["h100"])
     True
+
+    ``get_topology_desc(platform="cuda", target_config=...)`` takes this text.
     """
     target = _TARGETS[chip.name]
     major, minor = target.compute_capability

@@ -40,7 +40,7 @@ class _Line(NamedTuple):
 
     @property
     def hops(self) -> int:
-        """Hops to the farthest chip; half of the ring if the ring is closed."""
+        """Number of links on the way to the farthest chip of the line; around a closed ring, half of the ring."""
         return self.stride * (self.chips // 2 if self.closed else self.chips - 1)
 
 
@@ -80,9 +80,10 @@ class Links:
     def busiest_seconds(self, wire_bytes: Mapping[tuple[str, ...], float]) -> float:
         """Returns the least seconds for several collectives, which run in parallel on different links.
 
-        ``wire_bytes`` has the bytes that each device sends, by the mesh axes of the collective. The result is the time
-        of the busiest link. On TPUs a collective uses the torus dims of its groups, each in proportion to the dim's
-        bandwidth; on GPUs NVLink, the network between hosts, or both.
+        ``wire_bytes`` has the bytes that each device sends, by the mesh axes of the collective. The seconds of
+        collectives on the same link add up; the result is the time of the busiest link, 0 without collectives. On TPUs
+        a link is a torus dim, and a collective sends over the dims of its groups, in proportion to their bandwidth. On
+        GPUs the links are NVLink and the network between hosts.
         """
         busy: dict[int | str, float] = defaultdict(float)
         for axes, sent in wire_bytes.items():
@@ -108,10 +109,14 @@ class Links:
         return sent / self._group(axes).per_host if NETWORK in self.networks(axes) else 0.0
 
     def choice(self, axes: Sequence[str], kind: str, sent: float) -> nccl.Way | None:
-        """Returns the algorithm and protocol that NCCL chooses for a GPU collective over ``axes``, and the time.
+        """Returns NCCL's choice for a GPU collective: algorithm and protocol, latency, and time of the bytes.
 
-        None for a single device, and for TPUs, whose collectives have one algorithm. ``kind`` is XLA's name of the
-        collective, ``sent`` the bytes sent by each GPU.
+        None for a group of a single device, and for TPUs, whose collectives have one algorithm.
+
+        Args:
+          axes: mesh axes of the collective.
+          kind: XLA's name of the collective, such as "all-gather".
+          sent: bytes sent by each GPU.
         """
         if not self.networks(axes):
             return None
@@ -121,9 +126,10 @@ class Links:
         return nccl.choice(kind, group, sent, reached)
 
     def latency_s(self, axes: Sequence[str], kind: str, sent: float) -> float:
-        """Returns the latency of a collective in seconds, without the time of the bytes; 0 for a single device.
+        """Returns the latency of a collective over ``axes`` in seconds, without the bytes' time; 0 for a single device.
 
-        TPUs: an assumption, see ``hardware.latency``. GPUs: the latency of NCCL's ``choice`` for ``sent`` bytes.
+        TPUs: an assumption (see ``hardware.latency``), independent of ``sent``. GPUs: the latency of the algorithm that
+        NCCL chooses for ``sent`` bytes from each GPU. ``kind`` is XLA's name of the collective, such as "all-gather".
         """
         if not self.chip.torus_axes:
             chosen = self.choice(axes, kind, sent)
@@ -151,10 +157,10 @@ class Links:
         return numbers.reshape(-1, math.prod(self.axis_sizes[axis] for axis in dict.fromkeys(axes)))
 
     def _group(self, axes: Sequence[str]) -> nccl.Group:
-        """Returns a group of a collective over ``axes``: its numbers of GPUs and hosts, and the fewest GPUs on a host.
+        """Returns the size of a GPU collective's group: its numbers of GPUs and hosts, and the fewest GPUs on a host.
 
-        Groups differ if the GPUs of a host are no multiple of the group size: then the group over the most hosts
-        counts.
+        The group is one of the groups of devices that exchange data in a collective over ``axes``. Groups differ if the
+        GPUs of a host are no multiple of the group size: then the group over the most hosts counts.
         """
         assert self.chip.devices_per_node  # a GPU
         per_host = self.topology.shape[-1] if self.topology else self.chip.devices_per_node
@@ -165,13 +171,13 @@ class Links:
         return nccl.Group(int(devices.sum()), len(devices), int(devices.min()))
 
     def _torus_bandwidths(self, axes: Sequence[str]) -> dict[int, float]:
-        """Returns the bytes/s that a device sends along each torus dim on which the devices of a group differ.
+        """Returns the bytes/s of a device along each torus dim in a collective over ``axes``, by index of the dim.
 
-        Keys are indices of torus dims. The group is one of a collective over ``axes``. If neighbours in a group are s
-        chips apart, s groups share the links between them. Around a closed ring data goes both ways. On an open line
-        data must return along the same line, so a single direction is left. The devices of a chip share its links:
+        Only dims on which the devices of a group differ are included; {} for a single device. If neighbours in a group
+        are s chips apart, s groups share the links between them. Around a closed ring data goes both ways. On an open
+        line data must return along the same line, so a single direction is left. The devices of a chip share its links:
         groups with one device of each chip have half of the bandwidth on TPU7x. A group within a chip uses the
-        connection between its devices, as dim ``CHIP``.
+        connection between its devices, with the key ``CHIP`` (-1).
         """
         devices, chips = len(self._coords(axes)), len(np.unique(self._coords(axes), axis=0))
         if chips == 1 < devices and self.chip.chip_bandwidth:
@@ -183,17 +189,18 @@ class Links:
     def _coords(self, axes: Sequence[str]) -> np.ndarray:
         """Returns the torus coordinates of the chips of a group's devices: an array [devices of a group, torus dims].
 
-        The group is one of a collective over ``axes``; the first group represents all groups. A chip with two devices
-        of the group appears twice. TPUs only.
+        The group is the first group of a collective over ``axes``; all groups have the same layout. A chip with two
+        devices of the group appears twice. TPUs only.
         """
         # The first group represents all groups, which have the same layout on the torus.
         return np.asarray(self.coords)[self._groups(axes)[0]]
 
     def _lines(self, axes: Sequence[str]) -> dict[int, "_Line"]:
-        """Returns how the chips of a group over ``axes`` lie along each torus dim on which their coordinates differ.
+        """Returns how the chips of a group lie on the torus: a ``_Line`` for each dim, by index of the dim.
 
-        The result is {index of the torus dim: (number of chips, distance of neighbours, whether they form a closed
-        ring)}. Distances along a dim are assumed to be equal. TPUs only.
+        A ``_Line`` has the number of chips along the dim, the distance of neighbours, and whether they form a closed
+        ring. The group is the first group of a collective over ``axes``. Dims along which its chips do not differ are
+        left out. Distances along a dim are assumed to be equal. TPUs only.
         """
         assert self.topology is not None  # a TPU
         chips, lines = np.unique(self._coords(axes), axis=0), {}
@@ -205,11 +212,11 @@ class Links:
         return lines
 
     def _switched_bandwidth(self, axes: Sequence[str], of_nvlink: float = 1.0, of_network: float = 1.0) -> float:
-        """Returns the bytes/s that a GPU sends in a ring over ``axes``, at fractions of the published rates.
+        """Returns the bytes/s that a GPU sends in a ring over ``axes``: the rate of the slower of NVLink and network.
 
-        ``of_nvlink`` is the fraction of NVLink's rate, ``of_network`` the fraction of the network's rate. On one host
-        the rate is that of NVLink; over several hosts the lower rate of NVLink and of the adapters that the group has
-        on a host.
+        On one host this is the rate of NVLink. Over several hosts it is the lower of two rates: NVLink, and the sum of
+        the network adapters that the group has on a host. ``of_nvlink`` and ``of_network`` are the fractions of the
+        published rates that count; 1.0: the published rates.
         """
         assert self.chip.network_bandwidth  # a GPU
         group, within = self._group(axes), of_nvlink * self.chip.link_bandwidth

@@ -8,7 +8,8 @@ has latency a per hop over NVLink and b per hop over the network:
 
     Ring   base + hops x a or b; n-1 hops, h-1 of these across hosts; for an all-reduce 2(n-1), 2h across hosts
     Tree   base + 2 x ((g-1) x a + log2(h) x b); only for all-reduces; sends 2 x payload
-    Sends  a single hop; permutes and all-to-alls, which NCCL implements as sends and receives between GPUs
+    Sends  base + a within hosts of several GPUs + b if there are several hosts; permutes and all-to-alls, which NCCL
+           implements as sends and receives between GPUs
 
 Tables and factors come from ``src/graph/tuning.cc`` of NVIDIA/nccl (2.21: baseLat, hwLat, llMaxBws, the factors of
 LL128 and of trees, treeCorrectionFactor), for hosts with Intel processors. Left out: NCCL's use of switches (NVLS,
@@ -36,7 +37,7 @@ GATHER_FRACTION, GATHER_HOSTS = 0.5, 32
 
 RING, TREE = "Ring", "Tree"
 LL, LL128, SIMPLE = "LL", "LL128", "Simple"
-SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # sent directly between devices, in one hop
+SENT_AT_ONCE = {"collective-permute", "all-to-all", "ragged-all-to-all"}  # sent directly, in one or two hops
 _US = 1e-6
 _BASE = {  # seconds before the first byte is sent
     (TREE, LL): 6.8 * _US, (TREE, LL128): 14.0 * _US, (TREE, SIMPLE): 0.0,
@@ -74,6 +75,9 @@ def network_fraction(kind: str, hosts: int) -> float:
 
     >>> network_fraction("reduce-scatter", 16), network_fraction("all-gather", 16), network_fraction("all-gather", 32)
     (0.8, 0.8, 0.5)
+
+    The fraction is 1 for a single host and 0.05 less for each doubling, for any ``kind`` (XLA's name of the
+    collective); but 0.5 for an all-gather over 32 hosts or more.
     """
     if kind == "all-gather" and hosts >= GATHER_HOSTS:
         return GATHER_FRACTION
@@ -93,7 +97,7 @@ class Way(NamedTuple):
 
 
 def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
-    """Returns the fastest algorithm and protocol for a collective.
+    """Returns the fastest of NCCL's algorithms and protocols for a collective, with latency and time of the bytes.
 
     >>> few = choice("all-reduce", Group(256, 32, 8), 8.0, 2e11)
     >>> many = choice("all-gather", Group(8, 1, 8), 3.6e9, 3.6e11)
@@ -118,8 +122,9 @@ def choice(kind: str, group: Group, sent: float, bus_bandwidth: float) -> Way:
 def _ring(kind: str, group: Group, protocol: str, sent: float, payload: float, bus_bandwidth: float) -> Way:
     """Returns the latency and the time of the bytes of NCCL's ring for a collective, by NCCL's performance model.
 
-    Permutes and all-to-alls, which send directly between GPUs, count as one hop within a host and one hop between
-    hosts. The name of the result is "Ring" with the protocol.
+    The name of the result is "Ring" with the protocol. Permutes and all-to-alls, which send directly between GPUs,
+    count as at most two hops: one within a host, if a host has several GPUs, and one between hosts, if there are
+    several.
 
     Args:
       kind: the kind of collective, as XLA names it.

@@ -20,7 +20,10 @@ LAUNCH_S, HOP_S = 5e-6, 1e-6  # assumptions for a collective on a TPU
 def packing_limit(
     chip: Chip, axis_sizes: Mapping[str, int], *, launch_s: float = LAUNCH_S, hop_s: float = HOP_S
 ) -> int:
-    """Returns the bytes of an unsharded leaf, as sent, below which packing takes less time than the collectives.
+    """Returns the bytes of a leaf below which packing takes less time than separate collectives for the leaf.
+
+    Packing copies small leaves into one array, which a single collective sends. The bytes are those of the unsharded
+    leaf, in the dtype that is sent.
 
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> packing_limit(CHIPS["v5e"], {"fsdp_x": 4, "fsdp_y": 4}), packing_limit(CHIPS["h100"], {"fsdp": 8})

@@ -41,11 +41,12 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """Whether each dim of ``shape`` is a ring. v5e, v6e: a dim of the pod's full length; others: all dims or none.
+        """Whether each dim of ``shape`` is a ring: a bool for each dim, in order.
 
-        The source is the scaling book: v4 and v5p close their rings by optical switches between full cubes of 4x4x4, so
-        smaller slices have no rings; the same is assumed for tpu7x. A dim without a ring has half the bandwidth for
-        collectives. Switches join GPUs, so GPUs have no rings.
+        TPUs v5e and v6e: a dim of the pod's full length is a ring. Other TPUs: all dims are rings if each is a multiple
+        of the side of a cube (4 chips), else none. The source is the scaling book: v4 and v5p close their rings by
+        optical switches between full cubes of 4x4x4, so smaller slices have no rings; the same is assumed for tpu7x. A
+        dim without a ring has half the bandwidth for collectives. Switches join GPUs, so GPUs have no rings.
         """
         if not self.chip.torus_axes:
             return (False,) * len(self.shape)
@@ -56,11 +57,11 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the compiler: "tpu" or "cuda"."""
+        """JAX's name of the compiler's platform: "tpu" for TPUs, "cuda" for GPUs."""
         return "tpu" if self.chip.torus_axes else "cuda"
 
     def description(self) -> dict[str, Any]:
-        """Returns the arguments of ``jax.experimental.topologies.get_topology_desc``."""
+        """Returns the keyword arguments of ``jax.experimental.topologies.get_topology_desc`` for these devices."""
         arguments: dict[str, Any] = {"platform": self.platform}
         if self.platform == "cuda":
             # XLA's shape for GPUs: slices x hosts x GPUs per host. A slice of several hosts is an NVLink domain.
@@ -80,7 +81,7 @@ class Topology:
 
 
 def parse_topology(name: str) -> Topology:
-    """Parses "v5e:16x16" and "h100:32x8".
+    """Parses the name of a topology, such as "v5e:16x16" and "h100:32x8".
 
     TPUs: the chip, and the number of chips along each torus axis. GPUs: the chip, hosts, and GPUs per host, or for a
     single host only the GPUs ("h100:8"). GB200 and GB300: racks, which are NVLink domains, and GPUs per rack, up to 72.

@@ -49,14 +49,17 @@ class Site:
     def own_names(self) -> tuple[str, ...]:
         """JAX's names (``op_name``) of the operations behind the collective; () without names.
 
-        The names come from the collective instruction, or else from the scheduled instruction around the collective (a
-        fusion or a call). A TPU compiler drops the names when it replaces a collective by another.
+        The names come from the collective instruction (``inner``), or else from the fusion or call around the
+        collective (``scheduled``). A TPU compiler drops the names when it replaces a collective by another.
         """
         return self.inner.op_names or self.scheduled.op_names
 
     @cached_property
     def arrays(self) -> tuple[Value, ...]:
-        """Arrays that the collective sends: the operands of the collective instruction, in order, without tokens."""
+        """Arrays that the collective sends, as a ``Value`` each: operands of ``inner``, in order, without tokens.
+
+        For a ragged-all-to-all the buffer of received rows, offsets and sizes are operands and count, too.
+        """
         return tuple(
             Value(self.inner_computation, name)
             for name in self.inner.operands
@@ -66,17 +69,19 @@ class Site:
     def result(self, position: int) -> Value:
         """Returns the array into which the collective turns ``arrays[position]``, as a ``Value`` of the program.
 
-        For a collective of several arrays the value is element ``position`` of the result, a tuple; for a single array
-        the value is the full result.
+        A ``Value`` is the result of an instruction, or an element of a result that is a tuple. For a collective of
+        several arrays the result is a tuple, and element ``position`` is returned; for a single array, the full result.
         """
         return Value(self.inner_computation, self.inner.name, (position,) if len(self.arrays) > 1 else ())
 
     @property
     def span(self) -> tuple[int, int]:
-        """Indices in ``computation.instructions`` of the start and of the end of the collective.
+        """Indices (start, end) of the collective in the schedule, ``computation.instructions``.
 
-        Both are equal if the schedule waits (a synchronous collective). Else the end is behind the instructions that
-        overlap the collective: start + 1 + their number.
+        ``start`` is the index of the instruction that starts the collective. If the schedule waits (a synchronous
+        collective), ``end`` equals ``start``. Else ``end`` is start + 1 + the number of instructions that overlap the
+        collective (``overlapped_instructions``): the index of the collective's end if these instructions follow the
+        start without a gap.
         """
         start = self.computation.position[self.scheduled.name]
         return start, start if self.overlapped_instructions is None else start + 1 + len(self.overlapped_instructions)
@@ -86,7 +91,7 @@ def sites(program: Program) -> Iterator[Site]:
     """Yields a ``Site`` for each place in the program's schedules that executes a collective.
 
     Sites of a caller come before sites of the computations that the caller runs; within a computation, sites are in
-    scheduled order. A loop's body yields a site once, with the number of trips.
+    scheduled order. A collective in the body of a loop is yielded once; ``Site.trips`` has the runs in a step.
     """
     for computation, trips in program.schedules():
         for instruction in computation.instructions:
@@ -96,9 +101,10 @@ def sites(program: Program) -> Iterator[Site]:
 def _sites_at(program: Program, computation: Computation, trips: int, at: Instruction) -> Iterator[Site]:
     """Yields a ``Site`` for each collective that the instruction ``at`` of ``computation`` starts or executes.
 
-    The collective is ``at`` itself, or lies in the fusion or in the asynchronous call that ``at`` runs. A collective
-    spread over a chain of fusions (TPUs) is yielded once, at the first fusion of the chain; the further fusions of the
-    chain yield nothing. ``trips`` is the number of runs of ``computation``, for ``Site.trips``.
+    The collective is ``at`` itself, or lies in the fusion or in the asynchronous call that ``at`` runs; any other
+    instruction yields nothing. A collective spread over a chain of fusions (TPUs) is yielded once, at the first fusion
+    of the chain; the further fusions of the chain yield nothing. An all-reduce in a fusion that slices the local shard
+    from the result gets the kind "reduce-scatter". ``trips`` is the number of runs of ``computation`` in a step.
     """
     if at.opcode.removesuffix("-start") in COLLECTIVES:
         collectives = [(computation, at)]
@@ -125,9 +131,10 @@ def _sites_at(program: Program, computation: Computation, trips: int, at: Instru
 
 
 def _collectives_in(program: Program, caller: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """Yields (computation, instruction) for each collective in the computations that ``caller`` calls.
+    """Yields (computation, collective instruction) for each collective in the computations that ``caller`` calls.
 
-    The computation is the one that contains the collective. Nested fusions and calls are searched, too.
+    ``caller`` is an instruction, such as a fusion. The computation is the one that contains the collective. Fusions and
+    calls nested in the called computations are searched, too. Order: as in the text of each computation.
     """
     for name in caller.called_names:
         for instruction in program.computations[name].instructions:
@@ -143,10 +150,10 @@ def _chain(inner: Instruction) -> str | None:
 
 
 def _role_in_chain(program: Program, fusion: Instruction) -> str | None:
-    """Returns the role of a fusion in a collective that is spread over a chain of fusions: "start", "middle" or "done".
+    """Returns the role of a fusion in a collective that a TPU spreads over a chain of fusions, each sending a piece.
 
-    "start" and "done" begin and end the collective; a "middle" fusion sends a piece beside other work. None for a
-    fusion outside of a chain.
+    "start" and "done": the fusion begins or ends the collective. "middle": the fusion sends a piece beside other work.
+    None: the fusion belongs to no chain.
     """
     for name in fusion.callees_by_role.get("calls", ()):
         for instruction in program.computations[name].instructions:

@@ -34,18 +34,20 @@ class Value:
 
 
 def upstream(program: Program, value: Value) -> Iterator[Value]:
-    """Yields the values from which a value is computed, directly or not: nearest first, each once, without the value.
+    """Yields the values (results of instructions) from which ``value`` is computed, directly or through other values.
 
-    At most ``MAX_VISITED`` values are yielded.
+    The nearest values come first. Each value is yielded once; ``value`` itself is not. The search ends after about
+    ``MAX_VISITED`` values.
     """
     return _walk(program, value, sources)
 
 
 def downstream(program: Program, value: Value, *, through: Collection[str] | None = None) -> Iterator[Value]:
-    """Yields the values computed from a value, nearest first, at most ``MAX_VISITED``.
+    """Yields the values (results of instructions) that are computed from ``value``, directly or through other values.
 
-    ``through`` are the opcodes behind whose results the search continues; a result of another opcode is yielded, but
-    not followed. None: all opcodes.
+    The nearest values come first. Each value is yielded once; ``value`` itself is not. The search ends after about
+    ``MAX_VISITED`` values. ``through`` has the opcodes behind whose results the search continues; a result of another
+    opcode is yielded, but not followed. None: all opcodes.
     """
     return _walk(program, value, uses, through)
 
@@ -60,7 +62,7 @@ def _walk(
 
     ``step`` returns the direct neighbours of a value, for example its inputs. ``value`` itself is not yielded.
     ``through`` limits the search to opcodes: the result of any other opcode is yielded, but not followed. None: every
-    result is followed. The search ends after ``MAX_VISITED`` values.
+    result is followed. The search ends after about ``MAX_VISITED`` values.
     """
     queue, seen = deque([value]), {value}
     while queue and len(seen) < MAX_VISITED:
@@ -126,7 +128,7 @@ def sources(program: Program, value: Value) -> list[Value]:
 
 
 def _sources_of_parameter(program: Program, value: Value) -> list[Value]:
-    """Returns the values that callers pass for ``value``, a parameter of a computation; one for each caller.
+    """Returns the values that callers pass for ``value``, a parameter of a computation; usually one for each caller.
 
     For the parameter of a loop's body or condition these are two values: the operand of the loop, and the result of the
     body in the previous iteration. Empty for a parameter of the program.
@@ -166,8 +168,9 @@ def uses(program: Program, value: Value) -> list[Value]:
 def _used_by(program: Program, value: Value, user: Instruction, position: int) -> list[Value]:
     """Returns the values into which ``user``, an instruction with ``value`` as operand ``position``, turns ``value``.
 
-    Usually this is the result of ``user``; for a tuple the element ``position`` of the result; for a call, fusion, loop
-    or conditional the parameter of the called computation. Empty for a ``get-tuple-element`` of another element.
+    Usually this is the result of ``user``. For a tuple, and for a collective of several arrays, it is element
+    ``position`` of the result; for a call, fusion, loop or conditional the parameter of the called computation (of a
+    loop: of the body). Empty for a ``get-tuple-element`` of another element.
     """
     computation, element = value.computation, value.element
     if user.opcode == "tuple":
@@ -187,7 +190,10 @@ def _used_by(program: Program, value: Value, user: Instruction, position: int) -
 
 
 def _carries_several(instruction: Instruction) -> bool:
-    """Returns whether an instruction is a collective of several arrays; its result is a tuple with one for each."""
+    """Returns whether an instruction is a collective (or its ``-start``) with several operands.
+
+    The result of such a collective is a tuple with an element for each operand.
+    """
     return instruction.opcode.removesuffix("-start") in COLLECTIVES and len(instruction.operands) > 1
 
 

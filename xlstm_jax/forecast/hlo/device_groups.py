@@ -104,10 +104,14 @@ def _groups_along(ids: np.ndarray, grouped: Sequence[bool]) -> Groups:
 
 
 def axes_of_groups(groups: Groups, axis_sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Returns the mesh axes along which the devices of each group differ; None if the groups follow no set of axes.
+    """Returns the mesh axes along which the devices of each group differ, in mesh order.
 
-    Groups have device ids, positions in the flattened mesh of ``axis_sizes``. The axes are in mesh order; () for groups
-    of a single device. Axes of size 1 are left out, because nothing is sent along them.
+    None if no set of axes gives these groups, or without groups; () if each group is a single device. Axes of size 1
+    are left out, because nothing is sent along them.
+
+    Args:
+      groups: device ids of each group; an id is a position in the flattened mesh.
+      axis_sizes: size of each mesh axis, outermost first.
     """
     sizes = {axis: size for axis, size in axis_sizes.items() if size > 1}
     ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))

@@ -70,7 +70,7 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Arrays of the result, with nested tuples flattened in order."""
+        """Type (dtype, dims, memory space, bytes) of each array in the result; nested tuples are flattened in order."""
         shapes = []
         for dtype, dims, layout in _ARRAY.findall(self.type_text):
             space, narrow = _SPACE.search(layout), _ELEMENT_BITS.search(layout)
@@ -89,7 +89,7 @@ class Instruction:
 
     @cached_property
     def op_names(self) -> tuple[str, ...]:
-        """JAX's names of the operations behind the instruction; () for an instruction that the compiler added.
+        """JAX's names of the operations behind the instruction, from ``metadata``; () if the compiler gave no name.
 
         Merged operations have several names: "a/(b/psum:c/psum)" is "a/b/psum" and "a/c/psum".
         """
@@ -125,31 +125,45 @@ class Instruction:
 
     @property
     def called_names(self) -> tuple[str, ...]:
-        """Names of the called computations of every role."""
+        """Names of all computations that the instruction calls: a loop calls condition and body. () without calls."""
         return tuple(name for names in self.callees_by_role.values() for name in names)
 
     @cached_property
     def groups(self) -> Groups:
-        """Device ids of a collective by group, as positions in the flattened mesh; () for a single group."""
+        """Groups of devices that a collective connects: for each group a tuple of device ids.
+
+        An id is a position in the flattened mesh. () if the text names no groups: then all devices form a single group.
+
+        Raises:
+          ValueError: the groups have an unknown form.
+        """
         return replica_groups(self.attributes)
 
     @cached_property
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate for a single execution; TPU only, and not for every instruction."""
+        """The compiler's estimate of the cycles of a single execution; None without an estimate.
+
+        Only TPU compilers write estimates, and not for every instruction.
+        """
         match = _CYCLES.search(self.attributes)
         return int(match[1]) if match else None
 
     @cached_property
     def tuple_index(self) -> int:
-        """Index of the element that a get-tuple-element takes; number of a parameter. Only for these two opcodes."""
+        """For a ``get-tuple-element`` the index of the taken element; for a ``parameter`` the number of the parameter.
+
+        Not defined for any other opcode.
+        """
         return int(self.operand_text if self.opcode == "parameter" else _INDEX.findall(self.attributes)[0])
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """Parses a line of HLO text, ``%name = type opcode(operands), attributes``; None if the line is no instruction.
+    """Parses a line of HLO text, ``%name = type opcode(operands), attributes``, to an ``Instruction``.
+
+    None for a line that does not begin as an instruction (with spaces, a name and "=").
 
     Raises:
-      ValueError: the line begins as an instruction, but is malformed.
+      ValueError: the line begins as an instruction, but has no opcode or an open parenthesis.
     """
     match = _INSTRUCTION.match(line)
     if match is None:

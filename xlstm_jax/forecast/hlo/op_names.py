@@ -37,7 +37,7 @@ ARGUMENT = re.compile(r"\[\\?'")  # state.params['head']['kernel'], in HLO text 
 
 
 def in_shard_map(op_name: str) -> bool:
-    """Returns whether an operation is inside of ``shard_map``, where shapes are local.
+    """Returns whether an operation is inside of ``shard_map``, by JAX's name of the operation; shapes are local there.
 
     >>> in_shard_map("jit(step)/shard_map/jvp(GPT)/head/dot_general"), in_shard_map("jit(step)/vmap()/dot_general")
     (True, False)
@@ -46,7 +46,7 @@ def in_shard_map(op_name: str) -> bool:
 
 
 def module_path(op_name: str) -> tuple[str, str]:
-    """Returns (path, direction) of an operation.
+    """Returns (module path, direction) of an operation, parsed from JAX's name of the operation.
 
     >>> module_path("jit(step)/transpose(jvp(GPT))/while/body/closed_call/checkpoint/blocks/blocks.add/up/dot_general")
     ('blocks/up', 'backward')
@@ -87,10 +87,11 @@ def module_path(op_name: str) -> tuple[str, str]:
 
 
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Returns (path, direction), as of ``module_path``, by name, for the operation names of a program.
+    """Returns {operation name: (module path, direction)} for the operation names of a program.
 
-    In contrast to ``module_path``, an operation without a module takes the module of the loop around it: an operation
-    in the body of a loop (``nn.scan``) whose other operations are in "blocks" or below belongs to "blocks".
+    Path and direction are those of ``module_path``, with one exception: an operation without a module takes the module
+    of the loop around it. An operation in the body of a loop (``nn.scan``) whose other operations are in "blocks" or
+    below belongs to "blocks".
     """
     path_of = {name: module_path(name) for name in op_names}
     inside = defaultdict(list)
@@ -113,9 +114,11 @@ def common_path(paths: Iterable[str]) -> str:
 
 
 def _loops(op_name: str) -> list[str]:
-    """Returns the names, without calls, of the loops around an operation, innermost first; a loop contains itself.
+    """Returns a name for each loop around an operation, innermost loop first; [] for an operation outside of loops.
 
-    "jit(f)/while/body/closed_call/while/body/add" is in "while/body/while" and in "while".
+    The name of a loop is the part of ``op_name`` up to the loop's "while", without calls such as "jit(f)". For
+    "jit(f)/while/body/closed_call/while/body/add" the result is ["while/body/while", "while"]. If ``op_name`` is the
+    name of a loop itself, this loop is included.
     """
     parts = split_outside(op_name.split(";")[0], "/", "()")
     remaining = [part for part in parts if part not in CALLS and not CALL_OF.match(part)]
@@ -124,10 +127,11 @@ def _loops(op_name: str) -> list[str]:
 
 
 def _scopes(op_name: str) -> tuple[list[str], set[str]]:
-    """Splits a name of JAX into its scopes, and returns (scopes, names of the transformations around scopes).
+    """Splits JAX's name of an operation into scopes, and returns (scopes, names of the transformations around scopes).
 
-    The primitive at the end is left out, and transformations are unwrapped: "jit(f)/transpose(jvp(M))/up/dot_general"
-    is (["jit(f)", "M", "up"], {"transpose", "jvp"}).
+    Transformations are unwrapped, and the primitive at the end is left out: "jit(f)/transpose(jvp(M))/up/dot_general"
+    becomes (["jit(f)", "M", "up"], {"transpose", "jvp"}). A last part such as "jit(g)" or "vmap(a)" is no primitive and
+    is kept as a scope.
     """
     parts, transforms = split_outside(op_name, "/", "()"), set()
     if not (TRANSFORM.match(parts[-1]) or CALL_OF.match(parts[-1])):
@@ -169,10 +173,11 @@ def _module_names(scopes: list[str]) -> list[str]:
 
 
 def _is_control_flow(before: str, scope: str, after: str) -> bool:
-    """Returns whether a scope is part of JAX's control flow: ``while/body``, ``while/cond`` or ``cond/branch_0_fun``.
+    """Returns whether ``scope``, a part of an operation name, is part of JAX's control flow instead of a module.
 
-    ``before`` and ``after`` are the neighbouring scopes, "" at the ends. Beside other neighbours "while", "body" and
-    "cond" are names of modules, and the result is False.
+    Control flow is ``while/body``, ``while/cond`` and ``cond/branch_0_fun``. ``before`` and ``after`` are the
+    neighbouring scopes, "" at the ends. Beside other neighbours "while", "body" and "cond" are names of modules, and
+    the result is False.
     """
     if scope == "while":
         return bool(LOOP_PARTS.match(after))

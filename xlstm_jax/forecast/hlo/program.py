@@ -44,7 +44,7 @@ class Computation:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Index in ``instructions`` by name."""
+        """Index of each instruction in ``instructions``, by the instruction's name."""
         return {instruction.name: i for i, instruction in enumerate(self.instructions)}
 
     @cached_property
@@ -57,7 +57,11 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Readers of each instruction, by its name: pairs of the reader and the index among the reader's operands."""
+        """Readers of each instruction's result, by name of the read instruction; an empty list without readers.
+
+        A reader is (reading instruction, index of the read instruction among the operands). An instruction that reads
+        the same result twice is listed twice.
+        """
         readers = defaultdict(list)
         for instruction in self.instructions:
             for position, name in enumerate(instruction.operands):
@@ -82,7 +86,7 @@ class Program:
         return next(computation for computation in self.computations.values() if computation.is_entry)
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """Returns the computations that run as scheduled code, each with its number of runs in a step, callers first.
+        """Returns (computation, runs in a step) for each computation that runs as scheduled code, callers first.
 
         These are the entry, the bodies and conditions of loops, the branches of a conditional (each counted as taken),
         and computations called directly or asynchronously; not the insides of fusions, nor reducers. A loop of unknown
@@ -101,7 +105,10 @@ class Program:
 
     @cached_property
     def trips(self) -> dict[str, int]:
-        """Number of runs of each computation in a step, by name."""
+        """Number of runs of each computation in a step, by name of the computation.
+
+        0 for computations that do not run as scheduled code, such as reducers and the insides of fusions.
+        """
         # Callers come first: when a computation is reached, every caller has added its trips.
         trips = defaultdict(int, {self.entry.name: 1})
         for computation in self._callers_first:
@@ -112,7 +119,10 @@ class Program:
 
     @cached_property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops with an unknown number of trips, by operation name, or else by instruction name."""
+        """Names of the loops whose number of iterations is unknown.
+
+        The name is JAX's name of the operation (``op_name``), or without such a name that of the ``while`` instruction.
+        """
         loops = [
             self.computations[caller].by_name[name] for (caller, name), trips in self._loops.items() if trips is None
         ]
@@ -120,7 +130,10 @@ class Program:
 
     @cached_property
     def _loops(self) -> dict[tuple[str, str], int | None]:
-        """Trips of each loop, by (computation name, instruction name); None if unknown."""
+        """Number of iterations of each ``while`` in scheduled code; None if unknown.
+
+        A key is (name of the computation that contains the ``while``, name of the ``while`` instruction).
+        """
         return {
             (computation.name, instruction.name): trip_count(self.computations, computation, instruction)
             for computation in self._callers_first
@@ -129,7 +142,11 @@ class Program:
         }
 
     def trips_of(self, computation: Computation, caller: Instruction) -> int:
-        """Returns how often an instruction runs its callees: the trips of a loop; 1 for others and if unknown."""
+        """Returns how often ``caller`` runs the computations that it calls, in one execution of ``caller``.
+
+        ``caller`` is an instruction of ``computation``. The result is the number of iterations for a loop of known
+        length, and 1 for any other instruction.
+        """
         trips = self._loops.get((computation.name, caller.name))
         return 1 if trips is None else trips
 
@@ -147,9 +164,10 @@ class Program:
     def with_fused(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Computation, Instruction]]:
-        """Yields (computation, instruction) for an instruction and, if the instruction is a fusion, for those inside.
+        """Yields (computation, instruction) for ``instruction`` and, if this is a fusion, for each instruction inside.
 
-        ``computation`` contains ``instruction``. Fusions inside of the fusion are opened, too.
+        ``computation`` contains ``instruction``; each yielded computation contains the yielded instruction. Fusions
+        nested in the fusion are opened, too.
         """
         yield computation, instruction
         if instruction.opcode == "fusion":
@@ -160,9 +178,9 @@ class Program:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """By name of a computation: the places that call the computation, fusions and reductions included.
+        """Places that call each computation, by name of the called computation; [] for the entry computation.
 
-        A place is (calling computation, calling instruction). The list is empty for the entry computation.
+        A place is (computation with the call, calling instruction). Fusions and reductions are calls, too.
         """
         callers = defaultdict(list)
         for computation in self.computations.values():
@@ -220,10 +238,10 @@ def _executed_callees(instruction: Instruction) -> tuple[str, ...]:
 
 
 def parse(text: str) -> Program:
-    """Parses optimized, scheduled HLO text.
+    """Parses optimized, scheduled HLO text, as of ``compiled.as_text()``, to a ``Program``.
 
     Raises:
-      ValueError: the text is something else, or is cut off.
+      ValueError: the text is no scheduled HLO module, or is cut off.
     """
     header, _, body = text.lstrip().partition("\n")
     if not header.startswith("HloModule ") or "is_scheduled=true" not in header:
@@ -287,7 +305,9 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def trip_count(computations: Mapping[str, Computation], caller: Computation, loop: Instruction) -> int | None:
-    """Returns the number of iterations of a ``while``; None if the number is not constant.
+    """Returns the number of iterations of a ``while``; None if unknown.
+
+    The number is known if the compiler has written it, or if the loop counts from a constant to a constant.
 
     Args:
       computations: computations of the program by name.
@@ -340,7 +360,7 @@ def _element(computation: Computation, name: str, index: int) -> str:
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    """Returns the integer of the constant called ``name``, possibly through copies; None for any other instruction."""
+    """Returns the integer of the scalar constant called ``name``, possibly behind copies; None for anything else."""
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":
         return _constant(computation, instruction.operands[0])
@@ -349,10 +369,10 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _counter(computation: Computation, name: str) -> tuple[int, int] | None:
-    """Parses the instruction called ``name`` as a loop counter: element of the loop's carry, plus a constant.
+    """Parses the instruction called ``name`` as a loop counter: an element of the loop's carry, plus a constant.
 
-    Returns (index of the element in the carry, the constant); the constant is 0 for the element alone. Copies are
-    passed. None for any other instruction.
+    Returns (index of the element in the carry, the constant). The constant is 0 if nothing is added. Copies in between
+    are ignored. None if the instruction has another form.
     """
     instruction = computation.by_name[name]
     if instruction.opcode == "copy":

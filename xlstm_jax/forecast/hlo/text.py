@@ -40,7 +40,9 @@ def split_outside(text: str, separator: str, brackets: str = "()[]{}") -> list[s
 
 
 def bytes_of(dtype: str) -> int:
-    """Returns the bytes of a value with an HLO dtype: "bf16", "f8e4m3fn".
+    """Returns the bytes of a single value with an HLO dtype, such as 2 for "bf16" and 1 for "f8e4m3fn".
+
+    Dtypes of less than a byte, such as "s4", count 1; "token" and "opaque" count 0.
 
     Raises:
       ValueError: an unknown dtype.
@@ -55,15 +57,23 @@ def bytes_of(dtype: str) -> int:
 
 
 def float_bytes_of(dtype: str) -> int:
-    """Returns the bytes of a value of a float dtype; 0 for any other dtype, and for "mixed"."""
+    """Returns the bytes of a single value of a float dtype in HLO's notation ("bf16"); 0 for any other text.
+
+    Other texts are integer and complex dtypes, and "mixed", which stands for arrays of different dtypes.
+
+    Raises:
+      ValueError: a float dtype of unknown size.
+    """
     return bytes_of(dtype) if dtype.startswith(("f", "bf")) else 0
 
 
 def jax_name_of(dtype: str) -> str:
-    """Returns JAX's name of an HLO dtype of matrix products.
+    """Returns JAX's name of an HLO dtype that operands of a matrix product can have.
 
     >>> jax_name_of("f8e4m3fn"), jax_name_of("s8"), jax_name_of("f32")
     ('float8_e4m3fn', 'int8', 'float32')
+
+    Any other dtype is returned unchanged.
     """
     if dtype.startswith("f8"):
         return f"float8_{dtype[2:]}"

@@ -115,10 +115,15 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    """Returns the bytes and times of the all-to-alls of a mixture of experts, and the time of the experts' products.
+    """Returns the ``Dispatch`` of a mixture of experts: cost of its all-to-alls, and time of the experts' products.
 
     The time of the products is for the mean number of rows per device, or for every slot if the mixture has a capacity;
-    None if the forecast has no chip or no ``tokens``. ``experts`` is the mixture's entry in ``plan``.
+    None if the forecast has no chip or no ``tokens``.
+
+    Args:
+      forecast, plan: forecast of the step, and plan of its model on the same mesh.
+      experts: the mixture's entry in ``plan.experts``.
+      imbalance: rows of the busiest device over the mean; stored in the result.
     """
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)
@@ -136,6 +141,9 @@ def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, im
 
 
 def serves(collective: Collective, experts: ExpertPlan) -> bool:
-    """Returns whether a collective is an all-to-all (ragged or not) in the module of a mixture of experts or below."""
+    """Returns whether a collective is an all-to-all (ragged or not) in the module of a mixture of experts or below.
+
+    The module is ``experts.path``; with the path "" every all-to-all counts.
+    """
     within = (collective.module + "/").startswith(experts.path + "/") or not experts.path
     return collective.kind in ALL_TO_ALL and within

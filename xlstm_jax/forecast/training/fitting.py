@@ -19,7 +19,8 @@ A step within 5 % of the memory at which XLA itself begins to compute values aga
 than its forecast may say: trials with that margin come first, and if the best has none, twice the minibatches are
 tried. Offload comes last, because its transfers cost time: it is tried only if nothing fits without it. Options that
 fail (they do not divide the batch, the compiler refuses the step, the user's code raises) become a row with the reason;
-if the very first options fail, or all three of 1, the search raises.
+if the very first options fail for another reason than a refusal of the compiler, or all three of 1 fail, the search
+raises.
 """
 
 import contextlib
@@ -116,7 +117,7 @@ class Options:
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
-        """Axes over which parameters are split."""
+        """Mesh axes over which parameters are split: the axes whose names begin with "fsdp", outermost first."""
         return tuple(axis for axis in self.mesh if axis.startswith(SHARD_AXIS_PREFIX))
 
     def __str__(self) -> str:
@@ -151,7 +152,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Expected time of a step; infinite if unknown."""
+        """Expected seconds of a step; infinite without a forecast or if unknown."""
         seconds = self.forecast.step_seconds if self.forecast else None
         return math.inf if seconds is None else seconds
 
@@ -381,10 +382,10 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Estimates every mesh that ``model_axes`` allows, and returns the meshes, best first, the few to compile marked.
+    """Estimates every mesh that ``model_axes`` allows, and returns a ``Considered`` for each mesh, best first.
 
-    Each mesh's step is built and traced, with remat and weights gathered again, but not compiled. A mesh on which
-    ``build_step`` raises has the reason in place of an estimate.
+    The best few are marked as compiled, for ``fit`` to compile. Here each mesh's step is only built and traced, with
+    remat and weights gathered again. A mesh on which ``build_step`` raises has the reason in place of an estimate.
 
     Args:
       build_step, model_axes: as for ``fit``.
@@ -444,10 +445,10 @@ class Search:
     def run(self, meshes: Sequence[dict[str, int]]) -> tuple[Trial, ...]:
         """Runs the search on ``meshes`` in order, and returns every trial, in the order of ``Fit.trials``.
 
-        The first mesh is tried with weights kept, gathered again, and with remat; then, while nothing fits, with 2, 4,
-        ... minibatches. Each other mesh is tried with the best options, or while nothing fits with the smallest and
-        more minibatches. If still nothing fits, the meshes are tried with offload. The best options are tried with
-        another ``min_weight_size``.
+        The first mesh is tried with gathered weights kept, with weights gathered again, and with remat. While nothing
+        fits, the options of these with the least memory are tried with 2, 4, ... minibatches, then on each other mesh
+        in the same way, then with offload on every mesh. Once a trial fits, the best options are tried on the meshes
+        that are left, and with another ``min_weight_size``.
 
         Raises:
           ValueError: every variant of the first mesh fails; or the first does, not by a refusal of the compiler.
@@ -470,7 +471,7 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """The first trial so far, in the order of ``Fit.trials``; None if nothing fits yet."""
+        """The fastest trial so far that fits with a margin of memory, or else that fits; None if nothing fits yet."""
         return min((trial for trial in self.trials if trial.fits), key=_rank, default=None)
 
     def try_meshes(self, options: Options, meshes: Sequence[dict[str, int]]) -> list[dict[str, int]]:
@@ -503,9 +504,9 @@ class Search:
             trial = self.attempt(dataclasses.replace(trial.options, num_minibatches=count))
 
     def attempt(self, *several: Options) -> Trial:
-        """Forecasts several options in parallel, appends the trials to ``trials`` in order, and returns the last trial.
+        """Forecasts several options in parallel, appends their trials to ``trials`` in order, and returns the last.
 
-        Calls ``on_done`` with each trial.
+        Options that fail get a trial without forecast. Calls ``on_done`` with each trial.
 
         Raises:
           ValueError: the first trial of the search has no forecast, for another reason than a refusal of the compiler.
@@ -522,8 +523,8 @@ class Search:
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
         """Builds the step of ``options`` and prepares its compilation, without starting the compiler.
 
-        Returns (pending compilation, (options, None)); or (None, (options, error)) if the user's code raises, or the
-        options are invalid. Calls ``on_trial`` before.
+        Returns (pending compilation, (options, None)); or (None, (options, error)) if ``build`` raises any error, or
+        ``begin`` a ``ValueError``. Calls ``on_trial`` before.
         """
         if self.on_trial is not None:
             self.on_trial(options)
@@ -600,7 +601,10 @@ def batch_spec_of(call: StepCall) -> PartitionSpec | None:
 
 
 def layout_of_step(step: Callable[..., Any]) -> str | None:
-    """Returns the layout of tokens, such as "zigzag", of a step of ``make_train_step``; None for any other step."""
+    """Returns the layout of tokens, such as "zigzag", of a step made by ``make_train_step``.
+
+    None for a step without a layout, and for any other function.
+    """
     options = getattr(inspect.unwrap(step), "__self__", None)
     return options.layout.tokens if isinstance(options, StepOptions) else None
 

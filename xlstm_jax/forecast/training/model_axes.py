@@ -49,6 +49,8 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
     {'fsdp_host': 2, 'cp': 1, 'tp': 8}
     {'cp': 2, 'fsdp_device': 1, 'tp': 8}
 
+    The size of the last axis in ``limits`` varies fastest. Sizes for which ``mesh_on`` finds no mesh are left out.
+
     Args:
       topology: the devices.
       limits: maximum number of devices along each axis, the largest traffic first: ``{"tp": 8, "cp": 16}``. "dp" uses
@@ -69,12 +71,12 @@ def model_meshes(topology: Topology, limits: Mapping[str, int]) -> list[dict[str
 
 
 def mesh_on(topology: Topology, sizes: Mapping[str, int]) -> dict[str, int] | None:
-    """Returns a mesh with the axes of ``sizes``, each laid within a dim of the torus or of (hosts, GPUs per host).
+    """Returns a mesh of the axes of ``sizes``, and of FSDP axes for the rest: {axis: size}, outermost axis first.
 
-    The rest of the dims becomes FSDP axes: "fsdp" if the topology has one dim; else "fsdp_x", ... on a torus,
-    "fsdp_host" and "fsdp_device" on GPUs. Axes are placed in the order of ``sizes``: on a torus preferably over a full
-    dim, else in the innermost dim with room, "dp" in the outermost. The mesh lists axes and sizes, outermost first.
-    None if an axis fits into no dim.
+    An axis is laid within a dim of the torus or of (hosts, GPUs per host), in the order of ``sizes``: on a torus
+    preferably over a full dim, else in the innermost dim with room, "dp" in the outermost. None if an axis fits into no
+    dim. FSDP axes are: "fsdp" if the topology has one dim; else "fsdp_x", ... on a torus, "fsdp_host" and "fsdp_device"
+    on GPUs.
     """
     gpus = topology.platform == "cuda"
     # The devices of a chip form the last dim, which is no ring.
@@ -135,7 +137,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Time of a step without overlap."""
+        """Seconds of a step without overlap: the products, then the collectives of all axes."""
         return self.compute_s + sum(self.wire_s.values())
 
     def __str__(self) -> str:
@@ -149,7 +151,8 @@ class Estimate:
 def estimate(call: StepCall, links: Links) -> Estimate:
     """Estimates bytes and seconds of a step per device, from its jaxpr and the shardings of its arguments.
 
-    Arguments without a ``NamedSharding`` count as replicated. ``links`` are the links between the devices of the mesh.
+    Nothing is compiled. Arguments without a ``NamedSharding`` count as replicated. ``call`` is the step with its
+    arguments; ``links`` are the links between the devices of the mesh.
     """
     jaxpr, devices = call.traced.jaxpr, math.prod(links.axis_sizes.values())
     reached = links.chip.reached
@@ -230,10 +233,10 @@ class Considered:
 
 
 def ranked(estimates: Sequence[tuple[dict[str, int], Estimate | str]], budget: float, count: int) -> list[Considered]:
-    """Sorts meshes, the most promising first, and marks the first ``count`` with an estimate as to be compiled.
+    """Returns a ``Considered`` for each mesh, the most promising first; the first ``count`` are marked as compiled.
 
     Meshes that fit into ``budget`` by their estimate come first, the fastest first; then meshes that do not fit, the
-    smallest first; then meshes without a step.
+    smallest first; then meshes without a step, which are never compiled.
 
     Args:
       estimates: (mesh, estimate), or (mesh, reason why no step could be built).

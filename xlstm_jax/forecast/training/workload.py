@@ -109,7 +109,10 @@ class Workload:
 
     @contextmanager
     def explaining_init(self) -> Iterator[None]:
-        """Context that extends errors of ``model.init`` by advice on how to pass other inputs to the workload.
+        """Context around calls of ``model.init``: an error gets advice on how to pass other inputs to the workload.
+
+        Any other error passes unchanged, and so does an error of the library, or an error on given ``inputs`` for which
+        no advice is known.
 
         Raises:
           InitError: in place of an error that ``model.init`` alone raises on these inputs.
@@ -136,7 +139,10 @@ class Workload:
 
     @property
     def freezing(self) -> dict[str, Any]:
-        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters."""
+        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters, by name.
+
+        The names are "trainable" and "frozen_dtype".
+        """
         return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
     @property
@@ -157,7 +163,7 @@ class Workload:
     def build_step(
         self, mesh: Mapping[str, int] | Mesh, num_minibatches: int = 1
     ) -> tuple[TrainStep, tuple[PyTree, ...]]:
-        """Returns the training step of ``make_train_step`` and its abstract arguments.
+        """Returns the training step of ``make_train_step`` and its abstract arguments: (step, (state, batch, rng)).
 
         Args:
           mesh: axes and sizes of a mesh without devices, outermost first, or a mesh of devices at hand. The batch is
@@ -216,7 +222,10 @@ def is_raised_by_library(error: BaseException) -> bool:
 
 
 def described(error: BaseException) -> str:
-    """Formats an error with the innermost line of the user's code: ``KeyError: 'x' (train.py, line 12)``."""
+    """Formats an error in one line, with the innermost line of the user's code: ``KeyError: 'x' (train.py, line 12)``.
+
+    Without a line of the user's code in the traceback, the parentheses are left out.
+    """
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(PATHS_WITHOUT_USER_CODE)
     ]

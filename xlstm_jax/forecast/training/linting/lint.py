@@ -160,7 +160,11 @@ lint.raise_if = raise_if  # type: ignore[attr-defined] # functions have attribut
 
 
 def _check_same_step(step: Step) -> None:
-    """Raises a ``ValueError`` if forecast and plan do not belong to one step, or ``num_minibatches`` is below 1."""
+    """Raises a ``ValueError`` if the forecast and the plan of ``step`` do not belong together.
+
+    They must have the same mesh, and the plan must have at least one of the leaves that the step gathers, if it gathers
+    any. Also raised if ``num_minibatches`` is below 1.
+    """
     # The caller makes forecast and plan separately, so they may belong to different steps.
     forecast_mesh, plan_mesh = dict(step.forecast.axis_sizes), dict(step.plan.axis_sizes)
     if forecast_mesh != plan_mesh:

@@ -83,10 +83,11 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns the executed and needed gathers of a leaf in a step, and the bytes sent in vain.
+    """Returns how often a step gathers a leaf, how often it needs to, and the bytes sent in vain.
 
-    Gathers over different sets of mesh axes are counted apart, and in forward alone as well as in sum; the case with
-    the most bytes in vain counts. Zeros without such bytes. ``row`` is the leaf's row in the plan.
+    ``row`` is the leaf's row in the plan. Gathers over each set of mesh axes are compared twice with the needed number:
+    in forward alone, and in all passes. The result is the comparison with the most bytes in vain; zeros if there is no
+    gather too many, and for a leaf that no wrapper gathers.
     """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
@@ -262,7 +263,10 @@ def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
 
 
 def _narrower(members: Iterable[Collective]) -> str:
-    """Returns a further cure, as a sentence, if a collective is a reduce-scatter of float32 gradients; else ""."""
+    """Returns a further cure, a sentence after a space, if a collective is a reduce-scatter of float32 gradients.
+
+    A reduce-scatter that the compiler replaced by an all-reduce counts, too. "" if ``members`` has no such collective.
+    """
     if any("reduce-scatter" in (c.kind, c.stands_for) and float_bytes_of(c.dtype) == F32_BYTES for c in members):
         return (
             " The gradients are sent as f32: pass grad_scatter_dtype=jnp.bfloat16 to shard_module_params, which sends "
@@ -272,11 +276,11 @@ def _narrower(members: Iterable[Collective]) -> str:
 
 
 def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
-    """Returns the leaves whose unsharded gradient is averaged by an all-reduce over a gather axis of the leaf.
+    """Returns the leaves whose unsharded gradient ``reduce`` averages, although they are gathered over one of its axes.
 
-    An all-reduce may combine many arrays, so the size decides. From the number of averaged values the leaves that
-    belong in an all-reduce are subtracted; the remaining leaves of the same modules are returned, largest first, as far
-    as they fit into the rest. Empty for any collective that averages no gradients.
+    [] if ``reduce`` is no all-reduce of gradients. An all-reduce may combine many arrays, so sizes decide: from the
+    number of averaged values the leaves that belong in an all-reduce are subtracted; the other leaves of the same
+    modules are returned as rows of the plan, largest first, as far as they fit into the rest.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
@@ -293,9 +297,10 @@ def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
 
 
 def _unreduced_gradient(reduce: Collective, rows: Sequence[LeafPlan]) -> Defect:
-    """Returns the defect of ``reduce``, an all-reduce of the gradients of ``rows`` where a reduce-scatter would do.
+    """Returns the defect of an all-reduce of gradients, ``reduce``, in place of which a reduce-scatter would do.
 
-    The defect has the paths of the leaves, a sentence, the bytes that a reduce-scatter would save, and a cure.
+    ``rows`` are the rows of these gradients' leaves in the plan. The defect has the paths of the leaves, a sentence,
+    the bytes that a reduce-scatter would save, and a cure.
     """
     fraction = sum(math.prod(row.shape) for row in rows) * float_bytes_of(reduce.dtype) / reduce.payload_bytes
     sent = reduce.wire_bytes_per_step * fraction
@@ -352,9 +357,10 @@ def _waited_s(collectives: Iterable[Collective]) -> float:
 
 
 def small_collectives(step: Step) -> Iterator[Defect]:
-    """Finds many collectives, grouped by axes, whose latency exceeds the time of their bytes. GPUs only.
+    """Finds many collectives whose latency exceeds the time of their bytes. GPUs only.
 
-    A group must have 8 or more executions in a step, and the step must wait 5 % of its time or more for their latency.
+    Yields a defect for each set of mesh axes with 8 or more executions of such collectives in a step, if the step waits
+    5 % of its time or more for their latency.
     """
     small = defaultdict(list)
     for collective in step.forecast.collectives:
@@ -379,7 +385,8 @@ def small_collectives(step: Step) -> Iterator[Defect]:
 def hosts_last(step: Step) -> Iterator[Defect]:
     """Finds leaves that are gathered within a host before they are sent between hosts. GPUs only.
 
-    The opposite order sends smaller pieces between hosts; the bytes of the defect are the difference.
+    Yields a defect for each group of leaves that differ only in a module's number. The opposite order sends smaller
+    pieces between hosts; the bytes of the defect are the difference in a step.
     """
     for name, rows in step.groups:
         wasted = 0.0
@@ -407,7 +414,10 @@ def hosts_last(step: Step) -> Iterator[Defect]:
 
 
 def shared_matrix_products(step: Step) -> Iterator[Defect]:
-    """Finds collectives of matrix products outside of ``shard_map`` (in the optimizer) that send 1 MiB or more."""
+    """Finds collectives of matrix products outside of ``shard_map``, in the optimizer.
+
+    Yields a single defect if they send 1 MiB or more per device in a step.
+    """
     serving = [c for c in step.forecast.collectives if not in_shard_map(c.op_name) and _PRODUCT.search(c.op_name)]
     sent = sum_wire_bytes(serving)
     if sent >= MIN_SHARED_BYTES:
@@ -444,7 +454,8 @@ def repeated_products(step: Step) -> Iterator[Defect]:
 def needless_offload(step: Step) -> Iterator[Defect]:
     """Finds offload of a step that waits and would fit without it, or offload that leaves most moments on the device.
 
-    The memory without offload is only partly known, with the moments on the device all the time:
+    Yields at most one defect. The memory without offload is only partly known, with the moments on the device all the
+    time:
 
         upper bound    memory of the offloaded step + moments
         usual          moments + peak of everything else, from the live ranges

@@ -53,9 +53,10 @@ class Step:
 
     @cached_property
     def groups(self) -> list[tuple[str, list[LeafPlan]]]:
-        """Gathered parameters as (name, plan rows): those whose paths differ only in a module's number form a group.
+        """Gathered parameters in groups, each as (name, rows of the plan).
 
-        The name is the path, with ``*`` for the number in a group of several: "block_*/up/kernel".
+        A group has the parameters whose shapes are equal and whose paths differ only in a module's number. The name is
+        the path, with ``*`` for the number if the group has several members: "block_*/up/kernel".
         """
         alike = defaultdict(list)
         for path, row in self.rows.items():
@@ -79,8 +80,8 @@ class Step:
     def uses_at_once(self, gather: Collective) -> float:
         """Returns how many uses of its leaves one execution of a gather serves: gathered values / values of one use.
 
-        Above 1 if the weights of several layers are gathered at once, below 1 for one of several stages (axes); 0 if
-        the plan does not have the leaves.
+        Above 1 if the weights of several layers are gathered at once; below 1 if several gathers, over an axis each,
+        gather a leaf in stages; 0 if the plan does not have the leaves.
         """
         # Computed from sizes, because a gather may carry several leaves, and a leaf may take several stages.
         rows = [self.rows[path] for path in gather.leaves if path in self.rows]
@@ -100,14 +101,16 @@ class Step:
         return self.forecast.step_seconds or 0.0
 
     def share_of_traffic(self, sent: float) -> str:
-        """Formats ``sent`` bytes as a fraction of all bytes that a device sends in the step."""
+        """Formats ``sent`` bytes as a percentage of all bytes that a device sends in the step: "31%"."""
         return format_fraction(sent / self.forecast.wire_bytes)
 
     def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-        """Groups collectives by kind and by served leaves or modules; yields (name, collectives) for each group.
+        """Groups collectives, and yields (name, collectives) for each group, in order of the first member.
 
-        Numbers of modules are ignored. The name has the served leaves, else modules, separated by commas, with ``*``
-        for the number if members differ; without leaves and modules, the name of the first instruction.
+        Members of a group have the same kind (also the kind that an all-reduce stands for), and serve the same leaves,
+        or without leaves the same modules; a module's number is ignored. The name has the leaves or modules, separated
+        by commas, with ``*`` for the number if members differ. Without leaves and modules the name is that of the first
+        instruction.
         """
         alike = defaultdict(list)
         for collective in collectives:
@@ -123,7 +126,10 @@ class Step:
 
 
 def shared_name(rows: Sequence[LeafPlan]) -> str:
-    """Returns the path of a single leaf; for several equal leaves, the path with ``*`` for the first number."""
+    """Returns the path of the leaf of a single row; of several rows the first path, with ``*`` for its first number.
+
+    Rows are rows of a plan, whose paths differ only in this number.
+    """
     return rows[0].path if len(rows) == 1 else path_pattern(rows[0].path)
 
 
