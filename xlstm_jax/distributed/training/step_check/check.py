@@ -557,7 +557,10 @@ class Comparison:
         if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
-        elsewhere = (self.one_device.on_full_batch(constant_like(key) if i == 1 else key, elsewhere=i) for i in (1, 2))
+        # A constant key, as in the comparison, needs no further compilation; without draws it serves both.
+        draws = self.one_device.traced(key).draws
+        keys = constant_like(key), key if draws else constant_like(key)
+        elsewhere = (self.one_device.on_full_batch(rng, elsewhere=i) for i, rng in enumerate(keys, start=1))
         if not any(reference.has_gradient for reference in (expected, *elsewhere)):
             return list(report.zero_gradient_lines(list(expected.grads), len(expected.grads)))
         return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(expected.grads)))

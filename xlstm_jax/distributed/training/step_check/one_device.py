@@ -518,10 +518,11 @@ def _other_parameters(live: list[Any], seed: int) -> list[Any]:
     """
     rng = np.random.default_rng(seed)
 
-    def moved(x: Any) -> Any:
+    def moved(leaf: Any) -> Any:
+        x = np.asarray(leaf)  # in NumPy: JAX would compile each operation for each shape
         # Zeros hide the gradients of their factors (LoRA's second matrix), so move zeros, too.
-        size = float(jnp.sqrt(jnp.mean(jnp.abs(x) ** 2))) if x.size else 0.0
-        return (x + (0.5 * size or 0.1) * rng.normal(size=np.shape(x))).astype(x.dtype)
+        size = float(np.sqrt(np.mean(np.abs(x).astype(np.float32) ** 2))) if x.size else 0.0
+        return (x + (0.5 * size or 0.1) * rng.normal(size=x.shape)).astype(x.dtype)
 
     return list(map(moved, live))
 

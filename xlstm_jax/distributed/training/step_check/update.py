@@ -87,12 +87,12 @@ def check_update(
       run_second_step: runs the step from ``after``, and returns the state; None to check a single step.
       value_fn: the loss on one device, as a function of the parameters, for optimizers that evaluate it.
     """
-    update = _Update(before, after, device, value_fn)
-    problems = update.check()
+    one_device = OneDeviceOptimizer(before.tx, device, value_fn)
+    problems = _Update(before, after, one_device).check()
     if problems.findings or run_second_step is None:
         return problems
     # From the second step on moments are nonzero: an optimizer whose state restarts in each step shows here.
-    later = _Update(after, run_second_step(), device, value_fn).check()
+    later = _Update(after, run_second_step(), one_device).check()
     findings = [f"in a second step, {finding}" for finding in later.findings]
     return UpdateCheck(tuple(findings), problems.unknown or later.unknown, problems.compared)
 
@@ -100,8 +100,8 @@ def check_update(
 class _Update:
     """Check of one update: parameters, optimizer state and record before and after a step, on the host."""
 
-    def __init__(self, before: Any, after: Any, device: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
-        self.before, self.after, self.single_device_mesh, self.value_fn = before, after, device, value_fn
+    def __init__(self, before: Any, after: Any, one_device: "OneDeviceOptimizer"):
+        self.before, self.after, self.one_device = before, after, one_device
         self.record: Record = after.opt_state.record
         params = trainable(before.params)
         self.eps = {path: float(jnp.finfo(leaf.dtype).eps) for path, leaf in by_path(params).items()}
@@ -327,12 +327,47 @@ class _Update:
         state = trees.map_leaves_with_path(
             lambda path, leaf: true_value(opt_state.get(path, leaf)), self.before.opt_state.inner
         )
-        inputs = jax.device_put(
-            (bare(self.record.grads), state, params, self.record.value),
-            NamedSharding(self.single_device_mesh, PartitionSpec()),
-        )
-        has_value = bool(int(self.record.has_value))
+        inputs = bare(self.record.grads), state, params, self.record.value
+        return self.one_device.run(inputs, has_value=bool(int(self.record.has_value)))
 
+
+class OneDeviceOptimizer:
+    """An optimizer on a single device, traced and compiled once for all steps whose inputs have equal shapes.
+
+    Args:
+      tx: the optimizer, an ``optax.GradientTransformation``.
+      mesh: a mesh of one device with the axes of the step's mesh, which optimizers with collectives need.
+      value_fn: the loss on the device, as a function of the parameters, for optimizers that evaluate the loss; or None.
+    """
+
+    def __init__(self, tx: Any, mesh: Mesh, value_fn: Callable[[PyTree], jax.Array] | None):
+        self.tx, self.mesh, self.value_fn = tx, mesh, value_fn
+        self._jitted: dict[bool, Any] = {}
+
+    def run(
+        self, inputs: tuple[PyTree, PyTree, PyTree, jax.Array], has_value: bool
+    ) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
+        """Runs the optimizer.
+
+        Args:
+          inputs: (gradients, optimizer state, parameters, loss), without boxes.
+          has_value: whether the step passes the loss to the optimizer, as ``value`` and ``value_fn``.
+        Returns:
+          ((updates, new state), ``perturbed``, eps), as ``_Update.on_one_device``.
+        """
+        inputs = jax.device_put(inputs, NamedSharding(self.mesh, PartitionSpec()))
+        if has_value not in self._jitted:
+            self._jitted[has_value] = self._compiled_for(inputs, has_value)
+        run = self._jitted[has_value]
+        platform = self.mesh.devices.flat[0].platform
+        eps = min(max(traced(run.trace(*inputs).jaxpr).eps, MATMUL_EPS.get(platform, 0.0)), COARSEST_EPS)
+        return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
+
+    def _compiled_for(self, inputs: tuple[PyTree, PyTree, PyTree, jax.Array], has_value: bool) -> Any:
+        """Returns a jitted function of ``inputs`` that returns (updates, new state); inside a ``shard_map`` if needed.
+
+        ``inputs`` and ``has_value`` are as in ``run``.
+        """
         value_fn = self.value_fn
 
         def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
@@ -344,20 +379,15 @@ class _Update:
             extra: dict[str, Any] = {"value": value, "grad": grads} if has_value else {}
             if has_value and value_fn is not None:
                 extra |= {"value_fn": value_fn, "grad_fn": gradients}
-            return taking_extra_args(self.before.tx).update(grads, state, params, **extra)
+            return taking_extra_args(self.tx).update(grads, state, params, **extra)
 
-        form, replicated = update, PartitionSpec()
+        jitted = jax.jit(update)
         try:
-            jaxpr = jax.make_jaxpr(form)(*inputs)
+            jitted.trace(*inputs)
         except NameError:  # a collective: mesh axes are bound only within a shard_map
-            form = jax.shard_map(
-                update, mesh=self.single_device_mesh, in_specs=replicated, out_specs=replicated, check_vma=False
-            )
-            jaxpr = jax.make_jaxpr(form)(*inputs)
-        run = jax.jit(form)
-        narrowest = max(traced(jaxpr).eps, MATMUL_EPS.get(self.single_device_mesh.devices.flat[0].platform, 0.0))
-        eps = min(narrowest, COARSEST_EPS)
-        return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
+            specs: dict[str, Any] = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec()}
+            return jax.jit(jax.shard_map(update, mesh=self.mesh, check_vma=False, **specs))
+        return jitted
 
 
 # ------------------------------------------------------------------------------------------------ for any optimizer
