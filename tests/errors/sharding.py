@@ -355,6 +355,15 @@ OPTIONS = [
         "a reduce-scatter cannot sum",
     ),
     (
+        "scatter-float8",
+        {"grad_scatter_dtype": jnp.float8_e4m3fn},
+        ValueError,
+        dtypes,
+        "…=…: … travels in blocks",
+        "grad_scatter_dtype=float8_e4m3fn: float8_e4m3fn travels in blocks ",
+        "a reduce-scatter cannot sum",
+    ),
+    (
         "scatter-bool",
         {"grad_scatter_dtype": bool},
         ValueError,

@@ -169,12 +169,14 @@ class Communication:
     ) -> "Communication":
         """Returns the options with both dtypes as names ("bfloat16"); a dtype is given in any notation of JAX.
 
-        None stays None; the further arguments are stored as given. Raises a ``TypeError`` for a value that is no dtype,
-        and a ``ValueError`` for a dtype that is no float. ``gather_dtype`` may also be an 8-bit format (a name in
-        ``WIRE_FORMATS``, such as "int8").
+        None stays None; the further arguments are stored as given. ``gather_dtype`` may also be an 8-bit format (a name
+        in ``WIRE_FORMATS``, such as "int8"). Raises a ``TypeError`` for a value that is no dtype, and a ``ValueError``
+        for a dtype that is no float, or for a ``grad_scatter_dtype`` that is an 8-bit format.
         """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
+        if summed in WIRE_FORMATS:  # float8_e4m3fn is a float, and an 8-bit format
+            raise ValueError(f"grad_scatter_dtype={summed}: {_refusal(summed, ())}")
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
