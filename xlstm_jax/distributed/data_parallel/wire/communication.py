@@ -128,6 +128,10 @@ class WireFormat:
         raise NotImplementedError
 
 
+NOT_SUMMED = (  # end of an error text
+    "which a reduce-scatter cannot sum; only gather_dtype and Replicas(reduce_dtype=...) accept it. Use a floating "
+    "dtype, such as 'bfloat16', or None."
+)
 WIRE_FORMATS: dict[str, WireFormat] = {}  # by the names that users pass; filled by ``formats``
 
 
@@ -176,7 +180,7 @@ class Communication:
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
         summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
         if summed in WIRE_FORMATS:  # float8_e4m3fn is a float, and an 8-bit format
-            raise ValueError(f"grad_scatter_dtype={summed}: {_refusal(summed, ())}")
+            raise ValueError(f"grad_scatter_dtype={summed}: {summed} travels in blocks with scales, {NOT_SUMMED}")
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
@@ -265,10 +269,7 @@ def _refusal(name: str, formats: Collection[str]) -> str:
     ``formats`` are the 8-bit formats that the argument accepts: () for sums of gradients.
     """
     if name in WIRE_FORMATS and name not in formats:
-        return (
-            f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
-            "Replicas(reduce_dtype=...) accept it. Use a floating dtype, such as 'bfloat16', or None."
-        )
+        return f"{name} travels in blocks with scales, {NOT_SUMMED}"
     return (
         f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
         f"'bfloat16'{', or ' + ', '.join(map(repr, formats)) if formats else ''}, or None."
