@@ -178,9 +178,10 @@ class Communication:
         for a dtype that is no float, or for a ``grad_scatter_dtype`` that is an 8-bit format.
         """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
-        summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype")
+        argument = "grad_scatter_dtype"
+        summed = dtype_name(grad_scatter_dtype, argument)
         if summed in WIRE_FORMATS:  # float8_e4m3fn is a float, and an 8-bit format
-            raise ValueError(f"grad_scatter_dtype={summed}: {summed} travels in blocks with scales, {NOT_SUMMED}")
+            raise ValueError(f"{argument}={summed}: {summed} travels in blocks with scales, {NOT_SUMMED}")
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
