@@ -265,10 +265,11 @@ class _Run:
             )
 
     def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
-        """Raises a ``ValueError`` if a dense layer that no pattern chose gets a device's share of its input features.
+        """Raises a ``ValueError`` if a dense layer that no pattern chose gets only a device's share of input features.
 
-        The share comes from a column-split layer before. ``module`` is the module at ``path``; a module that is not
-        dense passes. ``args`` are the arguments of its call, the input first.
+        Patterns are the keys of ``split=`` in ``split_modules``. The share (1 / n of the features that the layer's
+        kernel has, on n devices) comes from a column-split layer before. ``module`` is the module at ``path``; a module
+        that is not dense does not raise. ``args`` are the arguments of its call, the input first.
         """
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:

@@ -423,9 +423,10 @@ class LMHead(nn.Module, ReadsShards):
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """Returns {"kernel": (1, chunk size)}: the kernel's dim that is read in chunks, and entries per chunk.
+        """Returns {"kernel": (1, chunk size)}: the plan thus knows that dim 1 of the kernel is gathered in chunks.
 
-        Returns {} if the field ``by_pieces`` is not set: the kernel is then gathered at once.
+        A chunk (also "piece") has ``chunk_size`` entries of the vocabulary. Returns {} if the field ``by_pieces`` is
+        False: the kernel is then gathered at once.
         """
         return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
 

@@ -225,8 +225,9 @@ def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
 def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
     """Warns if a schedule in ``learning_rate``, which a step reports, is no schedule of the optimizer ``tx``.
 
-    ``learning_rate`` is a schedule, a number, or a dict of these; numbers are not compared. Equality with any of the
-    optimizer's schedules, or with their product, suffices. An optimizer without schedules passes.
+    ``learning_rate`` is a schedule, a number, or a dict of schedules and numbers; numbers are not compared. A schedule
+    does not warn if its values at ``COUNTS``, some update counts, equal those of any schedule of the optimizer, or the
+    product of all schedules of the optimizer. An optimizer without schedules does not warn.
     """
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     used_schedules = schedules(parts(tx))

@@ -267,11 +267,14 @@ class StepOptions:
         )
 
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
-        """Returns the program of a device, with its specs: the function that computes loss and gradients of a batch.
+        """Returns the program of a device, a function for loss and gradients of a batch, with specs for ``shard_map``.
 
-        The function takes (params, batch, rng, local, collections, extra_trees), local arrays, and returns a
-        ``BatchResult``. ``state``, ``batch`` and ``extra_trees`` only give the specs, the ``apply_fn``, and the layout
-        of the batch.
+        The function takes this device's arrays (params, batch, rng, local, collections, extra_trees) and returns a
+        ``BatchResult``. ``local`` is the state of the metric on this device, None without a metric. ``extra_trees`` are
+        further parameters that the loss reads and that the step does not train, by name.
+
+        The arguments of ``program`` are global: ``state`` gives the ``apply_fn``, and all three give the specs. Values
+        are not read.
         """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
         collections, axes, replicated, mesh = (
@@ -315,7 +318,7 @@ class StepOptions:
 
 
 class DeviceProgram(NamedTuple):
-    """Program that each device runs on its part of a batch, with the specs for ``shard_map``."""
+    """Function ``fn`` that each device runs on its rows of a batch, with the specs of arguments and result."""
 
     fn: Callable[..., Any]
     in_specs: PyTree

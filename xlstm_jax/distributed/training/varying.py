@@ -99,8 +99,9 @@ def propagate_labels(
 
     Returns the labels of each result; ``of_inputs`` has the labels of each input.
     ``rule(equation, labels of the equation's inputs)`` is called for each equation, and returns the labels of the
-    equation's results, or None: then the rule for axes applies. By this rule the results of most equations have the
-    labels of all inputs.
+    equation's results, or None: then the default rule applies. By the default rule each result of an equation gets the
+    labels of all inputs. An equation with mesh axes also adds the names of these axes as labels (``axis_index``), or
+    removes them (``psum``, ``all_gather``). Loops, branches and calls are entered.
     """
     return _Reader(rule).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
@@ -108,11 +109,12 @@ def propagate_labels(
 def followed_equation(
     eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Returns the labels of each result of an equation, from ``of_inputs``, the labels of each input.
+    """Returns the labels (sets of any strings) of each result of an equation; ``of_inputs`` has the labels per input.
 
-    Labels are any strings, see ``propagate_labels``. ``look(equation, labels of inputs)`` is the rule: it returns the
-    labels of the results, or ``None`` for the rule for axes. Equations inside the equation (of a scan, say) follow the
-    same rule.
+    ``look(equation, labels of its inputs)`` returns the labels of the results, or None for the default rule of
+    ``propagate_labels``: each result gets the labels of all inputs, and mesh axes of the equation are added or removed
+    as labels. ``look`` is called for the equation first. After None, ``look`` is also called for each equation inside,
+    such as the equations in the body of a scan.
     """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
@@ -192,8 +194,8 @@ class _Reader:
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the mesh axes along which the result differs between devices.
 
-        ``inputs`` has the axes along which each operand differs. The rule ``look`` of the reader, if given, comes
-        first.
+        ``inputs`` has the axes along which each operand differs. If the reader has a function ``look`` and
+        ``look(eqn, inputs)`` is not None, its value is the result.
         """
         name, params = name_and_params(eqn) if "_prim" in eqn.params else (eqn.primitive.name, eqn.params)
         if self._look is not None and (seen := self._look(eqn, inputs)) is not None:

@@ -51,7 +51,7 @@ OPTIMIZER = "the optimizer"
 
 
 class _Repeat(NamedTuple):
-    """Gathers of a leaf over a mesh axis: executed count, needed count, and bytes sent in vain."""
+    """Gathers of a leaf over a set of mesh axes: executed count, needed count, and bytes sent in vain."""
 
     executed: int
     needed: int
@@ -83,11 +83,12 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns how often a step gathers a leaf, how often it needs to, and the bytes sent in vain.
+    """Returns the number of gathers of a leaf in a step, the needed number, and the bytes sent in vain.
 
-    ``row`` is the leaf's row in the plan. Gathers over each set of mesh axes are compared twice with the needed number:
-    in forward alone, and in all passes. The result is the comparison with the most bytes in vain; zeros if there is no
-    gather too many, and for a leaf that no wrapper gathers.
+    ``row`` is the leaf's row in the plan, with ``uses``, the gathers per forward pass. A leaf that is gathered in
+    stages has gathers over several sets of mesh axes; each set is checked twice. Forward needs at most uses x
+    minibatches gathers; forward and backward together need at most twice as many. Returns the check with the most bytes
+    in vain; zeros if no check finds an excess, or if no wrapper gathers the leaf.
     """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
