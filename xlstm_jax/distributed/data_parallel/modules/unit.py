@@ -198,9 +198,9 @@ def gather_here(
     """Returns the variables of a unit (wrapped module) as the module reads them: gathered, without boxes.
 
     Inside ``shard_map`` each split leaf is gathered over the axes of the unit; a gather is differentiable, and its
-    backward pass scatters the gradient. Under ``jax.set_mesh`` and elsewhere leaves are global arrays, and only
-    boxes and padding are removed. Two kinds of leaves stay in boxes: leaves of units inside this module, and leaves that an axis
-    outside of the unit also splits ("tp", say). Leaves without a box are unchanged.
+    backward pass scatters the gradient. Under ``jax.set_mesh`` and elsewhere leaves are global arrays, and only boxes
+    and padding are removed. Two kinds of leaves stay in boxes: leaves of units inside this module, and leaves that are
+    also split over an axis outside of the unit ("tp", say). Leaves without a box are unchanged.
 
     Args:
       policy: the options of the unit.
