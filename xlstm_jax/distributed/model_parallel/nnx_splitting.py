@@ -475,8 +475,8 @@ def _logits(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns the output of a row-split layer, summed over the devices and replicated: [b, t, f / n] -> [b, t, d].
 
-    This is the layer's ``__call__``; ``out_sharding`` is ignored. The bias is added once, to the sum. In the ``_Run``
-    of the model no column-split layer is then left without a row-split layer.
+    Replaces the layer's ``__call__``; ``out_sharding`` is ignored. The bias is added once, to the sum. The ``_Run``,
+    which follows a call of the model, then has no column-split layer that waits for a row-split layer.
 
     Raises:
       ValueError: the input has the features of all devices.

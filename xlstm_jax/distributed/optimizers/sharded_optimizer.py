@@ -15,10 +15,11 @@ moment covers its unsharded matrix. The state of a parameter is padded and split
 transform with a custom layout for a leaf of its state puts a ``StateBox`` around the leaf. A transform that needs to
 know how its arrays are split calls ``parameter_layout()``: optax passes arrays alone.
 
-A wrapper takes a ``ShardedOptimizer`` and returns another. Wrappers add features that an optax transform cannot have,
-such as other storage for moments, or changes of more than parameters. Each wrapper is in a separate file. ``WRAPPERS``
-registers the wrappers of every optimizer, ``WRAPPERS_OF_STATES`` the wrappers of an update of states with a certain
-kind of node or memory, and ``sharded_optimizer`` takes further wrappers.
+A wrapper takes a ``ShardedOptimizer`` and returns a changed ``ShardedOptimizer``. Wrappers add features that an optax
+transform cannot have, such as storage of moments on the host, or changes of more than parameters. Each wrapper is in a
+separate file. ``WRAPPERS`` registers the wrappers of every optimizer. ``WRAPPERS_OF_STATES`` registers wrappers that
+apply only if the optimizer's state has a certain class of node, or a leaf in a certain memory. ``sharded_optimizer``
+takes further wrappers.
 """
 
 import math

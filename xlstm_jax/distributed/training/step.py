@@ -218,10 +218,10 @@ class StepOptions:
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
-        """Returns the options for ``state``: ``self``, or a copy whose loss function takes the constant arrays of NNX.
+        """Returns the options for ``state``: ``self``, or a copy with a loss function that passes constant arrays on.
 
-        A copy is returned if the only collection of the state is the constant arrays of an NNX model, and the loss
-        function takes no collections (see ``constant_arrays``). ``rng`` is the key of the step, or None.
+        A copy is returned if the state has a single collection, the constant arrays of an NNX model, and the user's
+        loss function takes no collections (see ``constant_arrays``). ``rng`` is the key of the step, or None.
         """
         fn = with_constants(self.loss.fn, state, rng is not None, returns_pair=True)
         return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))

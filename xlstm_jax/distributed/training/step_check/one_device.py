@@ -53,7 +53,7 @@ class Reference(NamedTuple):
     """Loss, and gradients by path, computed on one device: the reference for a step.
 
     ``sizes`` are the absolute values of gradients, averaged over slices. ``perturbed()`` repeats the computation with
-    parameters and inputs perturbed by the size of rounding.
+    parameters and batch changed at random by about a rounding error.
     """
 
     loss: float
@@ -259,7 +259,7 @@ class OneDevice:
             ``parts``.
           parts: the arguments of ``make``, such as the numbers of devices and minibatches.
           rng, batch, elsewhere: see ``on_full_batch``.
-          shake: whether parameters and batch are perturbed by the size of rounding.
+          shake: whether parameters and batch are first changed at random by about a rounding error.
         """
         trainable_values, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
