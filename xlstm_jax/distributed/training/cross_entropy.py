@@ -120,7 +120,7 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """Returns the pair of ``kernel``, an unsharded array, and the layout by which chunks of it are read, a ``Pieces``.
+    """Returns (``kernel``, layout), for an unsharded kernel; the layout, a ``Pieces``, describes how chunks are read.
 
     ``vocab_dim`` is the dim of the kernel that is cut into chunks. Nothing is sent, neither here nor at the reads.
     """
@@ -141,7 +141,7 @@ def _token_losses(
     """Returns the ``TokenLosses`` of ``labels`` [...], arrays [...], for a kernel that is a local shard or unsharded.
 
     ``stored`` is the array of the kernel as this device stores it, and ``pieces`` the layout by which chunks are
-    gathered from ``stored``. Further arguments are as in ``chunked_cross_entropy``, whose computation this is.
+    gathered from ``stored``. Further arguments are as in ``chunked_cross_entropy``, which calls this function.
     """
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)

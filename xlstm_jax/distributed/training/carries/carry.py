@@ -52,7 +52,9 @@ class BatchResult(NamedTuple):
 
 
 class Carry:
-    """Base class of a kind of state that is passed from minibatch to minibatch. Instances are made for each batch.
+    """Base class of carries: a carry is a kind of state that a device passes from each minibatch to the next.
+
+    Instances are made for each batch.
 
     Attributes:
       takes_aux: whether ``next`` consumes the auxiliary output; otherwise the output is averaged like the loss.

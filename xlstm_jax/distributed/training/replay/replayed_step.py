@@ -17,8 +17,8 @@ deterministic:
 
   the first run differs from its repetition     the device of the first run was wrong once
   the second run differs from its repetition    the device of the second run was wrong once
-  neither differs                               one of both devices is always wrong: the device common to two places
-  both differ, in most places                   the program is not deterministic bit for bit: no alarm, no more replays
+  neither run differs                           a device is always wrong: the device that computed in two such places
+  both runs differ, in most places              the program is not deterministic bit for bit: no alarm, no more replays
 """
 
 import functools

@@ -46,9 +46,10 @@ class SeenStep(NamedTuple):
       of_gradients: computes the same kind of values from gradients.
       loss, collections: as returned by the step.
       before, after: the states passed to the step, and returned by it.
-      rounding: the norm of the rounding error from reading off ``observed_values``.
+      rounding: for updates, which are observed as differences of parameters: the norm of the rounding error of each
+        leaf, by path; empty for gradients and first moments.
       updates: the number of optimizer calls in the step.
-      next_observation: a further ``SeenStep`` of the same run, to compare if this one is correct.
+      next_observation: a further ``SeenStep`` of the same run, to compare if these values are correct.
       run_second_step: runs the step once more, from the returned state.
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
