@@ -101,7 +101,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Parses ``remat=True`` to ("remat", True); the value is a Python literal.
 
     Raises:
-      argparse.ArgumentTypeError: the name is no identifier, or the value is no literal.
+      argparse.ArgumentTypeError: there is no "=", the name is no identifier, or the value is no literal.
     """
     name, _, value = text.partition("=")
     try:

@@ -206,12 +206,14 @@ class Checkpointer:
         )
 
     def _check_same_experiment(self, entries: record.Record) -> None:
-        """Raises a ``ValueError`` if the newest step in the directory has a different tree than the state to save.
+        """Raises a ``ValueError`` if the state to save and the newest step in the directory are different trees.
 
-        ``entries`` is the record of the state to save. Does nothing if the directory has no steps, if this object has
-        saved or restored the newest step, if the record of the newest step cannot be read, or if this process has
-        restored from the directory: a restored run continues, and may change the tree. Every process must call this
-        method.
+        Trees are different if paths, shapes or dtypes differ. ``entries`` is the record of the state to save. Every
+        process must call this method, because the processes wait for each other and raise together.
+
+        Nothing is compared if the directory has no steps, if this ``Checkpointer`` has saved or restored the newest
+        step, or if the record of the newest step cannot be read. Nothing is compared either if any ``Checkpointer`` of
+        this process has restored from the directory: a restored run continues, and may change the tree.
         """
         newest = self._backend.latest_step()
         if newest is None or newest in self._own_steps or steps.real_path(self.directory) in _read_from:

@@ -140,9 +140,9 @@ def export_safetensors(
 
 
 def tensors_to_write(params: PyTree, names: NameMap | None) -> dict[str, "TensorToWrite"]:
-    """Returns a description of each tensor to write, by the name of the tensor in the file.
+    """Returns a ``TensorToWrite`` (leaf, layer, layout in the file) for each tensor, by the tensor's name.
 
-    ``names`` maps leaves to tensor names; with None the name is the path of the leaf.
+    ``names`` maps paths of leaves to tensor names; with None the name is the path of the leaf.
 
     Raises:
       TypeError: the format does not support the dtype of a leaf.
@@ -210,8 +210,9 @@ class TensorToWrite(NamedTuple):
 class LeafInStore:
     """Leaf whose stored array differs from its value (padded, for example); has the shape and dtype of the value.
 
-    Export: the stored array is gathered, and the host converts it to the value. Import: the host converts the part of
-    each device to the storage form. Conversion on the devices would replicate the leaf there.
+    In an export the stored array is gathered, and the host converts the array to the value. In an import the host
+    converts each device's part of the value to the stored form. A conversion on the devices would replicate the leaf on
+    each device.
     """
 
     def __init__(self, leaf: Sharded) -> None:
@@ -289,10 +290,13 @@ def _read_on_host(store: Store, gathered: np.ndarray) -> np.ndarray:
 
 
 def _as_stored(leaves: Leaves, names: NameMap | None) -> dict[str, TensorToWrite]:
-    """Returns a description of each tensor to write, by tensor name, from leaves by path; in the order of the leaves.
+    """Returns a ``TensorToWrite`` (leaf, layer, layout in the file) by tensor name, in the order of the leaves.
 
-    A leaf whose name in the map ``names`` contains ``{layer}`` becomes a tensor for each layer (index along its first
-    dim). Raises a ``ValueError`` if two tensors have the same name.
+    ``leaves`` are by path. The map ``names`` gives the tensor name of each path; with None the name is the path. A name
+    with ``{layer}`` stands for a tensor per layer, that is, per index of the leaf's first dim.
+
+    Raises:
+      ValueError: two tensors have the same name, or no pattern of ``names`` matches a path.
     """
     to_write: dict[str, TensorToWrite] = {}
     paths: dict[str, str] = {}

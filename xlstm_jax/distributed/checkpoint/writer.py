@@ -147,7 +147,10 @@ class Writer:
             self._lock.check_place()
 
     def check(self) -> None:
-        """Raises a ``CheckpointError`` if the last save has failed; does nothing during a save, or before a save."""
+        """Raises a ``CheckpointError`` if the last save has ended and has failed; a failure is raised only once.
+
+        Does nothing before the first save, and while a save is running.
+        """
         if self._saving is not None and not self._backend.is_saving():
             self.wait()
 

@@ -106,19 +106,21 @@ def stack_layers(tree: PyTree, layer_names: str, stacked_name: str) -> PyTree:
 
 
 def unstack_layers(tree: PyTree, stacked_name: str, layer_names: str) -> PyTree:
-    """Unstacks layers of a scan to layers of a loop: the inverse of ``stack_layers``.
+    """Unstacks layers of a scan to layers of a loop, anywhere in the tree: the inverse of ``stack_layers``.
 
     >>> params = {"blocks": {"w": jnp.ones((2, 4, 2))}, "head": jnp.ones(2)}
     >>> jax.tree.map(jnp.shape, unstack_layers(params, "blocks", "block_{}"))
     {'block_0': {'w': (4, 2)}, 'block_1': {'w': (4, 2)}, 'head': (2,)}
 
     Args:
-      tree: see ``stack_layers``, with leaves [layers, ...] under ``stacked_name``.
-      stacked_name, layer_names: see ``stack_layers``.
+      tree: arrays, NumPy arrays or ``ShapeDtypeStruct``, boxed or not, in dicts within any containers; the leaves under
+        ``stacked_name`` are [layers, ...].
+      stacked_name: the name of the scan.
+      layer_names: the layers' name with ``{}`` for their numbers, from 0 on, as "block_{}".
     Raises:
       ValueError: ``stacked_name`` does not exist; its leaves differ in the size of dim 0, or a leaf has no dim; a box
         splits the layer dim; or the name of a layer exists already.
-      TypeError: see ``stack_layers``.
+      TypeError: a name is not a string, or ``layer_names`` does not contain ``{}`` exactly once.
     """
     _pattern(layer_names)
     _check_name(stacked_name)

@@ -48,8 +48,9 @@ AVERAGES = ("micro", "macro", "weighted", "per_class")
 class Decisions:
     """Predicted and actual classes of a batch, as masks.
 
-    ``predicted`` and ``actual`` are bools [b..., C]; ``unknown`` is true where a score is NaN or a label is invalid,
-    [b..., C] or [b..., 1]. ``weighted`` is the full shape of weights: [b...], or [b..., C] for weights per decision.
+    ``predicted`` and ``actual`` are bools [b..., C]: whether class c is predicted for a row, and whether class c is the
+    label. ``unknown`` is true where a score is NaN or a label is invalid, [b..., C] or [b..., 1]. ``weighted`` is the
+    full shape of weights: [b...], or [b..., C] for weights per decision.
     """
 
     predicted: jax.Array
@@ -65,9 +66,11 @@ class Task(Protocol):
     def num_classes(self) -> int: ...
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the predicted and actual classes of a batch, as ``Decisions``: masks, bools [b..., C].
+        """Returns the ``Decisions`` of a batch: two masks, bools [b..., C], of the predicted and the actual classes.
 
-        The shapes and dtypes of ``scores`` and ``labels`` depend on the task; others raise a ``ValueError``.
+        The subclass has the rule for predicted classes: ``Multiclass`` takes the class of the highest score, ``Binary``
+        and ``Multilabel`` compare each score with a threshold. The subclass also states the valid shapes and dtypes of
+        ``scores`` and ``labels``; any other shape or dtype raises a ``ValueError``.
         """
         ...
 
@@ -148,7 +151,7 @@ class Multiclass:
             raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the predicted and actual classes of a batch, as masks [b..., C]; the class lists the valid shapes.
+        """Returns the predicted and the actual classes of a batch, two masks [b..., C]; the class lists the shapes.
 
         Raises a ``ValueError`` if the shapes or dtypes of scores and labels do not fit together.
         """

@@ -142,10 +142,15 @@ class BinnedRanking(PureMetric):
 
 
 def _average_precision(p: jax.Array, reached: Cells) -> tuple[jax.Array, jax.Array]:
-    """Returns (average precision, bound of its binning error), two scalars.
+    """Returns (average precision, bound of the absolute binning error), two scalars.
 
-    ``p`` is the fraction of the positives in each bin, [bins]; ``reached`` has, for "positive" and "negative", the
-    weight in and above each bin, [bins].
+    The average precision is the sum over bins of ``p`` times the precision of the bin. The precision of a bin counts
+    all examples in and above the bin: positives / (positives + negatives), by weight. The module docstring derives the
+    bound.
+
+    Args:
+      p: the fraction of the positives in each bin, [bins].
+      reached: the weight in and above each bin, a ``Total`` [bins] each for "positive" and "negative".
     """
     tp, fp = reached["positive"], reached["negative"]
 

@@ -350,8 +350,8 @@ def _means(arrays: list[jax.Array], axes: tuple[str, ...], weight: ArrayLike | N
 def collect_from_devices(metrics: Metrics) -> Metrics:
     """Converts arrays with a leading device dim, as from ``pmap`` or ``all_gather``: [n, ...] -> a list of n arrays.
 
-    Scalars and values other than ``jax.Array`` are returned unchanged. Call the function outside of ``shard_map`` and
-    ``pmap``.
+    The first dim of every array counts as the device dim. Scalars and values other than ``jax.Array`` are returned
+    unchanged. Call the function outside of ``shard_map`` and ``pmap``.
 
     >>> [float(loss) for loss in collect_from_devices({"loss": jnp.array([0.5, 1.5])})["loss"]]
     [0.5, 1.5]

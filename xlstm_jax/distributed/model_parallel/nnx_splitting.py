@@ -412,13 +412,13 @@ def _operands(layer: Any, x: Array, split: _Split) -> tuple[Array, Array, Array 
 
 
 def _by_columns(self: Any, inputs: Array, out_sharding: None = None) -> Array:
-    """Returns this device's output features of a column-split layer: [b, t, d] -> [b, t, f / n].
+    """Returns this device's output features of a column-split layer: [b, t, d] -> [b, t, f / n], on n devices.
 
-    This is the layer's ``__call__``; ``out_sharding`` is ignored. In the ``_Run`` of the model the layer becomes the
-    last column-split layer.
+    Replaces the layer's ``__call__``; ``out_sharding`` is ignored. The ``_Run``, which follows a call of the model,
+    then has this layer as the latest column-split layer.
 
     Raises:
-      ValueError: the input has only this device's share of the features, or the features cannot be split.
+      ValueError: the input has only this device's share of the d features, or n does not divide the f output features.
     """
     split: _Split = getattr(self, SPLIT)
     run, n, outputs = _run.get(), split.devices, self.out_features
@@ -475,8 +475,8 @@ def _logits(self: Any, inputs: Array, out_sharding: None = None) -> Array:
 def _by_rows(self: Any, inputs: Array, out_sharding: None = None) -> Array:
     """Returns the output of a row-split layer, summed over the devices and replicated: [b, t, f / n] -> [b, t, d].
 
-    This is the layer's ``__call__``; ``out_sharding`` is ignored. The bias is added once, to the sum. In the ``_Run``
-    of the model no column-split layer is then left without a row-split layer.
+    Replaces the layer's ``__call__``; ``out_sharding`` is ignored. The bias is added once, to the sum. The ``_Run``,
+    which follows a call of the model, then has no column-split layer that waits for a row-split layer.
 
     Raises:
       ValueError: the input has the features of all devices.

@@ -233,8 +233,9 @@ class _Run:
     def _check_pair(self, path: str, module: Any, x: Array) -> None:
         """Raises a ``ValueError`` if ``module``, a split layer, gets an input ``x`` with a wrong number of features.
 
-        Wrong are, for a ``RowDense``, the features of all devices, and for a ``ColumnDense`` this device's share of the
-        features, from the column-split layer before. ``path`` is the path of the layer.
+        A ``RowDense`` needs this device's share of the features, and raises for the features of all devices. A
+        ``ColumnDense`` needs the features of all devices, and raises for this device's share, from a column-split layer
+        before. ``path`` is the path of the layer.
         """
         axis, ran = self.splitting.axis_name, self.splitting.kinds_in_call_order
         n, count = axis_devices(axis, f"'{path}'"), 1 if isinstance(module.axis, int) else len(module.axis)
@@ -265,10 +266,11 @@ class _Run:
             )
 
     def _check_not_left_out(self, path: str, module: Any, args: Any) -> None:
-        """Raises a ``ValueError`` if a dense layer that no pattern chose gets a device's share of its input features.
+        """Raises a ``ValueError`` if a dense layer that no pattern chose gets only a device's share of input features.
 
-        The share comes from a column-split layer before. ``module`` is the module at ``path``; a module that is not
-        dense passes. ``args`` are the arguments of its call, the input first.
+        Patterns are the keys of ``split=`` in ``split_modules``. The share (1 / n of the features that the layer's
+        kernel has, on n devices) comes from a column-split layer before. ``module`` is the module at ``path``; a module
+        that is not dense does not raise. ``args`` are the arguments of its call, the input first.
         """
         axis, is_dense = self.splitting.axis_name, isinstance(module, nn.Dense | nn.DenseGeneral)
         if self._column is None or not is_dense or not args:
@@ -287,8 +289,8 @@ class _Run:
         """Raises a ``ValueError`` if a module that no pattern chose runs between a column-split and a row-split layer.
 
         Under ``check_vma=False`` each module with trained parameters raises, since their gradients would be wrong.
-        Under ``check_vma=True`` only a module raises which has a parameter that rules for logical names split over the
-        axis. On a single device nothing raises.
+        Under ``check_vma=True`` a module raises only if rules for logical names split a parameter of the module over
+        the axis. On a single device nothing raises.
         """
         axis = self.splitting.axis_name
         if self._column is None or axis_devices(axis, f"'{path}'") == 1 or not (trained := _trained(module)):

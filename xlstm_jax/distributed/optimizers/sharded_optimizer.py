@@ -15,10 +15,11 @@ moment covers its unsharded matrix. The state of a parameter is padded and split
 transform with a custom layout for a leaf of its state puts a ``StateBox`` around the leaf. A transform that needs to
 know how its arrays are split calls ``parameter_layout()``: optax passes arrays alone.
 
-A wrapper takes a ``ShardedOptimizer`` and returns another. Wrappers add features that an optax transform cannot have,
-such as other storage for moments, or changes of more than parameters. Each wrapper is in a separate file. ``WRAPPERS``
-registers the wrappers of every optimizer, ``WRAPPERS_OF_STATES`` the wrappers of an update of states with a certain
-kind of node or memory, and ``sharded_optimizer`` takes further wrappers.
+A wrapper takes a ``ShardedOptimizer`` and returns a changed ``ShardedOptimizer``. Wrappers add features that an optax
+transform cannot have, such as storage of moments on the host, or changes of more than parameters. Each wrapper is in a
+separate file. ``WRAPPERS`` registers the wrappers of every optimizer. ``WRAPPERS_OF_STATES`` registers wrappers that
+apply only if the optimizer's state has a certain class of node, or a leaf in a certain memory. ``sharded_optimizer``
+takes further wrappers.
 """
 
 import math
@@ -63,10 +64,11 @@ def is_state_box(leaf: PyTree) -> bool:
 
 
 def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
-    """Returns the entry of ``params`` to which a leaf of an optimizer's state belongs, by its path; else None.
+    """Returns the entry of ``params`` to which the leaf at ``path`` in an optimizer's state belongs; else None.
 
-    The keys of ``params`` are full paths. The longest key that is the end of ``path`` is chosen: ``0/mu/dense/kernel``
-    belongs to ``dense/kernel``, not to ``kernel``. For a step counter the result is None.
+    The keys of ``params`` are full paths. The longest key whose names are the last names of ``path`` is chosen:
+    ``0/mu/dense/kernel`` belongs to ``dense/kernel``, not to ``kernel``. For a step counter the result is None. If the
+    parameters are a single leaf, with the key ".", every leaf belongs to it.
     """
     parts = path.split("/")
     # Longest first: `mu/a/kernel` belongs to `a/kernel`, even with another `kernel` at the top. "." is the path of a

@@ -3,8 +3,8 @@
 Given moments on the host, XLA would copy all moments to the device before the first update, and a step would take as
 much device memory as without offload. So the update is traced once, and its equations are reordered:
 
-  0          equations without moments on the host: norms, counts, schedules
-  1 ... K    a moment, or several small moments, and the equations whose last input is among these moments
+  group 0          equations without moments on the host: norms, counts, schedules
+  groups 1 ... K   a moment, or several small moments, and the equations whose last input is among these moments
 
 An ``optimization_barrier`` delays the computation of a group until the new moments of the group before are on the host.
 The equations are not changed, and JAX evaluates each once: for any transform, every value equals the value without
@@ -38,9 +38,9 @@ _Values = dict[core.Var, Any]
 def with_streaming(optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
     """Returns ``optimizer`` with an ``update`` that accepts an optimizer state with leaves in host memory.
 
-    The new ``update`` copies these leaves to the device and back, group by group, as ``streamed``. ``params`` are the
-    boxed parameters of the optimizer, whose paths show which leaves of the state belong together; ``mesh`` is not read.
-    The function is a ``Wrapper``: it takes a ``ShardedOptimizer`` and returns a changed optimizer.
+    The new ``update`` copies these leaves to the device and back, group by group (``streamed``). ``params`` are the
+    boxed parameters of the optimizer; their paths show which leaves of the state belong to a parameter. ``mesh`` is not
+    read. The function is a ``Wrapper``, a function from a ``ShardedOptimizer`` to a changed ``ShardedOptimizer``.
     """
     del mesh
 
@@ -70,14 +70,20 @@ def streamed(
     shardings: Callable[[PyTree], PyTree],
     owners: Callable[[], Sequence[str]],
 ) -> tuple[PyTree, PyTree]:
-    """Computes ``update(opt_state)``, while groups of leaves are copied from the host to the device and back.
+    """Computes ``update(opt_state)`` for a state with leaves on the host, one group of these leaves after the other.
+
+    ``update`` is traced once, and the traced equations run in groups, as the module describes. Each group copies leaves
+    to the device, computes new values, and copies the new values back to the host. A barrier delays the computation of
+    each group until the new values of the group before are on the host. Without the barrier XLA would copy all leaves
+    to the device at once.
 
     Args:
       update: takes a state on the device and returns the next state, of the same structure, and any further result.
-      opt_state: a state with some leaves on the host; a state without such leaves is updated directly.
-      shardings: takes a state; returns the shardings of all its leaves, in the tree of the state.
-      owners: returns for each leaf of ``opt_state``, in tree order, the path of its parameter. Leaves of a parameter
-        are copied one after the other.
+      opt_state: the state. If no leaf is on the host, the result is simply ``update(opt_state)``.
+      shardings: takes ``opt_state``; returns the sharding of each leaf, in the tree of the state. The shardings give
+        the bytes of a leaf per device.
+      owners: takes nothing; returns for each leaf of ``opt_state``, in tree order, the path of its parameter. Leaves of
+        a parameter are neighbours in the order of the copies. Called only if a leaf is on the host.
     Returns:
       The result of ``update``; leaves that were on the host are on the host again.
     """

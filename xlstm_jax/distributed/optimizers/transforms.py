@@ -53,9 +53,13 @@ HOLDERS_OF_MASKS = frozenset({"masked", "inject_hyperparams"})  # parts that may
 
 
 class Part(NamedTuple):
-    """Part of a transform: the name of the function that made the part, and the values in its closure by name.
+    """Description of an optax transform, as a part of an optimizer.
 
-    ``update`` is None for a factory that ``inject_hyperparams`` calls in each update; ``made_by`` is the module.
+    Attributes:
+      name: the function that made the transform, as "scale_by_adam".
+      closure_values: the closure variables of the transform's ``update``, by name.
+      update: the function ``update``; None for a factory, which ``inject_hyperparams`` calls in each update.
+      made_by: the name of the module with ``update``, or with the factory.
     """
 
     name: str
@@ -76,7 +80,7 @@ def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation
 def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
     """Returns the name of the function that made a transform, with inner transforms: ``masked(scale_by_trust_ratio)``.
 
-    With ``flags`` also the options of a part that are True, such as for NAdam: ``scale_by_adam(nesterov)``.
+    With ``flags`` the result also has the options that are True: ``scale_by_adam(nesterov)`` for NAdam.
     """
     closure_values = _held(tx)
     if isinstance(closure_values.get("tx"), TRANSFORMS):  # a transform wrapped by with_extra_args_support
@@ -90,9 +94,10 @@ def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
-    """Returns a ``Part`` for an optax transform and for each transform within, at any depth, outermost first.
+    """Returns a ``Part`` (description) for an optax transform and for each transform within, at any depth.
 
-    A ``Part`` has the name of the function that made the transform, and the values in its closure.
+    The outermost transform is first. A ``Part`` has the name of the function that made the transform, and the values in
+    the closure of ``update``.
     """
     global _last_read
     # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
@@ -213,10 +218,11 @@ def _own_name(tx: optax.GradientTransformation) -> str:
 
 
 def _factory(closure_values: Mapping[str, Any]) -> Part | None:
-    """Returns a ``Part`` for the factory, such as ``optax.adamw``, that ``inject_hyperparams`` calls in each update.
+    """Returns the factory, such as ``optax.adamw``, that ``inject_hyperparams`` calls in each update, as a ``Part``.
 
-    ``closure_values`` are the closure variables of a transform, by name. For a ``functools.partial`` the name is of its
-    function. Returns None if the transform is not from ``inject_hyperparams``.
+    The ``Part`` has the name and the module of the factory, without closure values and ``update``. A factory in a
+    ``functools.partial`` has the name of the wrapped function. ``closure_values`` are the closure variables of a
+    transform, by name. Returns None if ``inject_hyperparams`` did not make the transform.
     """
     made = closure_values.get("inner_factory")
     made = getattr(made, "func", made)
@@ -227,8 +233,8 @@ def _factory(closure_values: Mapping[str, Any]) -> Part | None:
 def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
     """Returns all transforms directly inside a transform: links of a chain, and transforms in ``closure_values``.
 
-    ``closure_values`` are the closure variables of ``tx`` by name; the name does not matter: ``inner``,
-    ``adv_optimizer``.
+    ``closure_values`` are the closure variables of ``tx`` by name. A variable of any name (``inner``,
+    ``adv_optimizer``) may have a transform.
     """
     transforms = [link for link in links(tx) if link is not tx]
     for value in closure_values.values():

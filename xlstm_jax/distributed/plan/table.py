@@ -79,9 +79,11 @@ def plan_table(plan: Any) -> Any:
 
 
 def plan_bars(plan: Any) -> list[Bar]:
-    """Returns a bar for each line of the table, largest first; a leaf replicated on several devices is a warning.
+    """Returns the bars of a ``ShardingPlan`` for a notebook: a bar for each line of the plan's table, largest first.
 
-    The size of a bar is the bytes per device of the leaves in the line, with gradients and optimizer state.
+    A line stands for a leaf, or for equal leaves of several layers. The size of a bar is the bytes per device of these
+    leaves, with gradients and optimizer state. The bar of replicated leaves warns (``Bar.warns``), if the plan has
+    several devices.
     """
     is_replicated = {line: line.row.parts == 1 and plan.devices > 1 for line in _lines(plan.rows)}
     ordered = sorted(is_replicated, key=lambda line: -line.all_bytes.per_device)

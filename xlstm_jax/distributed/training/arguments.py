@@ -310,9 +310,10 @@ def check_keys(rng: PyTree, taker: str, single: bool = False) -> None:
 
 
 def check_shapes(variables: Mapping[str, PyTree], mesh: Mesh | AbstractMesh) -> None:
-    """Raises a ``ValueError`` if the mesh axes that a box names for a dim of a new variable do not divide the dim.
+    """Raises a ``ValueError`` if a box splits a dim over mesh axes whose number of devices does not divide the dim.
 
-    ``variables`` has a tree of boxed leaves for each collection, by name, "params" among them.
+    ``variables`` are the freshly initialised variables: a tree with boxes for each collection ("params" and further),
+    by name.
     """
     for name, tree in variables.items():
         for path, leaf in trees.sharded_leaves(tree):
@@ -365,11 +366,16 @@ def check_call(
 
 
 def check_evaluated(state: Any, local: PyTree, extra_trees: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Checks the arguments of an evaluation except the batch, during tracing; ``local`` is the state of the metric.
+    """Checks the arguments of an evaluation step except the batch, during tracing.
 
+    Args:
+      state: the ``TrainState``.
+      local: the state of the metric, on each device.
+      extra_trees: further parameters that the evaluation function reads, by name.
+      mesh: the mesh of the evaluation.
     Raises:
       TypeError: ``state`` has no params or apply_fn, or ``local`` is not the state of a metric.
-      ValueError: a leaf is on a mesh with other axes than the mesh of the evaluation.
+      ValueError: a leaf of ``state``, ``local`` or ``extra_trees`` is on a mesh with other axes than ``mesh``.
     """
     if missing := [name for name in ("params", "apply_fn") if not hasattr(state, name)]:
         raise TypeError(

@@ -120,7 +120,7 @@ def chunked_cross_entropy(
 
 
 def _as_one_piece(kernel: Array, vocab_dim: int) -> tuple[Array, Pieces]:
-    """Returns the pair of ``kernel``, an unsharded array, and the layout by which chunks of it are read, a ``Pieces``.
+    """Returns (``kernel``, layout), for an unsharded kernel; the layout, a ``Pieces``, describes how chunks are read.
 
     ``vocab_dim`` is the dim of the kernel that is cut into chunks. Nothing is sent, neither here nor at the reads.
     """
@@ -141,7 +141,7 @@ def _token_losses(
     """Returns the ``TokenLosses`` of ``labels`` [...], arrays [...], for a kernel that is a local shard or unsharded.
 
     ``stored`` is the array of the kernel as this device stores it, and ``pieces`` the layout by which chunks are
-    gathered from ``stored``. Further arguments are as in ``chunked_cross_entropy``, whose computation this is.
+    gathered from ``stored``. Further arguments are as in ``chunked_cross_entropy``, which calls this function.
     """
     hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
     dtype = common_dtype(hidden.dtype, pieces.communication.dtypes(stored)[0]) if dtype is None else jnp.dtype(dtype)
@@ -423,9 +423,10 @@ class LMHead(nn.Module, ReadsShards):
 
     @nn.nowrap
     def pieces(self) -> dict[str, tuple[int, int]]:
-        """Returns {"kernel": (1, chunk size)}: the kernel's dim that is read in chunks, and entries per chunk.
+        """Returns {"kernel": (1, chunk size)}: the plan thus knows that dim 1 of the kernel is gathered in chunks.
 
-        Returns {} if the field ``by_pieces`` is not set: the kernel is then gathered at once.
+        A chunk (also "piece") has ``chunk_size`` entries of the vocabulary. Returns {} if the field ``by_pieces`` is
+        False: the kernel is then gathered at once.
         """
         return {"kernel": (1, self.chunk_size)} if self.by_pieces else {}
 

@@ -225,8 +225,9 @@ def warn_of_equal_weights(tx: optax.GradientTransformation) -> None:
 def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: LearningRate) -> None:
     """Warns if a schedule in ``learning_rate``, which a step reports, is no schedule of the optimizer ``tx``.
 
-    ``learning_rate`` is a schedule, a number, or a dict of these; numbers are not compared. Equality with any of the
-    optimizer's schedules, or with their product, suffices. An optimizer without schedules passes.
+    ``learning_rate`` is a schedule, a number, or a dict of schedules and numbers; numbers are not compared. A schedule
+    does not warn if its values at ``COUNTS``, some update counts, equal those of any schedule of the optimizer, or the
+    product of all schedules of the optimizer. An optimizer without schedules does not warn.
     """
     rates = [*learning_rate.values()] if isinstance(learning_rate, Mapping) else [learning_rate]
     used_schedules = schedules(parts(tx))
@@ -245,7 +246,7 @@ def warn_of_other_schedule(tx: optax.GradientTransformation, learning_rate: Lear
 def _difference(first: Callable[[Any], Any], other: Callable[[Any], Any]) -> tuple[int, float, float] | None:
     """Returns (count, first value, other value) at the first update count where two schedules differ; else None.
 
-    Compared are absolute values at the counts in ``COUNTS``, which are equal up to a relative difference of 1e-4.
+    Absolute values are compared at the update counts in ``COUNTS``, with a relative tolerance of 1e-4.
     """
     # Schedules are functions, so compare values where warmup, decay and their ends would differ.
     for count in COUNTS:
@@ -364,7 +365,7 @@ def _cures(replicated: Mapping[str, int], leaves: Mapping[str, Sharded], facts: 
 def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
     """Warns of a leaf in ``extra_trees`` without a box that a wrapper would split by default.
 
-    Only the first such leaf is named.
+    The warning names only the first such leaf.
     """
     for path, leaf in trees.leaves_with_path(extra_trees):
         if mesh.size > 1 and not is_box(leaf) and np.size(leaf) >= DEFAULT_MIN_WEIGHT_SIZE:
@@ -432,8 +433,9 @@ def warn_of_idle_axes(
 ) -> None:
     """Warns of mesh axes along which devices repeat the same work.
 
-    Such an axis has several devices, is not in ``batch_axes``, splits no leaf of state and ``extra_trees`` and has no
-    copies of their shards, and no equation of ``jaxpr``, the traced step, names it.
+    Devices along an axis repeat work if the axis is not in ``batch_axes``, splits no leaf of state and ``extra_trees``,
+    is no axis of copies of their shards, and is in no equation of ``jaxpr``, the traced step. Axes of a single device
+    do not warn.
     """
     idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
     if not idle:

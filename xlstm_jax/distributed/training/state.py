@@ -401,7 +401,7 @@ def updated_state(
 def _replaced(state: State, after: Trained) -> State:
     """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections.
 
-    A ``TrainState`` also gets ``sees_boxes=False``, as ``after`` was made on arrays without boxes.
+    A ``TrainState`` also gets ``sees_boxes=False``: the moments in ``after`` have no boxes (``nn.Partitioned``).
     """
     stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
     return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)

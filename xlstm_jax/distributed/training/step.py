@@ -218,10 +218,10 @@ class StepOptions:
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
-        """Returns the options for ``state``: ``self``, or a copy whose loss function takes the constant arrays of NNX.
+        """Returns the options for ``state``: ``self``, or a copy with a loss function that passes constant arrays on.
 
-        A copy is returned if the only collection of the state is the constant arrays of an NNX model, and the loss
-        function takes no collections (see ``constant_arrays``). ``rng`` is the key of the step, or None.
+        A copy is returned if the state has a single collection, the constant arrays of an NNX model, and the user's
+        loss function takes no collections (see ``constant_arrays``). ``rng`` is the key of the step, or None.
         """
         fn = with_constants(self.loss.fn, state, rng is not None, returns_pair=True)
         return self if fn is self.loss.fn else replace(self, loss=replace(self.loss, fn=fn))
@@ -267,11 +267,14 @@ class StepOptions:
         )
 
     def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
-        """Returns the program of a device, with its specs: the function that computes loss and gradients of a batch.
+        """Returns the program of a device, a function for loss and gradients of a batch, with specs for ``shard_map``.
 
-        The function takes (params, batch, rng, local, collections, extra_trees), local arrays, and returns a
-        ``BatchResult``. ``state``, ``batch`` and ``extra_trees`` only give the specs, the ``apply_fn``, and the layout
-        of the batch.
+        The function takes this device's arrays (params, batch, rng, local, collections, extra_trees) and returns a
+        ``BatchResult``. ``local`` is the state of the metric on this device, None without a metric. ``extra_trees`` are
+        further parameters that the loss reads and that the step does not train, by name.
+
+        The arguments of ``program`` are global: ``state`` gives the ``apply_fn``, and all three give the specs. Values
+        are not read.
         """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
         collections, axes, replicated, mesh = (
@@ -315,7 +318,7 @@ class StepOptions:
 
 
 class DeviceProgram(NamedTuple):
-    """Program that each device runs on its part of a batch, with the specs for ``shard_map``."""
+    """Function ``fn`` that each device runs on its rows of a batch, with the specs of arguments and result."""
 
     fn: Callable[..., Any]
     in_specs: PyTree

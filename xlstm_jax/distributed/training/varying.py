@@ -12,8 +12,9 @@ without ``check_vma`` there are no types. This analysis only reads equations: no
   shard_map                inputs differ along the axes of their specs; the axes of output specs form one array
 
 Results of unknown equations count as differing: callers may then reject too much, never too little. A model may also
-reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel with communication. No equation proves
-the result equal, so its axes get the mark "by hand", and ``Equations.of_results`` omits marked axes.
+reduce by hand, by a ring of ``ppermute``, by sums over groups, or in a kernel with communication. Such a result may be
+equal, but no equation proves this. So the axes of the result get the mark "by hand", and ``Equations.of_results`` omits
+marked axes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -86,8 +87,8 @@ def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: S
     """Returns, for each array of the list ``fn(*args)``, the mesh axes along which the array differs between devices.
 
     ``fn`` is traced, not run. ``of_args`` has the axes along which each leaf of ``args`` differs. If ``fn`` closes over
-    an array of an outer trace, the array differs along the axes of its type; along untracked axes it counts as
-    differing if any of ``of_args`` does.
+    an array of an outer trace, the array differs along the axes of its type. Along an axis that types do not track
+    (``check_vma=False``) the array counts as differing if any of ``args`` differs along the axis.
     """
     return _read(fn, args, of_args)[0]
 
@@ -99,8 +100,9 @@ def propagate_labels(
 
     Returns the labels of each result; ``of_inputs`` has the labels of each input.
     ``rule(equation, labels of the equation's inputs)`` is called for each equation, and returns the labels of the
-    equation's results, or None: then the rule for axes applies. By this rule the results of most equations have the
-    labels of all inputs.
+    equation's results, or None: then the default rule applies. By the default rule each result of an equation gets the
+    labels of all inputs. An equation with mesh axes also adds the names of these axes as labels (``axis_index``), or
+    removes them (``psum``, ``all_gather``). Loops, branches and calls are entered.
     """
     return _Reader(rule).of_jaxpr(closed.jaxpr, [Axes()] * len(closed.consts), list(of_inputs))
 
@@ -108,20 +110,22 @@ def propagate_labels(
 def followed_equation(
     eqn: Any, of_inputs: Sequence[Axes], look: Callable[[Any, list[Axes]], list[Axes] | None]
 ) -> list[Axes]:
-    """Returns the labels of each result of an equation, from ``of_inputs``, the labels of each input.
+    """Returns the labels (sets of any strings) of each result of an equation; ``of_inputs`` has the labels per input.
 
-    Labels are any strings, see ``propagate_labels``. ``look(equation, labels of inputs)`` is the rule: it returns the
-    labels of the results, or ``None`` for the rule for axes. Equations inside the equation (of a scan, say) follow the
-    same rule.
+    ``look(equation, labels of its inputs)`` returns the labels of the results, or None for the default rule of
+    ``propagate_labels``: each result gets the labels of all inputs, and mesh axes of the equation are added or removed
+    as labels. ``look`` is called for the equation first. After None, ``look`` is also called for each equation inside,
+    such as the equations in the body of a scan.
     """
     return _Reader(look).of_equation(eqn, list(of_inputs))
 
 
 def _read(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> tuple[list[Axes], Axes]:
-    """Traces ``fn(*args)`` and returns (mesh axes along which each result differs, axes of collectives in branches).
+    """Traces ``fn(*args)`` and returns (mesh axes along which each result differs, axes of collectives at risk).
 
-    The second set has the axes of collectives in branches of ``cond``, or in loops, that devices along the same axis
-    may take differently. ``of_args`` has, for each leaf of ``args`` in order, the axes along which the leaf differs.
+    An axis is at risk if a collective over the axis is in a branch of ``cond`` or in a loop, and devices along the axis
+    may choose different branches, or stop at different rounds. ``of_args`` has, for each leaf of ``args`` in order, the
+    axes along which the leaf differs.
     """
     closed = jax.make_jaxpr(fn)(*args)
     everywhere = Axes().union(*of_args)
@@ -192,8 +196,8 @@ class _Reader:
     def of_equation(self, eqn: Any, inputs: list[Axes]) -> list[Axes]:
         """Returns, for each result of an equation, the mesh axes along which the result differs between devices.
 
-        ``inputs`` has the axes along which each operand differs. The rule ``look`` of the reader, if given, comes
-        first.
+        ``inputs`` has the axes along which each operand differs. If the reader has a function ``look`` and
+        ``look(eqn, inputs)`` is not None, its value is the result.
         """
         name, params = name_and_params(eqn) if "_prim" in eqn.params else (eqn.primitive.name, eqn.params)
         if self._look is not None and (seen := self._look(eqn, inputs)) is not None:
@@ -285,9 +289,8 @@ class _Reader:
     def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
         """Adds to ``parted`` the axes in ``by`` over which a collective in ``jaxprs`` communicates.
 
-        ``by`` are the axes along which the predicate differs, so that devices may choose differently between
-        ``jaxprs``, the branches of a ``cond``, or stop a loop, whose predicate and body ``jaxprs`` are, at different
-        rounds.
+        ``jaxprs`` are the branches of a ``cond``, or predicate and body of a loop. ``by`` are the axes along which the
+        predicate differs: devices along these axes may choose different branches, or stop at different rounds.
         """
         self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
 
@@ -341,8 +344,8 @@ def differing_args(args: tuple[PyTree, ...], axes: tuple[str, ...]) -> list[Axes
     """Returns the mesh axes along which each leaf of ``args`` differs between devices, in the order of the leaves.
 
     ``args`` are (params, minibatch, rng), and possibly collections. Parameters and collections differ along the axes of
-    their boxes; arrays of the minibatch and keys along those of ``axes``, the axes of the batch, that have several
-    devices; scalars of the minibatch along no axis.
+    their boxes. Arrays of the minibatch and keys differ along each of ``axes``, the axes of the batch, that has several
+    devices. Scalars of the minibatch differ along no axis.
     """
     params, minibatch, rng, *collections = args
     spread = Axes(collectives.spread_axes(axes))

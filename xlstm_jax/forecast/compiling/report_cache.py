@@ -190,7 +190,8 @@ def _unpacked(key: str, data: bytes) -> Texts:
     The bytes are a digest of name and content, followed by the content: compressed JSON.
 
     Raises:
-      _UnusableError: the digest does not match, the content is cut off, too large, or no dict of texts.
+      _UnusableError: the digest does not match; the content is cut off, or no dict of texts; or the JSON is larger than
+        ``MAX_ENTRY_BYTES``.
     """
     digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if digest != _digest(key, content):

@@ -369,11 +369,12 @@ def _history(sharing: Sequence[_Value], point: int) -> list[_Value]:
 
 
 def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Operations) -> Temporary:
-    """Builds the ``Temporary`` of a buffer of ``size`` bytes, described by the most informative value in ``history``.
+    """Builds the ``Temporary`` of a buffer of ``size`` bytes, described by one of the values in ``history``.
 
-    ``history`` has the values that use the buffer one after the other. A named value that is live at ``point`` is
-    preferred, then a value in a module, then a named value; ``operations`` has the model's operation by instruction
-    name. The entry is live from the first to the last point of all values.
+    ``history`` has the values that use the buffer one after the other. ``operations`` has the model's operation
+    (``op_name`` and module) by instruction name; a value is named if its instruction has an ``op_name``. The
+    description is of a named value that is live at the schedule point ``point``, if there is such a value; else of a
+    value in a module, else of a named value. The ``Temporary`` is live from the first to the last point of all values.
     """
 
     def information(live: _Value) -> tuple[bool, bool, bool]:

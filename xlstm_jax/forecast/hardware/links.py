@@ -92,9 +92,10 @@ class Links:
         return max(busy.values(), default=0.0)
 
     def networks(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """Returns the networks of a GPU collective over mesh axes: ("NVLink",), ("network",) between hosts, or both.
+        """Returns the networks that a collective over the mesh axes ``axes`` uses on GPUs.
 
-        () for TPUs, and for a group of a single GPU.
+        ("NVLink",) within a host; ("network",) if each GPU is on a different host; ("NVLink", "network") for several
+        hosts with several GPUs each. () for TPUs, and for a single GPU.
         """
         if self.chip.torus_axes:
             return ()

@@ -185,8 +185,8 @@ def parse_instruction(line: str) -> Instruction | None:
 def element(tuple_instruction: Instruction, index: int) -> Instruction:
     """Builds the ``get-tuple-element`` instruction for element ``index`` of the result of ``tuple_instruction``.
 
-    Newer compilers write no such instruction, but abbreviate it to an operand: ``%while.3#1`` is element 1 of
-    ``%while.3``. The name of the built instruction is "while.3#1".
+    Newer compilers write no such instruction, but an operand ``%while.3#1`` for element 1 of ``%while.3``. The built
+    instruction has the name "while.3#1".
     """
     return Instruction(
         name=f"{tuple_instruction.name}#{index}",

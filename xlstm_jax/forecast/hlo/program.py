@@ -178,9 +178,10 @@ class Program:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """Places that call each computation, by name of the called computation; [] for the entry computation.
+        """Calls of each computation, by name of the called computation; [] for the entry computation.
 
-        A place is (computation with the call, calling instruction). Fusions and reductions are calls, too.
+        A call is a pair (computation with the calling instruction, calling instruction). Calling instructions are loops
+        (of condition and body), conditionals, fusions, reductions, and calls of functions.
         """
         callers = defaultdict(list)
         for computation in self.computations.values():
@@ -281,10 +282,10 @@ def _computations(body: str) -> Iterator[Computation]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """Returns the instructions of a computation, with an added instruction for each operand such as ``%while.3#1``.
+    """Returns the instructions of a computation, with one added for each different operand like ``%while.3#1``.
 
-    Such an operand abbreviates element 1 of the tuple ``%while.3``. A ``get-tuple-element`` named "while.3#1" is
-    inserted directly behind ``%while.3``.
+    The operand ``%while.3#1`` abbreviates element 1 of the tuple ``%while.3``. A ``get-tuple-element`` named
+    "while.3#1" is inserted directly behind ``%while.3``.
     """
     wanted = defaultdict(set)
     for name in [name for i in instructions if "#" in i.operand_text for name in i.operands]:

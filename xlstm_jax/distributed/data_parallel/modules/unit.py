@@ -195,11 +195,12 @@ def gather_here(
     module: tuple[str, ...] | None = None,
     extensions: Sequence[Extension] = (),
 ) -> PyTree:
-    """Returns the variables of a unit in the form that the module reads: with unsharded, unboxed arrays.
+    """Returns the variables of a unit (wrapped module) as the module reads them: gathered, without boxes.
 
-    Inside ``shard_map`` each split leaf is gathered. Under ``jax.set_mesh`` and elsewhere values are global, and only
-    the boxes are removed. Leaves of units inside the module keep their boxes, as do leaves that are still split over
-    axes of no concern to the unit; leaves without a box are unchanged.
+    Inside ``shard_map`` each split leaf is gathered over the axes of the unit; a gather is differentiable, and its
+    backward pass scatters the gradient. Under ``jax.set_mesh`` and elsewhere leaves are global arrays, and only boxes
+    and padding are removed. Two kinds of leaves stay in boxes: leaves of units inside this module, and leaves that are
+    also split over an axis outside of the unit ("tp", say). Leaves without a box are unchanged.
 
     Args:
       policy: the options of the unit.
@@ -207,7 +208,8 @@ def gather_here(
       module: the path of a Linen module in the model, for leaf names in errors.
       extensions: extensions of the unit, which may choose wires (formats of sent shards), and replace leaves.
     Raises:
-      ValueError: a leaf is a global array where a shard was expected; or see ``running``.
+      ValueError: a leaf is a global array where a shard was expected; or the ``shard_map`` or the mesh lacks an axis of
+        the unit (``running``).
     """
     # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
     communication = replace(policy.communication, replicas=None)

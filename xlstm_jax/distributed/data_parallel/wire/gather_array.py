@@ -158,11 +158,12 @@ def _scattered(
 def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns the cotangent unchanged. On CPU a matrix narrower than 32 bits passes an optimization barrier, for speed.
 
-    JAX computes a kernel's gradient as a matrix product and a transpose. If nothing else reads the product, XLA drops
-    the transpose and swaps the operands of the product, which the fast CPU kernels do not accept: in bfloat16 the step
-    of a decoder then takes twice as long (in float32 the step takes no longer). Here the first ``.T`` cancels the
-    transpose of JAX, so that XLA finds no transpose between product and barrier; the second ``.T`` follows the barrier.
-    If all ``axes`` have size 1, the cotangent passes no barrier.
+    JAX computes the gradient of a weight matrix as a matrix product, followed by a transpose. If nothing else reads the
+    product, XLA drops the transpose and swaps the operands of the product. In bfloat16 the fast product routines of the
+    CPU do not accept this form, and the step of a decoder takes twice as long; in float32 the step is as fast.
+
+    The function returns ``barrier(cotangent.T).T``. The first ``.T`` cancels the transpose of JAX, so that XLA finds no
+    transpose between product and barrier. If all ``axes`` have size 1, the cotangent passes no barrier.
     """
     if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
         return cotangent

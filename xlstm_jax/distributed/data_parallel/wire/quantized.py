@@ -113,9 +113,10 @@ def fills_blocks(size: int) -> bool:
 
 
 def _blocks_of(size: int) -> tuple[int, int]:
-    """Returns (number of blocks, values per block) for a packed row of ``size`` values, the last block padded.
+    """Returns (number of blocks, values per block) for a row of ``size`` values that is packed in an 8-bit format.
 
-    Blocks have 64 values; a row of fewer values is one shorter block. Size 100 -> (2, 64), 10 -> (1, 10), 0 -> (0, 64).
+    Blocks have 64 values, and the last block is padded. A row of 1 to 63 values is a single block without padding.
+    Size 100 -> (2, 64), 10 -> (1, 10), 0 -> (0, 64).
     """
     block = min(BLOCK_SIZE, size)
     return (-(-size // block), block) if block else (0, BLOCK_SIZE)

@@ -203,9 +203,9 @@ def in_rounds(groups: Sequence[MatrixGroup]) -> list[list[MatrixGroup]]:
     """Divides groups of matrices into rounds, and returns the rounds in order: lists of groups to send together.
 
     A small group alone would leave owners without work. A group joins the first round with the same owner devices and
-    dtype if all matrices of the round are then at most as many as owners; ``first_place`` of the group is then the next
-    free owner. Other groups start a round. A round takes as long as its largest matrix. Only for rules without state,
-    because the owner of a matrix depends on the remaining groups.
+    dtype that has a free owner for each matrix of the group; ``first_place`` of the group is the first of these owners.
+    If there is no such round, the group starts a round. A round takes as long as its largest matrix. Only for rules
+    without state, because the owner of a matrix depends on the remaining groups.
     """
     rounds: list[list[MatrixGroup]] = []
     for group in groups:
@@ -226,8 +226,9 @@ def _fits(group: MatrixGroup, members: Sequence[MatrixGroup]) -> bool:
 def _owned(group: MatrixGroup, sizes: Mapping[str, int]) -> MatrixGroup:
     """Returns ``group`` with its owner devices: along the axes that split the matrices, and along some axes of copies.
 
-    Along axes of copies devices have equal shards. Such axes are added as far as they reduce the number of matrices per
-    owner; no such axis is added for a small group. ``sizes`` are the sizes of the mesh axes, in mesh order.
+    Along axes of copies devices have equal shards. Of these axes, the fewest are added that minimise the number of
+    matrices per owner; none for a group of fewer values than ``DEFAULT_MIN_WEIGHT_SIZE``. ``sizes`` are the sizes of
+    the mesh axes, in mesh order.
     """
     form = group.form
     owners = math.prod(sizes[axis] for axis in form.split_axes)

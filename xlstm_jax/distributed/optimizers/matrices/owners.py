@@ -154,7 +154,8 @@ def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
 def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
     """Merges the slices of p matrices from n senders and removes padding: [n, p, *slice dims] -> [p, rows, columns].
 
-    The n senders are the devices along the axes of the group; each has sent a slice of every matrix.
+    The n senders are the devices along the mesh axes of the group; each has sent a slice of every matrix. ``group`` has
+    the dims along which the slices are joined, and the size of a matrix without padding.
     """
     form, (shape, order) = group.form, _by_axis(group, received.shape[1])
     stored = received.reshape(shape).transpose(order).reshape(received.shape[1], *form.stored)

@@ -5,7 +5,7 @@
   next     after each minibatch         returns the state for the next minibatch
   finish   after the last minibatch     puts the state into the result of the batch
 
-``accumulated`` runs every carry in one loop, without knowledge of their kinds. ``carries`` registers each by a line.
+``accumulated`` runs the carries in a loop, without knowledge of their kinds. ``carries`` has a line for each class.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -52,7 +52,9 @@ class BatchResult(NamedTuple):
 
 
 class Carry:
-    """Base class of a kind of state that is passed from minibatch to minibatch. Instances are made for each batch.
+    """Base class of carries: a carry is a kind of state that a device passes from each minibatch to the next.
+
+    Instances are made for each batch.
 
     Attributes:
       takes_aux: whether ``next`` consumes the auxiliary output; otherwise the output is averaged like the loss.
@@ -84,10 +86,12 @@ class Carry:
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
-        """Returns the function that differentiates a minibatch's loss: ``local_result``, or a function in its place.
+        """Returns the function that differentiates the loss of a minibatch; by default ``local_result`` itself.
 
-        The argument is the function ``gradients.local_result``, or a replacement by an earlier carry. The returned
-        function has the arguments and the result of ``gradients.local_result``.
+        A subclass may return a different function with the arguments and the result of ``local_result``: for fp8 scales
+        (``OverwrittenScales``) the function also differentiates with respect to the scales. ``accumulated`` calls this
+        method for each carry (kind of state that passes from minibatch to minibatch) in turn. The first carry gets the
+        function ``gradients.local_result``; each further carry gets the function that the carry before returned.
         """
         return local_result
 

@@ -17,8 +17,8 @@ deterministic:
 
   the first run differs from its repetition     the device of the first run was wrong once
   the second run differs from its repetition    the device of the second run was wrong once
-  neither differs                               one of both devices is always wrong: the device common to two places
-  both differ, in most places                   the program is not deterministic bit for bit: no alarm, no more replays
+  neither run differs                           a device is always wrong: the device that computed in two such places
+  both runs differ, in most places              the program is not deterministic bit for bit: no alarm, no more replays
 """
 
 import functools
@@ -60,9 +60,10 @@ class ReplayError(DisagreementError):
 def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
     """Returns the step with a replay in every ``every``-th call, which finds devices that compute wrong numbers.
 
-    A replay computes loss and gradients twice, each device's work once on the device and once on its neighbour. Before
-    the optimizer's update, the replay compares the bits of all values that devices send to each other (cotangents of
-    weights before their reduction, the loss). On a mesh of a single device both runs are on this device.
+    A replay computes loss and gradients twice: first each device does its own work, then each device does the work of a
+    neighbour. Before the optimizer's update, the replay compares the bits of all values that devices send to each other
+    (cotangents of weights before their reduction, the loss). On a mesh of a single device both runs are on this device,
+    so a replay finds only errors that do not repeat.
 
     >>> model, x = shard_module_params(nn.Dense, "fsdp", min_weight_size=64)(16), jnp.ones((8, 32))
     >>> state = create_train_state(model, optax.adam(1e-3), mesh, jax.random.key(0), x, batch_axes=("dp", "fsdp"))
@@ -82,8 +83,8 @@ def replayed(step: TrainStep, every: int = DEFAULT_EVERY) -> "ReplayedStep":
     Raises:
       TypeError: ``step`` is not a step of ``make_train_step``.
       ValueError: ``every`` is not positive, or the mesh is abstract.
-      ReplayError: at the call, in every process: devices disagree. Names devices, processes and leaves. The state is
-        unchanged and not donated.
+      ReplayError: at the call, in every process: devices disagree. The error names devices, processes and leaves. The
+        state is unchanged and not donated.
 
     Warns:
       UserWarning: repeated runs of the program differ in bits on this backend; no further call is replayed.

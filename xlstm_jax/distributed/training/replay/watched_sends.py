@@ -103,8 +103,9 @@ def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
 def _received(eqn: Any, labels: list[Labels]) -> list[Labels] | None:
     """Returns an empty set of labels for each result of a collective; ``None`` for any other equation.
 
-    This is a rule for ``followed_equation``, and ``labels`` are the labels of the operands. They say from what this
-    device computed the operands, so they do not apply to the results, which were received from other devices.
+    This is the argument ``look`` of ``followed_equation``; ``labels`` are the labels of the operands. A label names a
+    value from which this device computed the operand. The results of a collective were received from other devices, so
+    they have no label.
     """
     return [Labels()] * len(eqn.outvars) if eqn.primitive.name in COLLECTIVES else None
 

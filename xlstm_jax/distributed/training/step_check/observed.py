@@ -46,9 +46,10 @@ class SeenStep(NamedTuple):
       of_gradients: computes the same kind of values from gradients.
       loss, collections: as returned by the step.
       before, after: the states passed to the step, and returned by it.
-      rounding: the norm of the rounding error from reading off ``observed_values``.
+      rounding: for updates, which are observed as differences of parameters: the norm of the rounding error of each
+        leaf, by path; empty for gradients and first moments.
       updates: the number of optimizer calls in the step.
-      next_observation: a further ``SeenStep`` of the same run, to compare if this one is correct.
+      next_observation: a further ``SeenStep`` of the same run, to compare if these values are correct.
       run_second_step: runs the step once more, from the returned state.
       state_of_gradients: for a step with a custom optimizer: computes the optimizer's state from gradients.
     """
@@ -68,15 +69,18 @@ class SeenStep(NamedTuple):
 
 
 def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree, mesh: Mesh) -> SeenStep:
-    """Runs the step once, and returns the observed gradients, loss and states: see ``SeenStep``.
+    """Runs ``step`` and returns a ``SeenStep``: gradients and loss of the step, training states before and after.
 
-    The step runs with an optimizer that records its calls. If the step fails with this optimizer, or does not call it,
-    the step runs with the state's optimizer, and first moments or updates are observed instead of gradients. If the
-    step changes the record itself, the result has ``grads`` in place of the unknown gradients.
+    The step runs with a recording optimizer: the record, in ``opt_state``, has the gradients of the last call. If the
+    step raises an error with this optimizer, or leaves no recorded call, the step runs again with the state's
+    optimizer, and the ``SeenStep`` has first moments or updates instead of gradients. If the step has altered the
+    record, the gradients are unknown: the ``SeenStep`` then has ``grads``, and ``check_update`` reports the altered
+    record.
 
     Args:
       step, state, step_args: the call is ``step(state, *step_args)``, on copies.
-      grads: the correct gradients, or any arrays in the same tree, on a single device.
+      grads: a tree like the gradients, on a single device: the correct gradients, or any values, which then stand for
+        unknown gradients.
       mesh: the mesh of the state.
     """
     before = recorded_state(state, mesh)
@@ -101,9 +105,9 @@ def observe(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTr
 def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, grads: PyTree) -> SeenStep:
     """Runs a step that bypasses the state's optimizer, and observes first moments or, without moments, updates.
 
-    An observation of first moments has the observation of updates as ``next_observation``. First moments are set to 0
-    before the run. The observations contain functions that compute reference values with the state's optimizer, on the
-    device of ``grads``. ``grads`` is any tree on a single device; its values are not read.
+    First moments are set to 0 before the run. A ``SeenStep`` of first moments has the ``SeenStep`` of updates as
+    ``next_observation``. Both contain functions that compute reference values with the state's optimizer, on the device
+    of ``grads``. ``grads`` is any tree on a single device; its values are not read.
     """
 
     # Start first moments from zeros, so that they come from this step alone.

@@ -53,7 +53,7 @@ class Reference(NamedTuple):
     """Loss, and gradients by path, computed on one device: the reference for a step.
 
     ``sizes`` are the absolute values of gradients, averaged over slices. ``perturbed()`` repeats the computation with
-    parameters and inputs perturbed by the size of rounding.
+    parameters and batch changed at random by about a rounding error.
     """
 
     loss: float
@@ -78,9 +78,13 @@ class Reference(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Parameters: ``base`` are trainable, ``rounded`` the same after an 8-bit gather, or None; ``rest`` are frozen.
+    """Values that the loss reads besides the differentiated trainable values, unsharded.
 
-    ``extra_trees`` are further trees of the step, after their gather.
+    Attributes:
+      base: the trainable parameters of the state.
+      rounded: the trainable parameters after an 8-bit gather; None for a parameter without an 8-bit gather.
+      rest: the frozen parameters.
+      extra_trees: further trees of the step by name, as modules read them after a gather.
     """
 
     base: list[Any]
@@ -209,9 +213,10 @@ class OneDevice:
         return self._run(self._mean_in_turn, (1, 1), rng, batch, elsewhere)
 
     def collections_after(self, rng: PyTree, shake: bool) -> PyTree:
-        """Returns the collections, such as batch statistics, after the loss of the full batch on a single device.
+        """Returns the collections, such as batch statistics, that the loss of the full batch returns on one device.
 
-        ``rng`` is the key of the loss. With ``shake`` parameters and batch are perturbed by the size of rounding.
+        ``rng`` is the key of the loss. With ``shake`` each entry of parameters and batch is first changed at random by
+        about a rounding error (``perturbed``). Both results together show the effect of rounding on the collections.
         """
         trainable_values, weights, batch, collections = self._inputs
         trainable_values, batch = (
@@ -254,7 +259,7 @@ class OneDevice:
             ``parts``.
           parts: the arguments of ``make``, such as the numbers of devices and minibatches.
           rng, batch, elsewhere: see ``on_full_batch``.
-          shake: whether parameters and batch are perturbed by the size of rounding.
+          shake: whether parameters and batch are first changed at random by about a rounding error.
         """
         trainable_values, weights, own_batch, collections = self._inputs
         batch = own_batch if batch is None else batch
@@ -345,7 +350,7 @@ class OneDevice:
 
         Args:
           trainable_values: the trainable parameters, unsharded arrays; the loss is differentiated by these.
-          weights: the further inputs: the rounded values of 8-bit gathers, frozen parameters, and extra trees.
+          weights: the remaining parameters: rounded values of 8-bit gathers, frozen parameters, and extra trees.
           batch, rng: a batch or a slice, and its key.
           collections: (collections by name,), or () for a model without collections. The updated collections have the
             same form.
@@ -365,9 +370,10 @@ class OneDevice:
         """Returns a function that computes loss and gradients of slices in sequence on a single device.
 
         A slice is the rows of one of ``devices`` devices in one of ``minibatches`` minibatches. The function takes
-        (trainable values, further parameters, global batch, collections, key), and returns (loss, gradients, absolute
-        values of the slices' gradients), each averaged over slices by weight. The last two are lists in the order of
-        the trainable values.
+        (trainable values, ``_Weights``, global batch, collections, key), and returns (loss, gradients, magnitudes).
+        Magnitudes are the absolute values of each slice's gradients. Each of the three is a weighted mean over slices:
+        a slice has the weight that the loss function returns for its rows (the number of tokens, say), or 1 if the loss
+        returns no weight. Gradients and magnitudes are lists in the order of the trainable values.
         """
         parts = devices * minibatches
 
@@ -420,8 +426,9 @@ class OneDevice:
     def _terms_on_mesh(self, minibatches: int) -> Callable[..., Any]:
         """Returns a function that computes, on the mesh, each device's sum of losses and sum of weights.
 
-        For a loss that is a mean: each device's mean, and 1. The function takes (trainable values, further parameters,
-        global batch, collections, key), and returns two arrays with an entry per device, averaged over ``minibatches``.
+        For a loss that is a mean, these are each device's mean, and 1. The function takes (trainable values,
+        ``_Weights``, global batch, collections, key), and returns two arrays with an entry per device, averaged over
+        ``minibatches``.
         """
         devices, axes = self.devices, trees.spread_spec([self.axes], self.mesh)
         of_batch = self.layout.in_specs(self.batch)

@@ -51,7 +51,7 @@ OPTIMIZER = "the optimizer"
 
 
 class _Repeat(NamedTuple):
-    """Gathers of a leaf over a mesh axis: executed count, needed count, and bytes sent in vain."""
+    """Gathers of a leaf over a set of mesh axes: executed count, needed count, and bytes sent in vain."""
 
     executed: int
     needed: int
@@ -83,11 +83,12 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns how often a step gathers a leaf, how often it needs to, and the bytes sent in vain.
+    """Returns the number of gathers of a leaf in a step, the needed number, and the bytes sent in vain.
 
-    ``row`` is the leaf's row in the plan. Gathers over each set of mesh axes are compared twice with the needed number:
-    in forward alone, and in all passes. The result is the comparison with the most bytes in vain; zeros if there is no
-    gather too many, and for a leaf that no wrapper gathers.
+    ``row`` is the leaf's row in the plan, with ``uses``, the gathers per forward pass. A leaf that is gathered in
+    stages has gathers over several sets of mesh axes; each set is checked twice. Forward needs at most uses x
+    minibatches gathers; forward and backward together need at most twice as many. Returns the check with the most bytes
+    in vain; zeros if no check finds an excess, or if no wrapper gathers the leaf.
     """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
@@ -130,8 +131,8 @@ def wide_gathers(step: Step) -> Iterator[Defect]:
 def hoisted_gathers(step: Step) -> Iterator[Defect]:
     """Finds gathers of every layer at once, before the loop over layers.
 
-    Yields a defect for each group of leaves whose gathered weights take at least 1 MiB more than a layer needs. Members
-    of an ``nn.vmap`` do not count, because they run together.
+    Yields a defect for each group of leaves whose gathered weights take at least 1 MiB more than a layer needs. Gathers
+    of several members of an ``nn.vmap`` do not count, because the members run together.
     """
     for name, rows in step.groups:
         hoisted = [gather for _, gather in step.gathers_of(rows) if step.layers_at_once(gather) > 1]
@@ -180,9 +181,9 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 def _kept_layers(step: Step, row: LeafPlan) -> int:
     """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward; 0 for none.
 
-    These are the layers that a step gathers in forward and not again in backward. Vectors do not count: the backward
-    pass of a sum does not read them. Frozen leaves and gathers of several layers at once do not count either. ``row``
-    is the leaf's row in the plan.
+    Layers count that a step gathers in forward and not again in backward. Vectors (biases) do not count: the backward
+    pass of an addition does not read the vector. Frozen leaves and gathers of several layers at once do not count
+    either. ``row`` is the leaf's row in the plan.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
@@ -241,8 +242,8 @@ def _replication_cure(row: LeafPlan) -> str:
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes.
 
-    First come the all-reduces made by the compiler, if they send over 7.5 % of the step's bytes; then averages of
-    unsharded gradients (see ``_unreduced_gradients``).
+    First come the all-reduces by which the compiler has replaced a collective, if these all-reduces send over 7.5 % of
+    the step's bytes; then all-reduces of unsharded gradients (see ``_unreduced_gradients``).
     """
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:
@@ -278,9 +279,10 @@ def _narrower(members: Iterable[Collective]) -> str:
 def _unreduced_gradients(step: Step, reduce: Collective) -> list[LeafPlan]:
     """Returns the leaves whose unsharded gradient ``reduce`` averages, although they are gathered over one of its axes.
 
-    [] if ``reduce`` is no all-reduce of gradients. An all-reduce may combine many arrays, so sizes decide: from the
-    number of averaged values the leaves that belong in an all-reduce are subtracted; the other leaves of the same
-    modules are returned as rows of the plan, largest first, as far as they fit into the rest.
+    [] if ``reduce`` is no all-reduce of gradients. An all-reduce may combine many arrays, and does not name them, so
+    the leaves are found by size. From the number of averaged values, the values of leaves without a gather (which are
+    rightly averaged) are subtracted. Gathered leaves of the same modules are returned as rows of the plan, largest
+    first, as long as their values fit into the rest.
     """
     if reduce.kind != "all-reduce" or "sync_gradients" not in reduce.op_name or not (total := size_of(reduce)):
         return []
@@ -454,8 +456,8 @@ def repeated_products(step: Step) -> Iterator[Defect]:
 def needless_offload(step: Step) -> Iterator[Defect]:
     """Finds offload of a step that waits and would fit without it, or offload that leaves most moments on the device.
 
-    Yields at most one defect. The memory without offload is only partly known, with the moments on the device all the
-    time:
+    Yields at most one defect. The memory of the step without offload, with the moments on the device all the time, is
+    only partly known:
 
         upper bound    memory of the offloaded step + moments
         usual          moments + peak of everything else, from the live ranges
