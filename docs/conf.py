@@ -84,6 +84,7 @@ extensions = [
     "sphinx_inline_tabs",
     "drawings",
     "forked_kernels",
+    "kept_reports",
     "anchors",
     "tabs",
 ]
