@@ -282,7 +282,10 @@ def test_logical_names_of_nnx_variables_are_mapped_by_the_axis_rules():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_nnx_variables_split_by_rules_over_other_axes_than_those_of_their_unit_are_gathered(check_vma):
-    """ "mlp" lies over an axis that the unit does not name, and the module reads unsharded kernels."""
+    """A unit over "data" gathers kernels whose rules also split "mlp" over "model": losses and gradients are right.
+
+    The layers read unsharded kernels, although the unit names only the axis "data".
+    """
 
     class Mlp(nnx.Module):
         def __init__(self, rngs):
@@ -299,13 +302,14 @@ def test_nnx_variables_split_by_rules_over_other_axes_than_those_of_their_unit_a
     mesh = DeviceMeshManager.create_device_mesh({"data": 2, "model": 4})
     model = nnx_model(Mlp)
     start = unbox(model.init(jax.random.key(0))["params"])
-    want, grads = jax.jit(jax.value_and_grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
+    want_loss, want_grads = jax.jit(jax.value_and_grad(loss_fn), static_argnums=1)(start, model.apply, X, None)
     sharded = shard_modules(model, nnx.Linear, "data", min_weight_size=8)
     state = create_train_state(sharded, KEPT, mesh, jax.random.key(0), X)
-    assert state.params["up"]["kernel"].names == ("data", "model")
+    names = {name: state.params[name]["kernel"].names for name in ("up", "down")}
+    assert names == {"up": ("data", "model"), "down": ("model", "data")}  # guard: split over both axes
     state, metrics = make_train_step(loss_fn, mesh, check_vma=check_vma)(state, X, jax.random.key(0))
-    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
-    assert_same_params(state.opt_state, grads)
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5, err_msg="loss")
+    assert_same_params(state.opt_state, want_grads)  # ``KEPT`` keeps the gradients as its state
 
 
 def test_partition_specs_maps_logical_names_to_axes_of_the_given_mesh():

@@ -271,14 +271,17 @@ NAMES = [("tp", "fsdp"), ("fsdp", "tp"), ("tp", None), (("tp", "fsdp"), None), (
 
 @pytest.mark.parametrize("names", NAMES, ids=str)
 def test_gather_params_over_fsdp_leaves_a_partitioned_box_over_tp(names):
-    """A gather over "fsdp" leaves "tp" on any dim, also within a tuple: with "fsdp" outermost the values agree."""
+    """A gather over "fsdp" leaves the split over "tp": on any dim, also of a dim that was split over both axes.
+
+    With "fsdp" outermost, the rows of a shard over "tp" alone are on devices along both axes, and are in order, too.
+    """
     mesh, value = mesh_and_axes("4x2")[0], jax.random.normal(jax.random.key(0), (16, 16))
-    left = tuple("tp" if name == "tp" or isinstance(name, tuple) else None for name in names)
+    names_left = tuple("tp" if name == "tp" or isinstance(name, tuple) else None for name in names)
 
-    def part(value):
-        box = gather_params({"w": nn.Partitioned(value, names)}, "fsdp")["w"]
-        assert isinstance(box, nn.Partitioned) and tuple(box.names) == left
-        return box.value
+    def gathered_over_fsdp(shard):
+        box = gather_params({"w": nn.Partitioned(shard, names)}, "fsdp")["w"]
+        assert isinstance(box, nn.Partitioned) and tuple(box.names) == names_left
+        return box.value[None]  # a copy for each place along "fsdp"
 
-    got = on_mesh(part, mesh, False, P(*names), P(*left))(value)
-    np.testing.assert_array_equal(got, value)
+    copies = on_mesh(gathered_over_fsdp, mesh, False, P(*names), P("fsdp", *names_left))(value)
+    np.testing.assert_array_equal(copies, np.stack([value] * mesh.shape["fsdp"]))

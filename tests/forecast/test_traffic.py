@@ -25,7 +25,7 @@ from xlstm_jax.forecast.hlo.op_names import common_path
 from xlstm_jax.forecast.hlo.program import parse
 
 SIZES = {"dp": 2, "fsdp": 4}
-SCANNED = 3  # layers of support.Model
+SCANNED = 3  # blocks of support.Model, in a scan or a loop
 
 
 def loss_fn(params, apply_fn, batch, rng=None):
@@ -154,14 +154,20 @@ def test_wrapper_around_the_scan_gives_a_single_gather_of_all_layers():
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_find_collectives_finds_the_module_without_argument_names(scan):
-    """From the operation that reads what was gathered: in a fusion, behind a loop's tuple."""
+    """Usually a gather has the module of its parameter, by the name of the argument in the program's text.
+
+    Without this name the module is that of the operation that reads the gathered array: in a fusion, or behind a
+    loop's tuple.
+    """
     text, _ = rematerialized() if scan else compiled_step(Model(wrap=fsdp(), scan=False))
     nameless = re.sub(r'op_name="state\.params[^"]*"', 'op_name=""', text)
-    assert nameless != text
-    named, found = rows(text, kind="all-gather"), rows(nameless, kind="all-gather")
-    assert not [c for c in found if c.leaves] and not [c for c in named if not c.leaves]
-    assert [c.modules for c in found] == [c.modules for c in named]
-    assert len({c.module for c in found}) == (4 if scan else 8)
+    by_arguments, by_readers = rows(text, kind="all-gather"), rows(nameless, kind="all-gather")
+    without_leaf = [[not c.leaves for c in gathers] for gathers in (by_arguments, by_readers)]
+    assert not any(without_leaf[0]) and all(without_leaf[1])  # guard: the names of arguments are gone
+    assert [(c.name, c.modules) for c in by_readers] == [(c.name, c.modules) for c in by_arguments]
+    blocks = ["blocks"] if scan else [f"block_{i}" for i in range(SCANNED)]
+    dense = {f"{parent}Dense_{i}" for parent in ("", *(f"{block}/" for block in blocks)) for i in range(2)}
+    assert {c.module for c in by_readers} == dense
 
 
 # ------------------------------------------------------------------------------------------- kinds, bytes, axes, errors
