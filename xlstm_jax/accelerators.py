@@ -108,9 +108,11 @@ TPUS: dict[str, Tpu] = {
 
 # From this JAX release on, XLA's pipelining on GPUs has modes, and the options have other names.
 PIPELINES_BY_MODE = (0, 11, 1)
-# How the options for GPUs were chosen. Others measured FSDP in JAX on GB200: with four parallel collectives steps were
-# 0.3 and 0.65 % faster, with eight 1.1 % slower (marin-community/marin#8279); with flags that pipeline collectives
-# 2.35 % slower (#8054). Eight with pipelined gathers wait least by forecast; no card has confirmed that.
+# How the options for GPUs were chosen. Others measured tokens per second in JAX on GB200. Compared with one collective
+# at once, experts gave 0.3 and 0.65 % more with four, 1.1 % fewer with eight (marin-community/marin#8279; the authors
+# kept one for a model of 481B, which failed with four); ragged all-to-alls were 31.6 % faster with one (#8077). FSDP
+# gave 2.35 % fewer with flags that pipeline collectives (#8054). Eight with pipelined gathers wait least by forecast;
+# no card has confirmed that.
 MEASUREMENT, FORECAST = "measurement", "forecast"
 PARALLEL_COLLECTIVES = {MEASUREMENT: 4, FORECAST: 8}
 AUTO = {"auto": MEASUREMENT, "forecast": FORECAST}  # strings that users pass as compiler_options
