@@ -75,7 +75,10 @@ def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis of size 2 or more splits the leaf.
+    """Returns how the leaf of a layer is gathered, or ``None`` if no bound axis of size 2 or more splits the leaf.
+
+    A ``Route`` has the dim and the axes of the gather, the axes that still split each dim afterwards, and the
+    communication options.
 
     Args:
       path: the leaf's path in the module.
@@ -182,10 +185,10 @@ class _Leaf(NamedTuple):
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:
-        """Returns the weights of a layer that the gathered array ``value`` contains, in the order of ``places``.
+        """Returns a list of the weights of one layer in ``value``, the gathered array of this leaf.
 
-        The list has a single weight, or a weight for each member of a parcel (leaves that are sent together). A weight
-        is a bare array without padding; or in a box, if axes still split the weight.
+        The list has a single weight; for a parcel (leaves that are sent together) a weight for each of ``members``, in
+        order. A weight is a bare array without padding; or in a box, if axes still split the weight.
         """
         arrays = self.parcel.unpack(value) if self.parcel else [value]
         return [

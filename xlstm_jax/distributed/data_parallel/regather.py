@@ -62,9 +62,11 @@ _MAKE_COMPLEX = ("complex", "eig", "fft")  # make complex values of real values
 # Cached: JAX compares policies by identity.
 @functools.cache
 def keeping_no_weights(base: Policy, kept_axes: frozenset[str] = frozenset()) -> Policy:
-    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file).
+    """Returns a policy for ``jax.checkpoint`` that keeps the values that ``base`` keeps, except gathered weights.
 
-    Results of gathers over ``kept_axes`` alone are kept: shards that are gathered over these axes, and not over others.
+    Left out are also results of cheap operations, which only move or cast values or compute element by element: the
+    policy cannot tell a cast weight from a cast activation. Results of gathers over ``kept_axes`` alone are kept.
+    Equal arguments give the same object.
     """
     return functools.partial(_keep_but_weights, base, kept_axes)
 

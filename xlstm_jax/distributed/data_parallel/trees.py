@@ -106,9 +106,10 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> Py
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in its box; see ``map_values``.
+    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in the leaf's box if there is a box.
 
-    Paths are as ``blocks/mlp/kernel``.
+    ``fn`` gets the path, as ``blocks/mlp/kernel``, the leaf as a ``Sharded`` (the library's box), and its counterparts
+    in the trees ``rest`` unchanged.
     """
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 

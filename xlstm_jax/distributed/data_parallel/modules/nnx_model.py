@@ -349,10 +349,11 @@ class NnxModel:
         return [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Returns, by path of a variable: (shape in the unit that gathers it, whether exactly one lookup reads it).
+        """Returns, by path of a variable in the model, (shape, is_lookup), as units read the variable in a traced call.
 
-        The model is traced with the shapes of the arguments, and nothing is computed. In a scan over layers the shape
-        is the shape of a single layer, without the layer dim. Variables that no unit reads are missing.
+        A unit is a module that gathers its variables to run. ``shape`` is the shape in the unit: in a scan over layers
+        the shape of a single layer, without the layer dim. ``is_lookup`` is true if the call of an ``nnx.Embed`` reads
+        the variable, and no other call of a unit. Variables that no unit reads are missing. Nothing is computed.
 
         Args:
           rngs: a key, or a dict of keys by stream.
