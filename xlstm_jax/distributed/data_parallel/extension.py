@@ -100,7 +100,10 @@ class Extension:
         return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
-        """Returns whether ``from_shards`` may compute the result of ``method`` of a unit; by default False."""
+        """Returns whether ``from_shards`` may compute the result of ``method`` of the unit ``module``; here False.
+
+        If False, the unit gathers its parameters for this method, and ``from_shards`` is not called.
+        """
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:

@@ -349,9 +349,10 @@ class _Scan:
     def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """Starts the gathers of the first ``depth`` layers to compute, and returns ``ahead`` for the first iteration.
 
-        The last entry is the first layer, fully gathered; each entry before is the next layer, with one stage less. An
-        entry is ``None`` if the scan has too few layers. ``order`` has the indices of the layers in the order of
-        computation, ``values`` are the stacked shards.
+        ``ahead`` is a list with an entry for each gather stage. For two stages: [the second layer after one stage, the
+        first layer after both stages, fully gathered]. An entry is a list of arrays, one for each leaf; ``None`` if the
+        scan has too few layers. ``order`` has the indices of the layers in the order of computation, ``values`` are the
+        stacked shards.
         """
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.

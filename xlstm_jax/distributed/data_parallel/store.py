@@ -135,14 +135,15 @@ class Uneven(Protocol):
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
         """Returns the reason to split ``dim`` of size ``size`` in ``parts``, though ``parts`` does not divide ``size``.
 
-        ``None``: the leaf is not split.
+        ``None``: this mode does not split such a leaf, and the leaf stays replicated.
         """
         ...
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf in a storage format in which ``parts`` divides the dim ``leaf.dim``.
+        """Returns ``leaf`` in a storage format in which ``parts`` divides the dim to split, ``leaf.dim``.
 
-        The array, which may get padding, and the store in the result may differ from ``leaf``.
+        A mode with padding returns a new ``LeafToSplit``, with the padded array and the format (store) that records the
+        size without padding.
         """
         ...
 

@@ -150,9 +150,9 @@ def unbox(tree: PyTree) -> PyTree:
 def with_mesh_names(variables: PyTree) -> PyTree:
     """Returns variables of ``model.init`` with the logical names of dims replaced by axes of the current mesh.
 
-    ``init`` must run under ``boxes_without_constraints``. ``variables`` is a dict of collections. Leaves of "params"
-    with axes get boxes that list the axes, see ``split_by_model``. Leaves of other collections lose their boxes of
-    logical names, and are replicated; boxes with axes stay, as boxes of Flax.
+    ``variables`` is a dict of collections, made under ``boxes_without_constraints``. A leaf of "params" in a box with
+    axes gets a ``Sharded`` box with these axes; a leaf whose logical names map to no axis becomes bare. Leaves of other
+    collections lose boxes of logical names, and are replicated; boxes with axes stay, as boxes of Flax.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
@@ -207,7 +207,7 @@ def without_frozen(tree: PyTree) -> PyTree:
 def differentiable(tree: PyTree) -> list[Sharded]:
     """Returns the leaves that take a gradient (floats that are not frozen), each as a ``Sharded``, in tree order.
 
-    The order is the order of ``split_differentiable``.
+    ``split_differentiable`` returns the same leaves in the same order, as boxed in the tree.
     """
     return [leaf for _, leaf in sharded_leaves(tree) if leaf.is_differentiable]
 

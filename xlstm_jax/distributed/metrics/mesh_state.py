@@ -94,9 +94,10 @@ class MeshState:
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
-        """Updates each device's local value with the device's shard of ``arguments``, a pair (args, kwargs).
+        """Updates the local value of each device by ``self.metric``, which observes the device's shard of a batch.
 
-        Arrays are split along dim 0; every device observes each scalar.
+        ``arguments`` is a pair (args, kwargs), the arguments of the metric's ``observe``. Arrays are split along dim 0;
+        every device observes each scalar.
         """
         self._set_local(_update(self.metric, self.mesh, self.local, arguments).vectors)
 

@@ -107,9 +107,9 @@ def packed_gathers(
 ) -> dict[str, Callable[[], Gathered]]:
     """Returns, by name, functions that return a gathered leaf, for the leaves of a unit that are sent in parcels.
 
-    A function returns the unsharded array, and the axes that still split each dim. The first call for a leaf of a
-    parcel gathers the parcel, later calls use the result. Missing are leaves that are sent alone, and leaves that the
-    running loss has gathered already.
+    A parcel is a group of leaves that are gathered together. A function takes no arguments, and returns the unsharded
+    array and the axes that still split each dim. The first call for a leaf of a parcel gathers the parcel, later calls
+    use the result. Missing are leaves that are sent alone, and leaves that the running loss has gathered already.
 
     Args:
       leaves: (path in the model, leaf) by name; the paths are for errors.

@@ -192,10 +192,10 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns the variables of a unit with unsharded arrays in place of the split leaves, by ``gather_here``.
+    """Returns the variables of the running unit as its module reads them: split leaves gathered, without boxes.
 
-    The path of the unit (for errors) and its extensions are read from the innermost ``RunningUnit``, the record of a
-    unit whose method runs. Without a record, ``gather_here`` gets neither.
+    ``policy`` has the options of the unit (a module that gathers its parameters to run). The path of the unit, for
+    errors, and its extensions are read from the innermost active ``RunningUnit``, if there is one.
     """
     units = active_interceptors_of(RunningUnit)
     if not units:
@@ -463,7 +463,11 @@ class Stacks:
 
 @contextmanager
 def recording_stacks() -> Iterator[Stacks]:
-    """Yields a new ``Stacks``, filled while models run in the context with their scans over layers inside a unit."""
+    """Enters a context that records scans over layers in a new ``Stacks``, and yields the ``Stacks``.
+
+    Each ``nn.scan`` is recorded that runs in the context inside a unit (a module that gathers its parameters to run),
+    and whose layer is no unit: the unit gathers the weights of all layers at once.
+    """
     stacks = Stacks()
     with nn.intercept_methods(stacks.record_stack):
         yield stacks

@@ -327,7 +327,7 @@ class NnxModel:
 
     @functools.cached_property
     def _unit_of_param(self) -> dict[str, str]:
-        """The path of the unit that gathers a parameter (the innermost unit around it), by the path of the parameter.
+        """Dict: path of a parameter -> path of the unit that gathers the parameter, the innermost unit around it.
 
         Parameters outside of all units are missing, and parameters inside a Linen module (``nnx.bridge.ToNNX``), which
         the wrappers of that module gather.

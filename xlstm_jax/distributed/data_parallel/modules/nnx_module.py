@@ -294,11 +294,11 @@ def boxed_leaf(variable: Any) -> Any:
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:
-    """Returns a ``ShardPolicy`` for the gather of a split leaf that no unit gathers: over the axes in the leaf's box.
+    """Returns options to gather, when it is read, a split leaf without a unit: over ``leaf.gathered_axes``.
 
-    ``None`` for a leaf without a library box, or without axes to gather over. A split leaf without a unit occurs if
-    rules for logical names have split the leaf, or if units of another model have initialised the variables. The leaf
-    gathers itself when it is read.
+    ``None`` if ``leaf`` is not a ``Sharded`` box, or has no axes to gather over. A split leaf is without a unit (a
+    module that gathers its parameters to run) if rules for logical names have split the leaf, or if units of another
+    model have initialised the variables.
     """
     axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
     return ShardPolicy(axes, 0) if axes else None
