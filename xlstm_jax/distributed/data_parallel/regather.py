@@ -72,12 +72,13 @@ def keeping_no_weights(base: Policy, kept_axes: frozenset[str] = frozenset()) ->
 
 
 def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *inputs: Any, **params: Any) -> Any:
-    """Returns the decision of the policy ``base`` on the results of an operation, or False (recompute) for weights.
+    """Returns whether to keep the results of an operation for a backward pass: as ``base`` says, but False for weights.
 
-    JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. False
-    is returned, without a call of ``base``, for gathers over an axis that is not in ``kept_axes``, for operations in
-    ``RECOMPUTED`` and calls that contain only such operations, for single values read from a table, and for complex
-    values. A value with a name (``checkpoint_name``) is recomputed, too, if ``base`` keeps everything.
+    JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. Without
+    a call of ``base``, the result is True for a gather over axes that are all in ``kept_axes``. It is False (recompute)
+    for any other gather, for operations in ``RECOMPUTED`` and calls that contain only such operations, for single
+    values read from a table, and for complex values. A value with a name (``checkpoint_name``) is recomputed, too, if
+    ``base`` keeps everything.
     """
     name = primitive.name
     if may_be_complex(name, inputs, params):

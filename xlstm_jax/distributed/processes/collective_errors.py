@@ -88,8 +88,8 @@ def interruptions_go_on() -> Iterator[None]:
 def interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
     """Returns the ``KeyboardInterrupt``, ``SystemExit`` or similar exception behind an ``error``, or None.
 
-    An error that quotes such an exception as text (a line "KeyboardInterrupt: ...", as from a callback of JAX) counts,
-    too: a new exception of this type is returned.
+    An error that only quotes such an exception in its text (a line "KeyboardInterrupt: ...", as JAX's caches report it)
+    counts, too: a new exception of this type is returned.
 
     Args:
       error: searched through its causes, contexts, and members of exception groups.
