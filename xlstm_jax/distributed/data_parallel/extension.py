@@ -371,9 +371,10 @@ def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
-    """Returns a mark (a text), by path, for each leaf that extensions gather together with others; else {}.
+    """Returns a mark (a text), by path, for each leaf that the registered extensions gather together with others.
 
-    The caller stores the marks in the leaves' boxes, where ``sent_with`` finds the marks.
+    Leaves that are gathered alone are missing: {} without such extensions. The caller stores the marks in the leaves'
+    boxes, where ``sent_with`` finds the marks.
 
     Args:
       leaves: the leaves of a unit that will be split, by path in the unit's variables.

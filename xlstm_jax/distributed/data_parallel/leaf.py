@@ -380,8 +380,9 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf, in a box in which some fields of the communication options have new values, given by name.
+    """Returns the leaf, in a box in which some fields of the communication options have new values.
 
+    The fields are given by name, as ``with_communication(leaf, of_layers=True)``. The value and the other options stay.
     A leaf that is not in a box of the library is returned unchanged.
     """
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf

@@ -57,7 +57,7 @@ class Wire(Protocol):
     def along(self, dim: int) -> int:
         """Returns the dim along which the gather concatenates the sent arrays, for a leaf that is split along ``dim``.
 
-        The result differs from ``dim`` if ``send`` reshapes the shard.
+        The result may differ from ``dim`` if ``send`` reshapes the shard.
         """
         ...
 
