@@ -77,9 +77,9 @@ class DimNames:
         return names, False
 
     def names_from_collections(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the variables of ``model.init``, with dim names in separate collections moved into boxes.
+        """Returns ``variables``, the variables of ``model.init`` by collection: here unchanged, in a new dict.
 
-        By default the variables are returned unchanged, in a new dict.
+        A subclass moves dim names that the model keeps in separate collections into boxes around the parameters.
         """
         return dict(variables)
 
@@ -254,7 +254,11 @@ class QuickBox(meta.Partitioned[Any]):
 
 
 def _replaced(box: QuickBox, **updates: Any) -> Any:
-    """Returns a new box like ``box`` with ``updates`` as the values of some fields; the ``replace`` of ``QuickBox``."""
+    """Returns a new box of the class of ``box``, with the values in ``updates`` for the fields named there.
+
+    The other fields are those of ``box``. This function is the method ``replace`` of ``QuickBox``, a base class of
+    boxes.
+    """
     if updates.keys() == {VALUE}:  # shares its fields with this one
         return _of_parts(type(box), _parts_of(box)[1], (updates[VALUE],))
     return dataclasses.replace(box, **updates)

@@ -100,7 +100,10 @@ class Extension:
         return args, kwargs
 
     def computes(self, module: Any, method: str) -> bool:
-        """Returns whether ``from_shards`` may compute the result of ``method`` of a unit; by default False."""
+        """Returns whether ``from_shards`` may compute the result of ``method`` of the unit ``module``; here False.
+
+        If False, the unit gathers its parameters for this method, and ``from_shards`` is not called.
+        """
         return False
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
@@ -199,7 +202,11 @@ class Extension:
     def gathers_in_tree(
         self, params: PyTree, axes: tuple[str, ...], communication: Communication
     ) -> Mapping[str, Callable[[], "Gathered"]]:
-        """Returns functions like those of ``gathers``, by the path of a leaf in the model; by default ``{}``.
+        """Returns functions that gather a leaf together with other leaves, by path in the model; by default ``{}``.
+
+        Each function takes no arguments, and returns the pair (unsharded array of its leaf, the axes that still split
+        each dim). Leaves that are missing in the result are gathered alone. The library calls this hook for an entire
+        model, and ``gathers`` for the leaves of a unit.
 
         Args:
           params: the boxed parameters of an entire model.
@@ -218,8 +225,9 @@ class Extension:
     def recording_parts(self, partial_gathers: dict[str, "PartialGather"]) -> AbstractContextManager[None]:
         """Returns a context manager for ``model.init``; by default a context without effect.
 
-        A subclass adds, in the context, the leaves that modules gather in successive parts to ``partial_gathers``, by
-        path in the model.
+        A subclass fills the dict ``partial_gathers`` in the context: path of a leaf in the model -> ``PartialGather``,
+        for each leaf that a module gathers in successive parts. A ``PartialGather`` says along which dim the leaf is
+        cut, and how many entries a part has.
         """
         return nullcontext()
 
@@ -266,10 +274,11 @@ class Parcel(Protocol):
         ...
 
     def unpack(self, rows: jax.Array) -> list[jax.Array]:
-        """Returns the arrays of the members, in the order of ``members``, from ``rows`` [r, s].
+        """Returns the gathered arrays of the parcel's leaves from ``rows`` [r, s], in the order of ``members``.
 
-        Row i is the result of ``pack`` on device i of r devices. A member with shards [.., d / n, ..] on n devices
-        becomes an array [.., r d / n, ..]: r shards, concatenated along dim d.
+        Row i of ``rows`` is the result of ``pack`` on device i of r devices, with the s values of all its shards. The
+        array of a member is its r shards, concatenated along the dim in which the leaf is split: for s = 10, shards
+        [4, 2] (split along dim 1) and [2] (dim 0) become arrays [4, 2 r] and [2 r].
         """
         ...
 
@@ -278,14 +287,18 @@ EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order
 
 
 def with_hook(name: str) -> list[type[Extension]]:
-    """Returns the registered extension classes that override the method ``name`` of ``Extension``, in order."""
+    """Returns the registered extension classes that override the method ``name`` of ``Extension``.
+
+    The order is the order of registration (``EXTENSIONS``). The list is empty without such a class.
+    """
     return [cls for cls in EXTENSIONS if name in cls.hooks]
 
 
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name``, and apply to ``module``.
 
-    An extension applies if ``module`` is an instance of a class in its ``modules``, or if its ``modules`` is empty.
+    An extension applies if ``module`` is an instance of a class in its ``modules``, or if its ``modules`` is empty. The
+    order is the order of registration (``EXTENSIONS``).
     """
     return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
 
@@ -300,7 +313,10 @@ def extensions_of(collections: Collection[str]) -> list[Extension]:
 
 
 def collections_of_extensions() -> list[str]:
-    """Returns the names of the collections that extensions read when a unit is entered, each once, without "params"."""
+    """Returns the names of the collections, beside "params", that registered extensions read when a unit is entered.
+
+    Each name occurs once, in the order in which the extensions are registered.
+    """
     return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
 
 
@@ -355,9 +371,10 @@ def reorder_axes(params: PyTree, axis_sizes: Mapping[str, int]) -> PyTree:
 
 
 def sent_together(leaves: Mapping[str, Sharded], communication: Communication) -> dict[str, str]:
-    """Returns a mark (a text), by path, for each leaf that extensions gather together with others; else {}.
+    """Returns a mark (a text), by path, for each leaf that the registered extensions gather together with others.
 
-    The caller stores the marks in the leaves' boxes, where ``sent_with`` finds the marks.
+    Leaves that are gathered alone are missing: {} without such extensions. The caller stores the marks in the leaves'
+    boxes, where ``sent_with`` finds the marks.
 
     Args:
       leaves: the leaves of a unit that will be split, by path in the unit's variables.
@@ -407,7 +424,10 @@ def parcels(shards: Mapping[Any, SplitShard]) -> list[Parcel]:
 
 
 def avoids_gather(box: Sharded) -> bool:
-    """Returns whether an extension normally computes without a gather of the leaf in ``box``, as a row lookup."""
+    """Returns whether a registered extension normally computes without a gather of the leaf in ``box``.
+
+    An example is an embedding table of which only the looked-up rows are sent.
+    """
     return any(cls().avoids_gather(box) for cls in with_hook("avoids_gather"))
 
 

@@ -122,10 +122,12 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
 
 
 def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Returns the averaged gradient for each entry of ``grads``, in order and without boxes; see ``sync_gradients``.
+    """Returns the mean of each gradient over the devices of ``axes``, as arrays without boxes, in order of ``grads``.
 
-    ``grads`` are pairs (path, gradient in its box); ``axes`` are the bound data axes to average over. The results are
-    passed to ``remember``, so that ``sync_gradients`` does not average them again.
+    ``grads`` are pairs (path, gradient in its box), ``axes`` the bound data axes. Axes over which a gradient is
+    averaged already are left out: axes of its leaf's gather, and axes of an earlier average. A gradient that is a sum
+    over an axis is divided. The results are passed to ``remember``, so that ``sync_gradients`` does not average them
+    again.
 
     Raises:
       ValueError: a gradient was averaged before and then changed; names the leaf.

@@ -121,9 +121,10 @@ class Sharded(QuickBox):
         return shape if self.stores_value else self.store.shape(shape, [1] * len(shape))
 
     def shape_of_parts(self, counts: list[int]) -> tuple[int, ...]:
-        """Returns the shape of a value (without padding) of which ``counts[i]`` stored shards lie along each dim i.
+        """Returns the shape of a value that consists of ``counts[i]`` stored shards along each dim i, without padding.
 
-        A stored shard has the shape of ``self.value``.
+        A stored shard has the shape of ``self.value``: shards [16, 8] and ``counts`` [1, 4] give (16, 32), or (16, 30)
+        if the last two columns are padding.
         """
         return self.store.shape(np.shape(self.value), counts)
 
@@ -150,8 +151,8 @@ class Sharded(QuickBox):
         ``apply_constraint`` is ignored.
 
         Raises:
-          ValueError: inside ``shard_map`` the value is a full array, where a shard was expected; or see
-            ``_axes_to_read``.
+          ValueError: inside ``shard_map`` the value is a full array, where a shard was expected; or an axis of copies
+            is not bound; or the value has another number of dims than the box.
         """
         del apply_constraint
         if self.read_as_stored:
@@ -379,8 +380,9 @@ def frozen(leaf: Any) -> Any:
 
 
 def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf, in a box in which some fields of the communication options have new values, given by name.
+    """Returns the leaf, in a box in which some fields of the communication options have new values.
 
+    The fields are given by name, as ``with_communication(leaf, of_layers=True)``. The value and the other options stay.
     A leaf that is not in a box of the library is returned unchanged.
     """
     return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf

@@ -75,7 +75,10 @@ def leaves_of_layer(stacked: PyTree) -> list[tuple[str, Sharded]]:
 
 
 def route_of(path: str, leaf: Sharded, module: tuple[str, ...] | None = None) -> Route | None:
-    """Returns the gather of a layer's leaf as a ``Route``; ``None`` if no bound axis of size 2 or more splits the leaf.
+    """Returns how the leaf of a layer is gathered, or ``None`` if no bound axis of size 2 or more splits the leaf.
+
+    A ``Route`` has the dim and the axes of the gather, the axes that still split each dim afterwards, and the
+    communication options.
 
     Args:
       path: the leaf's path in the module.
@@ -182,10 +185,10 @@ class _Leaf(NamedTuple):
         return self.parcel.unpack(gradient) if self.parcel else gradient
 
     def weights(self, value: jax.Array) -> list[Any]:
-        """Returns the weights of a layer that the gathered array ``value`` contains, in the order of ``places``.
+        """Returns a list of the weights of one layer in ``value``, the gathered array of this leaf.
 
-        The list has a single weight, or a weight for each member of a parcel (leaves that are sent together). A weight
-        is a bare array without padding; or in a box, if axes still split the weight.
+        The list has a single weight; for a parcel (leaves that are sent together) a weight for each of ``members``, in
+        order. A weight is a bare array without padding; or in a box, if axes still split the weight.
         """
         arrays = self.parcel.unpack(value) if self.parcel else [value]
         return [
@@ -346,9 +349,10 @@ class _Scan:
     def first_gathers(self, values: Arrays, order: Sequence[int]) -> list[Arrays | None]:
         """Starts the gathers of the first ``depth`` layers to compute, and returns ``ahead`` for the first iteration.
 
-        The last entry is the first layer, fully gathered; each entry before is the next layer, with one stage less. An
-        entry is ``None`` if the scan has too few layers. ``order`` has the indices of the layers in the order of
-        computation, ``values`` are the stacked shards.
+        ``ahead`` is a list with an entry for each gather stage. For two stages: [the second layer after one stage, the
+        first layer after both stages, fully gathered]. An entry is a list of arrays, one for each leaf; ``None`` if the
+        scan has too few layers. ``order`` has the indices of the layers in the order of computation, ``values`` are the
+        stacked shards.
         """
         ahead: list[Arrays | None] = [None] * self.depth
         # A scan of few layers runs out of layers for the first stages: their entries are ``None``.

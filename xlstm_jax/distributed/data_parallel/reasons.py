@@ -29,7 +29,11 @@ class Reason:
 
     @property
     def all_reasons(self) -> "tuple[Reason, ...]":
-        """Tuple of the reasons in an ``OfSeveral``; for any other reason a tuple of the reason itself."""
+        """The reasons that this reason consists of: ``(self,)``.
+
+        A subclass with a reason for each of several wrappers (``OfSeveral``) returns the reasons of the wrappers, in
+        order.
+        """
         return (self,)
 
     def to_json(self) -> dict[str, Any]:

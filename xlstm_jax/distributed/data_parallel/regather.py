@@ -62,20 +62,23 @@ _MAKE_COMPLEX = ("complex", "eig", "fft")  # make complex values of real values
 # Cached: JAX compares policies by identity.
 @functools.cache
 def keeping_no_weights(base: Policy, kept_axes: frozenset[str] = frozenset()) -> Policy:
-    """Returns a policy that keeps the same values as ``base``, except gathered weights (see the top of this file).
+    """Returns a policy for ``jax.checkpoint`` that keeps the values that ``base`` keeps, except gathered weights.
 
-    Results of gathers over ``kept_axes`` alone are kept: shards that are gathered over these axes, and not over others.
+    Left out are also results of cheap operations, which only move or cast values or compute element by element: the
+    policy cannot tell a cast weight from a cast activation. Results of gathers over ``kept_axes`` alone are kept.
+    Equal arguments give the same object.
     """
     return functools.partial(_keep_but_weights, base, kept_axes)
 
 
 def _keep_but_weights(base: Policy, kept_axes: frozenset[str], primitive: Any, *inputs: Any, **params: Any) -> Any:
-    """Returns the decision of the policy ``base`` on the results of an operation, or False (recompute) for weights.
+    """Returns whether to keep the results of an operation for a backward pass: as ``base`` says, but False for weights.
 
-    JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. False
-    is returned, without a call of ``base``, for gathers over an axis that is not in ``kept_axes``, for operations in
-    ``RECOMPUTED`` and calls that contain only such operations, for single values read from a table, and for complex
-    values. A value with a name (``checkpoint_name``) is recomputed, too, if ``base`` keeps everything.
+    JAX calls the function with the operation ``primitive``, the types ``inputs`` and the parameters ``params``. Without
+    a call of ``base``, the result is True for a gather over axes that are all in ``kept_axes``. It is False (recompute)
+    for any other gather, for operations in ``RECOMPUTED`` and calls that contain only such operations, for single
+    values read from a table, and for complex values. A value with a name (``checkpoint_name``) is recomputed, too, if
+    ``base`` keeps everything.
     """
     name = primitive.name
     if may_be_complex(name, inputs, params):

@@ -32,11 +32,14 @@ _BASES: dict[str, Policy] = {
 def remat_policy(
     base: str | Policy | None = None, *, offload: Sequence[str] = (), gathered_over: AxisNames | tuple[()] = ()
 ) -> Policy:
-    """Makes a policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight (see ``regather``).
+    """Makes a policy for ``jax.checkpoint`` and ``nn.remat`` that never keeps a gathered weight.
 
     >>> block = nn.remat(shard_module_params(nn.Dense, "fsdp"), policy=remat_policy("dots"))(32)
     >>> block.init_with_output(jax.random.key(0), jnp.ones((8, 16)))[0].shape  # what is kept changes no value
     (8, 32)
+
+    Results of cheap operations (casts, arithmetic) are not kept either, since they may be computed from a weight: see
+    ``regather``.
 
     Args:
       base: which values other than weights are kept: "everything" (also ``None``), "dots", "nothing", or a policy of

@@ -202,10 +202,10 @@ def split_array_over_mesh(x: jax.Array, axis_name: AxisNames, split_axis: int) -
 def with_unit(variables: PyTree, before: PyTree) -> PyTree:
     """Returns the variables of a module, in which the boxes that the module has just made name the module as unit.
 
-    The unit of a leaf is the wrapped module that gathers the leaf. It is stored as ``unit_depth``, the number of names
-    in the leaf's path below the module: 1 for "params/kernel". Unchanged are bare leaves, boxes with axes of which no
-    wrapped module gathers any, and boxes of a wrapped module inside: these have a unit in ``before``, and the same axes
-    now.
+    The unit of a leaf is the wrapped module that gathers the leaf. The box stores the unit as ``unit_depth``, the
+    number of names in the leaf's path below the module: 1 for "params/kernel". Three kinds of leaves are unchanged:
+    bare leaves; boxes whose axes no wrapped module gathers (the model itself splits the leaf); and boxes made by a
+    wrapped module inside, which already have a unit in ``before``, and the same axes.
 
     Args:
       variables: the variables after the module has boxed its leaves.

@@ -38,9 +38,10 @@ class Store:
     writes_parts: ClassVar[bool] = False
 
     def shape(self, stored: Shape, counts: Sequence[int]) -> Shape:
-        """Returns the shape of a value of which ``counts[i]`` stored arrays of shape ``stored`` lie along each dim i.
+        """Returns the shape of a value whose stored array consists of ``counts[i]`` parts along each dim i.
 
-        Here the product of both, dim by dim; a store with padding returns the size without padding.
+        ``stored`` is the shape of a part: (16, 8) and ``counts`` (1, 4) give (16, 32). A subclass with padding returns
+        the shape without padding.
         """
         return tuple(size * count for size, count in zip(stored, counts, strict=True))
 
@@ -76,23 +77,38 @@ class Store:
         return tuple(range(ndim))
 
     def of_value(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """Returns ``entries``, one for each stored dim (axis names, say), in the order of the value's dims."""
+        """Returns ``entries`` in the order of the value's dims; an entry (axis names, say) belongs to each stored dim.
+
+        A subclass that permutes dims (``order``) permutes the entries; here the order stays.
+        """
         return tuple(entries[dim] for dim in self.order(len(entries)))
 
     def after_read(self) -> "Store":
-        """Returns the store for the result of a ``read`` in which split dims stayed as stored: here the same store."""
+        """Returns the storage format of the array that ``read`` returns, if dims that are still split stay as stored.
+
+        Here ``self``.
+        """
         return self
 
     def with_dim(self, index: int) -> "Store":
-        """Returns the store of the leaf with an additional (layer) dim at ``index``: here the same store."""
+        """Returns the storage format of the leaf after an additional (layer) dim at ``index``: here ``self``.
+
+        A subclass with a size for each dim inserts an entry for the new dim.
+        """
         return self
 
     def without_dim(self, index: int) -> "Store":
-        """Returns the store of the leaf without its dim ``index``: here the same store."""
+        """Returns the storage format of the leaf without its dim ``index``, a layer dim: here ``self``.
+
+        A subclass with a size for each dim removes the entry of the dim.
+        """
         return self
 
     def of_last_dims(self, ndim: int) -> "Store":
-        """Returns the store of one layer of stacked layers, the last ``ndim`` dims of the leaf: here the same store."""
+        """Returns the storage format of the last ``ndim`` dims of the leaf, one layer of stacked layers: here ``self``.
+
+        A subclass with a size for each dim drops the entries of leading dims.
+        """
         return self
 
 
@@ -119,14 +135,15 @@ class Uneven(Protocol):
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
         """Returns the reason to split ``dim`` of size ``size`` in ``parts``, though ``parts`` does not divide ``size``.
 
-        ``None``: the leaf is not split.
+        ``None``: this mode does not split such a leaf, and the leaf stays replicated.
         """
         ...
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns the leaf in a storage format in which ``parts`` divides the dim ``leaf.dim``.
+        """Returns ``leaf`` in a storage format in which ``parts`` divides the dim to split, ``leaf.dim``.
 
-        The array, which may get padding, and the store in the result may differ from ``leaf``.
+        A mode with padding returns a new ``LeafToSplit``, with the padded array and the format (store) that records the
+        size without padding.
         """
         ...
 

@@ -106,9 +106,10 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> Py
 
 
 def map_values_with_path(fn: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in its box; see ``map_values``.
+    """Returns the tree with ``fn(path, leaf, *others)`` as the value of each leaf, in the leaf's box if there is a box.
 
-    Paths are as ``blocks/mlp/kernel``.
+    ``fn`` gets the path, as ``blocks/mlp/kernel``, the leaf as a ``Sharded`` (the library's box), and its counterparts
+    in the trees ``rest`` unchanged.
     """
     return map_leaves_with_path(lambda path, leaf, *others: rebox(leaf, fn(path, leaf_of(leaf), *others)), tree, *rest)
 
@@ -149,9 +150,9 @@ def unbox(tree: PyTree) -> PyTree:
 def with_mesh_names(variables: PyTree) -> PyTree:
     """Returns variables of ``model.init`` with the logical names of dims replaced by axes of the current mesh.
 
-    ``init`` must run under ``boxes_without_constraints``. ``variables`` is a dict of collections. Leaves of "params"
-    with axes get boxes that list the axes, see ``split_by_model``. Leaves of other collections lose their boxes of
-    logical names, and are replicated; boxes with axes stay, as boxes of Flax.
+    ``variables`` is a dict of collections, made under ``boxes_without_constraints``. A leaf of "params" in a box with
+    axes gets a ``Sharded`` box with these axes; a leaf whose logical names map to no axis becomes bare. Leaves of other
+    collections lose boxes of logical names, and are replicated; boxes with axes stay, as boxes of Flax.
     """
 
     def named(leaf: Any, is_param: bool) -> Any:
@@ -206,7 +207,7 @@ def without_frozen(tree: PyTree) -> PyTree:
 def differentiable(tree: PyTree) -> list[Sharded]:
     """Returns the leaves that take a gradient (floats that are not frozen), each as a ``Sharded``, in tree order.
 
-    The order is the order of ``split_differentiable``.
+    ``split_differentiable`` returns the same leaves in the same order, as boxed in the tree.
     """
     return [leaf for _, leaf in sharded_leaves(tree) if leaf.is_differentiable]
 

@@ -151,7 +151,12 @@ class Multiclass:
             raise ValueError(f"top_k={self.top_k} is not in 1..{self.num_classes}, the number of classes.")
 
     def decide(self, scores: jax.Array, labels: jax.Array) -> Decisions:
-        """Returns the predicted and the actual classes of a batch, two masks [b..., C]; the class lists the shapes.
+        """Returns the ``Decisions`` of a batch: bool masks [b..., C] of the predicted and of the actual classes.
+
+        ``scores`` are [b..., C] for C classes, and the class of the highest score is predicted (with ``top_k`` > 1 the
+        label, if it is among the k highest). ``labels`` are class numbers [b...] or [b..., 1], or one-hot [b..., C].
+        With ``top_k`` 1 ``scores`` may be predicted class numbers in the shape of ``labels``. A row with a NaN score is
+        marked as unknown.
 
         Raises a ``ValueError`` if the shapes or dtypes of scores and labels do not fit together.
         """

@@ -180,7 +180,10 @@ class Layout:
         return self.vectors_of({group: cell.merge(others[group]) for group, cell in self.groups_of(a).items()})
 
     def merge_rows(self, rows: Vectors) -> Vectors:
-        """Returns the vectors [k] of the merge of n states, by vector name; ``rows`` has the vectors [n, k]."""
+        """Returns the merge of n states as vectors [k], by vector name; each cell merges by its rule, such as a sum.
+
+        ``rows`` has the n states as vectors [n, k]: row i has the packed cells (accumulators) of state i.
+        """
         return self.vectors_of({group: cell.merged((0,)) for group, cell in self.groups_of(rows).items()})
 
 

@@ -68,10 +68,11 @@ class MeshState:
         sync_together([self])
 
     def add_local(self, new_cells: Vectors, on_all_processes: bool) -> None:
-        """Merges the state of a new value, vectors [k] by vector name, into the first local value of this process.
+        """Adds a new value of this process to the state: merges it into the first local value of this process.
 
-        With ``on_all_processes`` every process passes the same global array, and only process 0 merges. Other processes
-        are not waited for. The state then counts as not synchronized.
+        ``new_cells`` are the accumulators of the new value, packed into vectors [k] by vector name. With
+        ``on_all_processes`` every process passes the same global array, and only process 0 merges. Other processes are
+        not waited for. The state then counts as not synchronized.
         """
 
         def with_row(x: jax.Array, row: jax.Array) -> jax.Array:
@@ -90,13 +91,17 @@ class MeshState:
         self.synced = None
 
     def add_rows(self, rows: Vectors) -> None:
-        """Merges n new values, vectors [n, k] by vector name, into the n local values: row i on device i."""
+        """Merges n new values into the local values of the n devices: row i of ``rows`` on device i.
+
+        ``rows`` are the accumulators of the new values, packed into vectors [n, k] by vector name.
+        """
         self._set_local(_merge(self.local.layout, self.local.vectors, jax.device_put(rows, self._split)))
 
     def add_batch(self, arguments: PyTree) -> None:
-        """Updates each device's local value with the device's shard of ``arguments``, a pair (args, kwargs).
+        """Updates the local value of each device by ``self.metric``, which observes the device's shard of a batch.
 
-        Arrays are split along dim 0; every device observes each scalar.
+        ``arguments`` is a pair (args, kwargs), the arguments of the metric's ``observe``. Arrays are split along dim 0;
+        every device observes each scalar.
         """
         self._set_local(_update(self.metric, self.mesh, self.local, arguments).vectors)
 
@@ -166,10 +171,11 @@ class MeshState:
         self._set_rows(rows, synced if state_dict["is_synchronized"] else None)
 
     def _set_rows(self, rows: Vectors, synced: Synced | None) -> None:
-        """Sets the local values to ``rows``, vectors [m, k] of m devices, and the synchronized state to ``synced``.
+        """Sets the local values to ``rows``, and the synchronized state to ``synced``, copied to every device.
 
-        If m is the present number of devices, row i becomes the value of device i. Otherwise the m rows are merged into
-        the value of the first device. ``synced`` is put on every device; None: not synchronized.
+        ``rows`` are the accumulators of m devices, packed into vectors [m, k] by vector name. If m is the present
+        number of devices, row i becomes the value of device i. Otherwise the m rows are merged into the value of the
+        first device. ``synced`` None: the state is not synchronized.
         """
         if len(jax.tree.leaves(rows)[0]) == self.num_devices:
             self._set_local(jax.tree.map(self._put_rows, rows))
@@ -180,7 +186,10 @@ class MeshState:
             self.synced = jax.device_put(synced, NamedSharding(self.mesh, PartitionSpec()))
 
     def _from_first_row(self, vectors: Vectors) -> Vectors:
-        """Returns global vectors [n, k]: ``vectors`` [k] on the first device, the neutral state on other devices."""
+        """Returns global vectors [n, k] for n devices: ``vectors`` [k] on the first device, neutral elsewhere.
+
+        The vectors are packed accumulators, by vector name; row i is on device i. The neutral state has no batch.
+        """
         others = jax.tree.map(np.asarray, self.metric.state_of({}).vectors)
         rows = jax.tree.map(lambda x, zero: np.stack([x, *[zero] * (self.num_devices - 1)]), vectors, others)
         return jax.tree.map(self._put_rows, rows)
@@ -280,9 +289,9 @@ def _merge_rows(layout: Layout, rows: dict[str, list[jax.Array]]) -> Vectors:
 
 
 def _first_shards(x: jax.Array) -> list[jax.Shard]:
-    """Returns the local shards with the lowest row of ``x`` that this process holds; x is split along dim 0.
+    """Returns the shards of ``x``, split along dim 0, with the lowest row index among the shards of this process.
 
-    Several shards if further mesh axes replicate the row over devices of this process.
+    The list has several shards if further mesh axes replicate the row over devices of this process.
     """
     first = min(shard.index[0].start or 0 for shard in x.addressable_shards)
     return [shard for shard in x.addressable_shards if (shard.index[0].start or 0) == first]

@@ -119,7 +119,7 @@ class PureMetric(ABC):
         """
 
     def empty(self, axes: AxisNames = (), mesh: Mesh | None = None) -> Local:
-        """Returns the neutral state on every device.
+        """Returns the state without any batch: the neutral accumulators of ``identity`` on every device.
 
         Args:
           axes: every mesh axis that the batch is split over. Without axes the state is for a single device, or for

@@ -88,6 +88,9 @@ def interruptions_go_on() -> Iterator[None]:
 def interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
     """Returns the ``KeyboardInterrupt``, ``SystemExit`` or similar exception behind an ``error``, or None.
 
+    An error that only quotes such an exception in its text (a line "KeyboardInterrupt: ...", as JAX's caches report it)
+    counts, too: a new exception of this type is returned.
+
     Args:
       error: searched through its causes, contexts, and members of exception groups.
       handled: the exception that was being handled before the work began (``sys.exception()``). Python makes this

@@ -41,10 +41,10 @@ class KeyValueStore:
         self._client.key_value_set(f"{self._folder}/{self._number}/{name}", text)
 
     def read(self, name: str, deadline: float) -> str | None:
-        """Waits until a process has posted a text under ``name`` in this exchange, and returns the text.
+        """Waits until a process has posted a text under ``name`` in the exchange of this store, and returns the text.
 
-        None if there is no text at ``deadline``, a time of ``time.monotonic()``. A text that exists is returned even
-        after the deadline.
+        ``name`` is a key in the folder of the exchange. None if there is no text at ``deadline``, a time of
+        ``time.monotonic()``. A text that exists is returned even after the deadline.
         """
         # Wait at least 1 ms, so that an existing text is read even after the deadline.
         wait_ms = max(1, int(1000 * (deadline - time.monotonic())))
@@ -56,10 +56,10 @@ class KeyValueStore:
             return None
 
     def missing(self) -> list[int]:
-        """Returns the indices of the processes that have not posted their text in this exchange, in ascending order.
+        """Returns the indices of the processes to wait for in this exchange of texts, in ascending order.
 
-        If every text is posted, the answer is missing. The result is then the first of ``processes``, which posts the
-        answer.
+        These are the processes that have not posted their text. If every text is posted, the result is the first of
+        ``processes``, which collects the texts and has not yet posted the collection.
         """
         entries = self._client.key_value_dir_get(f"{self._folder}/{self._number}/texts/")
         return sorted(set(self.processes) - {int(key.rsplit("/", 1)[1]) for key, _ in entries}) or [self.processes[0]]

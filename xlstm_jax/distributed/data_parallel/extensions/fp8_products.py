@@ -84,18 +84,18 @@ def products_of(variables: Mapping[str, Any]) -> list[Product]:
 
 
 def checked_operand(kernels: dict[str, Any], product: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the kernel argument in a call of an fp8 product, if it is the kernel that was gathered for the product.
+    """Returns the kernel argument of a call of ``product``; checks that this kernel was gathered for the product.
 
-    ``None`` for any module without an entry in ``kernels``. The entry of the product is set to ``None``, so that a
-    second call of the product raises.
+    Returns ``None``, without a check, if ``product`` has no entry in ``kernels``. Sets the entry of the product to
+    ``None``, so that a second call of the product raises.
 
     Args:
-      kernels: the quantised and gathered kernels, by the paths of their products in the model.
+      kernels: the quantised and gathered kernels, by the paths of their fp8 products in the model.
       product: the called module.
-      args, kwargs: the arguments of the call.
+      args, kwargs: the arguments of the call; the kernel is positional, or the keyword argument ``rhs``.
     Raises:
-      ValueError: the argument is another array, unless a module of ``READERS`` calls the product; or the argument is
-        float16, where small values of the kernel are lost; or the product was called before.
+      ValueError: the argument is another array (a cast by ``nn.Dense`` or ``nn.DenseGeneral`` is allowed); or float16,
+        where small values of the kernel are lost; or the product was called before; or its class is not Flax's.
     """
     path, place = "/".join(product.path), place_of_kernel(product)
     if path not in kernels:
@@ -132,7 +132,8 @@ def with_operand(product: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
 def _only_casts(owner: Any) -> bool:
     """Returns whether ``owner``, the module of a kernel, passes the kernel to its fp8 product with at most a cast.
 
-    True if ``__call__`` is the unchanged method of a class in ``READERS``, with Flax's ``promote_dtype``.
+    True if ``owner`` runs the unchanged ``__call__`` of ``nn.Dense`` or ``nn.DenseGeneral`` (``READERS``), with Flax's
+    ``promote_dtype``.
     """
     call = inspect.unwrap(inspect.getattr_static(type(owner), "__call__"))
     known = any(call is inspect.unwrap(inspect.getattr_static(layer, "__call__")) for layer in READERS)
@@ -301,8 +302,9 @@ class Fp8Products(Extension):
     def value_replacements(self) -> Mapping[str, Callable[[Any], Any]]:
         """Returns functions by the path of a history (the largest magnitudes of a kernel) in the unit's variables.
 
-        A function takes the leaf of the history, and returns the value that the product reads (see ``recording``). The
-        product then records the largest magnitude of the shard instead of the gathered kernel's.
+        A function takes the leaf of the history, and returns the history for the product to read: the same values, with
+        another gradient. The gradient is the next history, in which the newest entry is the largest magnitude of this
+        device's shard instead of the gathered kernel.
         """
         return {path: partial(_recorded, shard) for path, shard in self.shards.items()}
 

@@ -77,7 +77,7 @@ class Columns:
 
     @classmethod
     def of(cls, arrays: Sequence[tuple[tuple[int, ...], int]]) -> "Columns":
-        """Returns the ``Columns`` of arrays that are packed in this order.
+        """Returns the ``Columns`` (layout of a packed array) of arrays that are packed in the order of ``arrays``.
 
         ``arrays`` has, for each array, (shape of a single shard, the dim that is split).
         """
@@ -85,18 +85,21 @@ class Columns:
         return cls(tuple(shapes), tuple(dims))
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """Returns the arrays packed as one array [r, s]: row i has the s values of shard i of each array.
+        """Packs arrays into a matrix [r, s]: row i has the values of shard i of each array, in the order of ``shapes``.
 
-        Each array has r shards along its split dim, [.., r d / n, ..]. The arrays have the order of ``shapes``.
+        Each array consists of r equal shards, concatenated along its split dim; s is the number of values in a shard of
+        each array together. For r = 3, arrays [4, 6] (shards [4, 2], split along dim 1) and [6] (shards [2]) become
+        [3, 10].
         """
         rows = arrays[0].shape[self.dims[0]] // self.shapes[0][self.dims[0]]
         moved = (jnp.moveaxis(array, dim, 0) for array, dim in zip(arrays, self.dims, strict=True))
         return jnp.concatenate([array.reshape(rows, -1) for array in moved], axis=1)
 
     def split(self, packed: jax.Array) -> list[jax.Array]:
-        """Returns the arrays in a packed array [r, s]: the inverse of ``join``, a list in the order of ``shapes``.
+        """Returns the arrays in ``packed``, a matrix [r, s], as a list in the order of ``shapes``; undoes ``join``.
 
-        An array whose single shard is [.., d / n, ..] is returned as [.., r d / n, ..].
+        Row i of ``packed`` has the s values of shard i of each array. The r shards of an array are concatenated along
+        its split dim: [3, 10] gives [4, 6] for shards [4, 2], split along dim 1, and [6] for shards [2].
         """
         # The transpose of lax.split is one concatenate; slices would be padded and added.
         parts = lax.split(packed, [math.prod(shape) for shape in self.shapes], axis=1)
@@ -145,9 +148,10 @@ class PackedWire:
 
 
 def _parcel(group: Mapping[Any, ShardToSend]) -> SmallLeaves:
-    """Returns the parcel of two or more shards of one kind, which are sent together; ``group`` has the shards by key.
+    """Returns the parcel that sends the shards in ``group``, by key, together; ``members`` are the keys, in order.
 
-    If a shard is sent in a format of its own (blocks of 8 bits, say), the parcel's wire converts each shard separately.
+    ``group`` has two or more shards that agree in dtype, axes and options (``ShardToSend.kind``). If a shard is sent in
+    a packed format (blocks of 8 bits, say), the parcel converts each shard separately, and sends the results together.
     """
     shards = list(group.values())
     columns, wire = Columns.of([(shard.shape, shard.dim) for shard in shards]), Unchanged()

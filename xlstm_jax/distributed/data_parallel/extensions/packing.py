@@ -107,9 +107,9 @@ def packed_gathers(
 ) -> dict[str, Callable[[], Gathered]]:
     """Returns, by name, functions that return a gathered leaf, for the leaves of a unit that are sent in parcels.
 
-    A function returns the unsharded array, and the axes that still split each dim. The first call for a leaf of a
-    parcel gathers the parcel, later calls use the result. Missing are leaves that are sent alone, and leaves that the
-    running loss has gathered already.
+    A parcel is a group of leaves that are gathered together. A function takes no arguments, and returns the unsharded
+    array and the axes that still split each dim. The first call for a leaf of a parcel gathers the parcel, later calls
+    use the result. Missing are leaves that are sent alone, and leaves that the running loss has gathered already.
 
     Args:
       leaves: (path in the model, leaf) by name; the paths are for errors.
@@ -158,8 +158,9 @@ def packed_in_tree(
 ) -> dict[str, Callable[[], Gathered]]:
     """Returns, by path in the model, functions that return a gathered leaf, for leaves that are sent in parcels.
 
-    The functions are those of ``packed_gathers`` for each unit. The unit of a leaf is found by the mark in its box.
-    Leaves that are gathered alone are missing in the result.
+    A parcel is a group of leaves of one unit (wrapped module) that are gathered together; the mark in the box of a leaf
+    says which unit. A function takes no arguments, and returns the pair (unsharded array, the axes that still split
+    each dim). The first call for a leaf of a parcel gathers the parcel. Leaves that are gathered alone are missing.
 
     Args:
       params: the boxed parameters of an entire model.

@@ -26,7 +26,8 @@ Piece = tuple[int, int]  # the dim of a parameter that is cut into pieces, and t
 def can_send_pieces(box: Sharded, along: int) -> bool:
     """Returns whether a split matrix can be gathered in successive pieces, each a range of its dim ``along``.
 
-    False if parts of the leaf cannot be sent, or if the leaf is padded and ``along`` is not the split dim.
+    The leaf must be a matrix of floats with exactly one split dim, sent as plain numbers (``can_send_parts``). A matrix
+    that is stored with padding can be cut only along the split dim: False for another ``along``.
     """
     # Padding along the other dim would have to be cut off each piece.
     return can_send_parts(box) and (box.stores_value or bool(box.names[along]))
@@ -36,7 +37,8 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
     """Returns (shard, layout) to gather a matrix in pieces along dim ``along``; ``None`` if only a full gather works.
 
     A piece is a range of the dim. The shard is this device's array in ``box``, under ``stop_gradient`` if frozen. The
-    layout is a ``Pieces``, as the functions of ``wire/pieces`` take it.
+    layout is a ``Pieces``: the dims, axes and options of the gather. ``None`` is returned outside of ``shard_map``, on
+    a single device, inside ``lax.cond``, if an operand is under ``vmap``, and if ``can_send_pieces`` is False.
 
     Args:
       box: the shard in its box.
@@ -44,7 +46,8 @@ def pieces_of(box: Sharded, along: int, *operands: jax.Array, path: str = "") ->
       *operands: the arrays used together with the matrix.
       path: the name of the matrix in errors.
     Raises:
-      ValueError: an axis of copies is not bound, or a dtype of the options does not fit the matrix.
+      ValueError: an axis along which shards have copies is not bound, or a dtype of the options does not fit the
+        matrix.
     """
     communication = box.communication
     split = bound_split(box, box.value, *operands) if can_send_pieces(box, along) else None

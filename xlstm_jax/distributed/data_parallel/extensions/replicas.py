@@ -60,10 +60,11 @@ class Replicas(Copies):
         return collectives.all_reduce_sum(term, axes)
 
     def rounding(self, sizes: np.ndarray, dtype: DType) -> float:
-        """Returns an estimate of the norm of the error in ``mean`` of a gradient from sums in ``reduce_dtype``.
+        """Returns an estimate of the L2 norm of the rounding error of ``mean``, which averages a gradient over copies.
 
-        0 if ``reduce_dtype`` is ``None``, or not narrower than ``dtype``, the dtype of the gradient. ``sizes`` has the
-        absolute values of the gradient's entries.
+        The error comes from sums in ``reduce_dtype``, a narrow dtype or an 8-bit format. 0 if ``reduce_dtype`` is
+        ``None``, or a dtype not narrower than ``dtype``, the dtype of the gradient. ``sizes`` has the absolute values
+        of the gradient's entries.
         """
         if wire_format := WIRE_FORMATS.get(str(self.reduce_dtype)):
             # Errors are uniform up to half the distance between two codes.

@@ -28,9 +28,10 @@ TABLE = "embedding"  # name of the parameter of an ``nn.Embed``
 
 
 def can_send_rows(box: Sharded) -> bool:
-    """Returns whether an embedding table may be read by ``look_up_rows``, which avoids a gather of the table.
+    """Returns whether the rows that a lookup reads may be sent in place of the embedding table in ``box``.
 
-    True if the table is marked as read by a single lookup, and if parts of the table can be sent.
+    True if the table has the mark ``LOOKED_UP`` (a single lookup reads it), and if parts of the table can be sent: the
+    table is a matrix of floats with exactly one split dim, sent as plain numbers.
     """
     return LOOKED_UP in box.marks and can_send_parts(box)
 
@@ -38,8 +39,9 @@ def can_send_rows(box: Sharded) -> bool:
 def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None:
     """Returns the rows of a split table [rows, d] at ``indices`` [...], as [..., d], fetched from their devices.
 
-    ``None`` if a gather of the table sends fewer bytes, or only a gather is exact. ``box`` has this device's shard of
-    the table; ``path`` names the table in errors.
+    Only for an array of integer indices, inside ``shard_map``, over two or more devices. ``None`` otherwise; if
+    ``can_send_rows`` is False; under ``vmap`` or in ``lax.cond``; and if a gather of the table sends fewer bytes.
+    ``box`` has this device's shard of the table; ``path`` names the table in errors.
     """
     are_indices = isinstance(indices, jax.Array) and jnp.issubdtype(indices.dtype, jnp.integer) and indices.size
     split = bound_split(box, indices) if are_indices and can_send_rows(box) else None

@@ -192,10 +192,10 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
 
 
 def _gathered(policy: ShardPolicy, variables: PyTree) -> PyTree:
-    """Returns the variables of a unit with unsharded arrays in place of the split leaves, by ``gather_here``.
+    """Returns the variables of the running unit as its module reads them: split leaves gathered, without boxes.
 
-    The path of the unit (for errors) and its extensions are read from the innermost ``RunningUnit``, the record of a
-    unit whose method runs. Without a record, ``gather_here`` gets neither.
+    ``policy`` has the options of the unit (a module that gathers its parameters to run). The path of the unit, for
+    errors, and its extensions are read from the innermost active ``RunningUnit``, if there is one.
     """
     units = active_interceptors_of(RunningUnit)
     if not units:
@@ -443,10 +443,12 @@ class Stacks:
     _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
 
     def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Returns the result of ``method``, called unchanged; records scans over layers in ``layers``, by name.
+        """Returns the result of ``method``, called unchanged; adds scans over layers to ``self.layers``.
 
-        This is an interceptor for ``nn.intercept_methods``. A scan is recorded if a unit around the scan is running,
-        and if the layer, the next called module of the scanned class, is not a unit itself.
+        This is an interceptor for ``nn.intercept_methods``. ``layers`` maps the name of the layer's module (its class,
+        without a name) to the class name of the layer: {"blocks": "Block"}. A scan (``nn.scan``) is added if it runs
+        inside a unit (a module that gathers its parameters to run), and the layer is not a unit itself: then the unit
+        gathers the weights of all layers at once. The layer is the next called module of the scanned class.
         """
         cls, units = type(context.module), self.units_entered
         if self.units_running and scans_over_params(cls):
@@ -461,17 +463,21 @@ class Stacks:
 
 @contextmanager
 def recording_stacks() -> Iterator[Stacks]:
-    """Yields a new ``Stacks``, filled while models run in the context with their scans over layers inside a unit."""
+    """Enters a context that records scans over layers in a new ``Stacks``, and yields the ``Stacks``.
+
+    Each ``nn.scan`` is recorded that runs in the context inside a unit (a module that gathers its parameters to run),
+    and whose layer is no unit: the unit gathers the weights of all layers at once.
+    """
     stacks = Stacks()
     with nn.intercept_methods(stacks.record_stack):
         yield stacks
 
 
 def forget_stack(path: str) -> None:
-    """Removes the module at ``path`` from each active ``Stacks``, which records layers that are gathered all at once.
+    """Removes the layers at ``path`` from each active ``Stacks``, the record of scanned layers gathered all at once.
 
-    ``shard_modules`` calls the function when the layer itself is a unit. Modules are recorded by the last name of a
-    path.
+    ``shard_modules`` calls the function when the layer is a unit itself, which gathers one layer at a time. A record
+    has layers by the last name of their path; a name that is not recorded is ignored.
     """
     for stacks in active_interceptors_of(Stacks):
         stacks.layers.pop(path.rpartition("/")[-1], None)

@@ -231,7 +231,8 @@ class LinenRun:
         by predicate or by the number of values. Parameters of units inside stay with these units.
 
         Raises:
-          ValueError: ``module`` is the model, and no module was chosen; or see ``_is_left_out``.
+          ValueError: ``module`` is the model, and no module was chosen; or a predicate has chosen a module inside an
+            ``nn.map_variables`` of the model.
         """
         selection, policy = self.sharding.selection, self.sharding.policy
         with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():

@@ -101,9 +101,10 @@ class LinenRunByRule(LinenRun):
 
 
 def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
-    """Replaces the variables of a module, in ``init``, by ``change(variables)``.
+    """Replaces the variables of a module, in ``init``, by ``change(variables)``; nothing is returned.
 
-    ``variables`` are a dict of collections: "params", and the replicated collections that extensions read.
+    ``variables`` is a dict of collections, with the variables of the module and its submodules: "params", and the
+    replicated collections that extensions read.
     """
     unchanged = MapOfLeaves(lambda variables: variables)
     nn.map_variables(do_nothing, ["params", *collections_of_extensions()], unchanged, change, mutable=True)(module)

@@ -327,7 +327,7 @@ class NnxModel:
 
     @functools.cached_property
     def _unit_of_param(self) -> dict[str, str]:
-        """The path of the unit that gathers a parameter (the innermost unit around it), by the path of the parameter.
+        """Dict: path of a parameter -> path of the unit that gathers the parameter, the innermost unit around it.
 
         Parameters outside of all units are missing, and parameters inside a Linen module (``nnx.bridge.ToNNX``), which
         the wrappers of that module gather.
@@ -349,10 +349,11 @@ class NnxModel:
         return [path for path, module in modules_of(self._abstract).items() if isinstance(module, nnx.bridge.ToNNX)]
 
     def _seen_shapes(self, rngs: PyTree, inputs: Any, method: Any, kwargs: Any) -> dict[str, _Seen]:
-        """Returns, by path of a variable: (shape in the unit that gathers it, whether exactly one lookup reads it).
+        """Returns, by path of a variable in the model, (shape, is_lookup), as units read the variable in a traced call.
 
-        The model is traced with the shapes of the arguments, and nothing is computed. In a scan over layers the shape
-        is the shape of a single layer, without the layer dim. Variables that no unit reads are missing.
+        A unit is a module that gathers its variables to run. ``shape`` is the shape in the unit: in a scan over layers
+        the shape of a single layer, without the layer dim. ``is_lookup`` is true if the call of an ``nnx.Embed`` reads
+        the variable, and no other call of a unit. Variables that no unit reads are missing. Nothing is computed.
 
         Args:
           rngs: a key, or a dict of keys by stream.

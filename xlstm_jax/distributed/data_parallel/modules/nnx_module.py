@@ -113,7 +113,8 @@ class _Split(_Changed, SplitVariable):
 def _box(variable: Any) -> Sharded:
     """Returns the box of a split variable, with its stored value (a shard or a global array) and a name for each dim.
 
-    The names fit the dims of the value, which NNX may have stacked or sliced along layer dims: see ``_of_last_dims``.
+    If NNX has stacked the value along layer dims, or has taken a layer out, the names fit the dims of the value:
+    ``None`` is added in front for layer dims, or removed.
     """
     box, value = variable.get_metadata(BOX), variable.get_raw_value()
     names = _of_last_dims(box.names, np.ndim(value))
@@ -293,11 +294,11 @@ def boxed_leaf(variable: Any) -> Any:
 
 
 def policy_of_reads(leaf: Any) -> ShardPolicy | None:
-    """Returns a ``ShardPolicy`` for the gather of a split leaf that no unit gathers: over the axes in the leaf's box.
+    """Returns options to gather, when it is read, a split leaf without a unit: over ``leaf.gathered_axes``.
 
-    ``None`` for a leaf without a library box, or without axes to gather over. A split leaf without a unit occurs if
-    rules for logical names have split the leaf, or if units of another model have initialised the variables. The leaf
-    gathers itself when it is read.
+    ``None`` if ``leaf`` is not a ``Sharded`` box, or has no axes to gather over. A split leaf is without a unit (a
+    module that gathers its parameters to run) if rules for logical names have split the leaf, or if units of another
+    model have initialised the variables.
     """
     axes = leaf.gathered_axes if isinstance(leaf, Sharded) else ()
     return ShardPolicy(axes, 0) if axes else None
@@ -306,10 +307,12 @@ def policy_of_reads(leaf: Any) -> ShardPolicy | None:
 def with_leaf(variable: Any, leaf: Any, policy: ShardPolicy | None) -> Any:
     """Returns a copy of ``variable`` with the value of ``leaf`` (a box or bare value), in one of three forms.
 
-    A split variable, which gathers when read, if the axes of ``policy`` split the leaf. A plain variable, if nothing
-    splits the leaf. Otherwise a variable in the form of ``nnx.bridge``, which carries the box: of a Linen module, whose
-    boxes gather themselves; or of a parameter that the module itself splits (tensor parallel), which reads the shard,
-    and needs the box for ``unbind``.
+    1. If ``policy`` gathers over an axis that splits the leaf: a split variable, which is gathered when read.
+
+    2. If no axis splits the leaf: a plain variable with the bare value.
+
+    3. Otherwise: a variable in the form of ``nnx.bridge``, which carries the box in its metadata. The leaf belongs to a
+    Linen module, or is split by the model itself (tensor parallel), and then read as a shard.
 
     Args:
       variable: variable of the abstract module; its value is not used.
@@ -398,7 +401,8 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
     """Returns the method ``name`` of ``cls``, changed to gather the module's split variables, run, and drop the values.
 
     An extension that can compute the result from shards, as a row lookup, replaces the gather. Without split variables
-    the method runs unchanged. ``NOTE_SHAPE`` callbacks of the variables are called with the shapes in the unit.
+    the method runs unchanged. In either case the method first calls the function ``note(shape, is_lookup)`` in the
+    metadata of each variable of the unit (``NOTE_SHAPE``), if there is one. ``policy`` has the options of the unit.
     """
     plain: Any = inspect.getattr_static(cls, name)
     notes_lookup = is_flax_lookup(cls, name)

@@ -180,10 +180,10 @@ class _SameRandomCounts:
 
     @contextlib.contextmanager
     def from_the_same(self, scopes: Any) -> Iterator[None]:
-        """Enters a context for a trace of a layer with ``scopes``; each trace after the first draws the same numbers.
+        """Enters a context for one trace of a layer; the layer draws equal random numbers in each of these contexts.
 
-        The first context stores the scopes' counts of drawn keys on exit. Each later context sets the counts to the
-        stored counts on entry.
+        ``scopes`` is a tree of Linen scopes, each with counts of the keys drawn so far. When the first context ends,
+        the counts are stored. Each later context sets the counts of its scopes to the stored counts at the start.
         """
         counts = [scope.rng_counters for scope in jax.tree.leaves(scopes)]
         if self._before is not None:

@@ -376,7 +376,7 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     decision. Elsewhere the variables are returned unchanged, as are the replicated collections that extensions read.
 
     Raises:
-      ValueError: the mesh lacks an axis of ``replicas``; or see ``running``.
+      ValueError: the mesh lacks an axis of the unit or of ``replicas``; or only some axes of the unit are bound.
     """
     passing = collections_of_extensions()
     unsharded = {name: tree for name, tree in variables.items() if name in passing}

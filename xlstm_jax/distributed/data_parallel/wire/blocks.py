@@ -50,8 +50,8 @@ class InBlocks:
     def matrix(self) -> tuple[int, int]:
         """Shape (rows, values per row) of the matrix to which a shard is reshaped before packing.
 
-        A row has the values at one index of ``dim``. If such a row, in blocks of 64, would need more than 1/128 of
-        padding, the entire shard is one row: (1, number of values).
+        A row has the values at one index of ``self.dim``, the gathered dim. If such a row, in blocks of 64, would need
+        more than 1/128 of padding, the entire shard is one row: (1, number of values).
         """
         rows, size = self.shape[self.dim], math.prod(self._rest)
         return (rows, size) if fills_blocks(size) else (1, rows * size)
@@ -65,7 +65,8 @@ class InBlocks:
     def send(self, shard: jax.Array) -> jax.Array:
         """Packs this device's shard: returns 8-bit codes and scales as uint8 [rows, bytes of a packed row].
 
-        The rows are the rows of ``matrix``: ``dim`` is moved to the front, and the other dims are flattened.
+        The shard is reshaped to the shape ``self.matrix``, with the gathered dim moved to the front: a row for each
+        index of this dim, or a single row.
         """
         return pack(jnp.moveaxis(shard, self.dim, 0).reshape(self.matrix), self.format_name)
 

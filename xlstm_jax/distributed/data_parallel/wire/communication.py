@@ -47,17 +47,25 @@ class Wire(Protocol):
     rounds_again: ClassVar[bool]
 
     def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the array to send in place of ``shard``, ``[..., d / N, ...]`` in the gather dtype."""
+        """Returns the array to send in place of ``shard``, such as 8-bit codes of its values.
+
+        ``shard`` is this device's shard of a leaf, [..., d / N, ...] for a dim d that is split over N devices, already
+        cast to the gather dtype.
+        """
         ...
 
     def along(self, dim: int) -> int:
-        """Returns the dim along which sent arrays are concatenated, for a leaf split along ``dim``."""
+        """Returns the dim along which the gather concatenates the sent arrays, for a leaf that is split along ``dim``.
+
+        The result may differ from ``dim`` if ``send`` reshapes the shard.
+        """
         ...
 
     def receive(self, arrived: jax.Array) -> jax.Array:
-        """Returns the value ``[..., d, ...]`` from ``arrived``, the sent arrays of N devices.
+        """Returns the gathered value [..., d, ...], in the gather dtype, from the sent arrays of N devices.
 
-        The sent arrays are concatenated in device order, along the dim that ``along`` returns.
+        ``arrived`` has the results of ``send``, concatenated in device order along the dim that ``along`` returns. The
+        split dim has N times the size of a shard.
         """
         ...
 
@@ -120,10 +128,10 @@ class WireFormat:
         raise NotImplementedError
 
     def mean_error(self, terms: np.ndarray) -> np.ndarray:
-        """Returns, for each of the ``terms``, the largest error of a single rounding to this format. Abstract.
+        """Returns the largest error of a single rounding to this format, for each entry of ``terms``. Abstract.
 
-        ``terms`` is a vector with the absolute values of a gradient's entries. The result is an array of any shape,
-        whose L2 norm the caller takes; a subclass may add errors of padding entries.
+        ``terms`` is a vector with the absolute values of a gradient's entries. The result may have another shape, such
+        as [blocks, block size], and further entries for padding: the caller takes its L2 norm.
         """
         raise NotImplementedError
 

@@ -216,8 +216,9 @@ _look_up.defvjp(_look_up_fwd, _look_up_bwd)
 def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
     """Returns this device's w columns of all V rows of the table, [V, w] with padding, from the shards of all devices.
 
-    ``shard`` is this device's shard. A table split by rows is exchanged by an all-to-all within the group (the devices
-    along ``lookup.group``). Then shards are gathered over the axes ``lookup.outer``.
+    ``shard`` is this device's shard. ``lookup.outer`` and ``lookup.group`` are the axes that split the table; the
+    devices along ``group`` together hold every column. A table split by rows is exchanged by an all-to-all within the
+    group. Then, for rows or columns, shards are gathered over ``outer``.
     """
     if lookup.dim == 0:
         pieces = _in_parts(shard, lookup)
@@ -226,10 +227,11 @@ def _columns(shard: jax.Array, lookup: RowLookup) -> jax.Array:
 
 
 def _shard_of_columns(columns: jax.Array, lookup: RowLookup) -> jax.Array:
-    """Returns the gradient of this device's shard of the table, in the shape of the shard, summed over ``outer``.
+    """Returns the gradient of this device's shard of the table, in the shape of the shard, from gradients of columns.
 
-    ``columns`` is the gradient of this device's columns of all rows, [V, w], without padding rows. The transpose of
-    ``_columns``.
+    ``columns`` is the gradient of this device's w columns of all V rows, [V, w], without padding rows. The gradients
+    are summed over the axes ``lookup.outer`` by a reduce-scatter. For a table split by rows, an all-to-all over the
+    axes ``lookup.group`` then joins the columns of the shard's rows.
     """
     columns = jnp.pad(columns, [(0, lookup.stored[0] - lookup.shape[0]), (0, 0)])
     shard = collectives.reduce_scatter(columns, lookup.dim, lookup.outer)
