@@ -115,8 +115,9 @@ def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> 
       like: the source of the types: the arguments to be replaced by the results, paired with the results in leaf order;
         or a ``PartitionSpec`` on the set mesh for every result. A tuple has an entry of either kind for each entry of
         the tuple of results.
-      on_mixed_axes: False: on a mesh of explicit and Auto axes only results of the spec ``P()`` get a type. There the
-        type of a dim may name only some of the dim's axes, and XLA gathers the dim over the remaining axes.
+      on_mixed_axes: whether results on a mesh of explicit and Auto axes get a sharding in their types. If False, only
+        results whose entry of ``like`` is the spec ``P()`` do. The type of a dim may name only some of the dim's axes
+        there, and XLA gathers the dim over the remaining axes.
     """
     if type(like) is tuple:
         return tuple(
