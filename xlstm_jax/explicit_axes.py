@@ -86,7 +86,8 @@ def on_auto_axes(
       like: a function of the same arguments that returns the arguments to be replaced by the results; the results get
         the types of these arguments, see ``typed_like``. None: the types of results contain no sharding;
         ``jax.jit(out_shardings=...)`` places the results.
-      on_mixed_axes: see ``typed_like``. False for the results of a program, which ``on_set_mesh`` places.
+      on_mixed_axes: with ``like``: whether results on a mesh of explicit and Auto axes get types, too. False for the
+        results of a program, which ``on_set_mesh`` places.
     """
 
     @functools.wraps(function)

@@ -143,8 +143,8 @@ def _is_checked(module: nnx.Module) -> bool:
     """Returns whether the class of an unsplit module must change, to check the module's input (``_checked``).
 
     True for a module with trained parameters; parameters of submodules do not count. False for an ``nnx.Embed``: its
-    input is tokens, never split features, and a wrapped unit recognises an ``nnx.Embed`` by its unchanged method. False
-    also for a module whose class has been changed already.
+    input is tokens, never split features, and a wrapped module recognises an ``nnx.Embed`` by its unchanged method.
+    False also for a module whose class has been changed already.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 

@@ -111,9 +111,9 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
     """Returns whether a loss function cannot be called without a key, by its signature.
 
-    False if ``loss_fn(params, apply_fn, batch)`` is a valid call, and for a function without a signature. If four
-    arguments suffice, the fourth is taken for the collections, and the result is False, unless the name is that of a
-    key (see ``is_key_argument``). If a fifth argument is required, the result is True.
+    False for (params, apply_fn, batch), also with a key that has a default, for (params, apply_fn, batch, collections),
+    and for a function without a signature. True for (params, apply_fn, batch, rng), since the name of the fourth
+    argument is that of a key (see ``is_key_argument``), and for a function that requires a fifth argument.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):

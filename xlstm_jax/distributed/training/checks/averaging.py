@@ -160,8 +160,8 @@ def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
 def check_averaged_once(applied: AppliedGradients) -> None:
     """Raises if the equations of a step prove that gradients were not averaged over devices, or averaged wrongly.
 
-    ``applied`` has the traced gradients and the parameters with which the user called ``apply_gradients``. Returns if
-    the library's averages do not raise (``wrong_averages_raise``), and for gradients that are not traced.
+    ``applied`` has the traced gradients and the parameters with which the user called ``apply_gradients``. Gradients
+    that are not traced pass; and inside the context ``wrong_averages_pass`` nothing is checked.
 
     Raises:
       ValueError: over an axis, the gradient of a replicated leaf is a sum and the gradient of a split leaf a mean; or

@@ -292,8 +292,9 @@ def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
-    """Returns a ``_Value`` for each array with its labels, in order.
+    """Returns a ``_Value`` (array and labels) for each of ``arrays``, in order.
 
-    ``labels`` has an entry for each array, or a single entry for all arrays.
+    Labels are names of the values from which an array was computed. ``labels`` has a set of labels for each array, or a
+    single set for all arrays.
     """
     return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]
