@@ -290,9 +290,10 @@ def _set_mesh() -> Mesh | None:
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a wrapper that calls ``function`` while ``mesh`` is the set mesh, with the arrays of its arguments there.
+    """Returns a wrapper that calls ``function`` while ``mesh`` is the set mesh (``jax.set_mesh``).
 
-    The arrays of the results are moved to meshes with axes of type ``Auto``.
+    Before the call the arrays of the arguments are moved to ``mesh`` (``on_set_mesh``). Afterwards the arrays of the
+    results are moved to meshes with axes of type ``Auto``.
     """
 
     @functools.wraps(function)

@@ -311,7 +311,7 @@ def _starting_run(cls: type[nnx.Module]) -> Any:
     """Returns a subclass of ``cls``, the model's class, with the same name, whose public methods begin a ``_Run``.
 
     A ``_Run`` is a record of the last column-split layer, which the layers of the model read and write. A method that
-    another method of the model calls continues the record of this method.
+    is called by another method of the model begins no record: its layers continue the record of the calling method.
     """
 
     def starting(plain: Method) -> Method:

@@ -244,8 +244,9 @@ class Run:
         return result, np.asarray(digests)
 
     def on_this_mesh(self, args: PyTree) -> PyTree:
-        """Returns ``args`` with each array on the mesh of this run: each shard on the device at the shard's place.
+        """Returns ``args`` with each array moved to the mesh of this run; values and specs stay the same.
 
+        The shard of the device at a place of the old mesh moves to the device at this place of the mesh of the run.
         Arrays that are on no mesh, or on this mesh already, are returned unchanged.
         """
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)

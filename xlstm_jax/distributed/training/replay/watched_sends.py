@@ -147,9 +147,9 @@ class _Watcher:
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
         """Evaluates a jaxpr on ``values``, and adds a digest for each collective to ``sends``; returns its results.
 
-        ``closed`` is a closed or an open jaxpr. ``values`` are the arrays of its arguments, with labels, and so are the
-        results. Constants have no labels. Operands that were received from other devices, and not changed here, get no
-        digest.
+        ``closed`` is a closed or an open jaxpr. ``values`` has a ``_Value`` (array, and labels that name the values
+        from which the array was computed) for each argument; the list of results has a ``_Value`` for each result.
+        Constants have no labels. Operands that were received from other devices, and not changed here, get no digest.
         """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         inputs = [*[_Value(const, Labels()) for const in consts], *values]
