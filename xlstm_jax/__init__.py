@@ -27,7 +27,9 @@ def __dir__() -> list[str]:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
-        """Imports a package when it is first used: ``import xlstm_jax`` alone takes no seconds.
+        """Imports the package ``name`` when it is first read as an attribute, and returns the package.
+
+        So ``import xlstm_jax`` alone imports no package, and is quick.
 
         Raises:
           AttributeError: ``name`` is none of the packages "cli", "distributed" and "forecast".

@@ -215,7 +215,8 @@ def resolved_on(mesh: Mesh | AbstractMesh | None, options: str | Mapping[str, An
       options: a dict, which is copied; "auto" or "forecast": the options that ``compiler_options`` knows for the
         devices, with ``chosen_by`` "measurement" or "forecast"; None or {}: the result is None.
     Raises:
-      ValueError: as ``resolved``; or ``options`` is "auto" or "forecast", and the mesh is an ``AbstractMesh``.
+      ValueError: ``options`` is another string; or "auto" or "forecast", and the mesh is an ``AbstractMesh``, or no
+        options are known for its devices.
     """
     if not isinstance(options, str) or options not in AUTO:
         return resolved(options, "")

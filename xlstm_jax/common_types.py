@@ -19,7 +19,10 @@ class Model(Protocol):
     """Protocol of a model: a pair of functions ``init`` and ``apply``, as every Linen module has."""
 
     def init(self, rng: PyTree, /, *inputs: PyTree, **kwargs: Any) -> PyTree:
-        """Returns the variables: parameters under "params", and other collections."""
+        """Returns newly initialised variables, by name of the collection: parameters under "params", and others.
+
+        ``rng`` is a key or a dict of keys, and ``inputs`` are example inputs.
+        """
 
     def apply(self, variables: PyTree, /, *inputs: PyTree, **kwargs: Any) -> PyTree:
         """Returns the outputs; with ``mutable=...``, a pair of outputs and changed variables."""

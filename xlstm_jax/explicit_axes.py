@@ -86,7 +86,8 @@ def on_auto_axes(
       like: a function of the same arguments that returns the arguments to be replaced by the results; the results get
         the types of these arguments, see ``typed_like``. None: the types of results contain no sharding;
         ``jax.jit(out_shardings=...)`` places the results.
-      on_mixed_axes: see ``typed_like``. False for the results of a program, which ``on_set_mesh`` places.
+      on_mixed_axes: with ``like``: whether results on a mesh of explicit and Auto axes get types, too. False for the
+        results of a program, which ``on_set_mesh`` places.
     """
 
     @functools.wraps(function)
@@ -115,8 +116,9 @@ def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> 
       like: the source of the types: the arguments to be replaced by the results, paired with the results in leaf order;
         or a ``PartitionSpec`` on the set mesh for every result. A tuple has an entry of either kind for each entry of
         the tuple of results.
-      on_mixed_axes: False: on a mesh of explicit and Auto axes only results of the spec ``P()`` get a type. There the
-        type of a dim may name only some of the dim's axes, and XLA gathers the dim over the remaining axes.
+      on_mixed_axes: whether results on a mesh of explicit and Auto axes get a sharding in their types. If False, only
+        results whose entry of ``like`` is the spec ``P()`` do. The type of a dim may name only some of the dim's axes
+        there, and XLA gathers the dim over the remaining axes.
     """
     if type(like) is tuple:
         return tuple(
@@ -288,9 +290,10 @@ def _set_mesh() -> Mesh | None:
 
 
 def _under(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a wrapper that calls ``function`` while ``mesh`` is the set mesh, with the arrays of its arguments there.
+    """Returns a wrapper that calls ``function`` while ``mesh`` is the set mesh (``jax.set_mesh``).
 
-    The arrays of the results are moved to meshes with axes of type ``Auto``.
+    Before the call the arrays of the arguments are moved to ``mesh`` (``on_set_mesh``). Afterwards the arrays of the
+    results are moved to meshes with axes of type ``Auto``.
     """
 
     @functools.wraps(function)

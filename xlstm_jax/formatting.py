@@ -289,7 +289,7 @@ def _in_lines(cells: Sequence[RenderableType], columns: Sequence[Column], lines:
 
     Args:
       cells, columns: a cell for each column, and the columns with their widths.
-      lines: the columns on each line, see ``_lines``.
+      lines: for each line a mapping whose keys are the indices of the columns on the line; values are not read.
     """
     parts = []
     for inside in lines:

@@ -74,7 +74,10 @@ class _Options:
         return self.causal and self.layout == CONTIGUOUS and self.window is None and self.devices > 1
 
     def positions(self, length: int) -> np.ndarray:
-        """Returns the positions in the full sequence of the t tokens of each device, [n, t]; row i is device i."""
+        """Returns the positions in the full sequence of each device's tokens, int [n, t]: row i for device i of n.
+
+        ``length`` is t, the number of tokens on a device. The order is that of the layout, contiguous or zigzag.
+        """
         total = self.devices * length
         order = zigzag_order(total, self.devices) if self.layout == ZIGZAG else np.arange(total)
         return order.reshape(-1, length)
@@ -498,9 +501,16 @@ def _merge_gradients(
     """Adds the terms of the keys that a device has in a ring step to ``d_query``, the gradient of its queries.
 
     Returns (new gradient of the queries, (gradient of these keys, gradient of these values)), all in blocks; the latter
-    two have the terms of this device's queries alone. ``of_result`` is (gradient of the result, logsumexp of the
-    logits, sum of O * dO over features) of each query; ``queries``, ``arrived``, ``places`` and ``of_queries`` are as
-    in ``_merge``.
+    two have the terms of this device's queries alone. Pairs of blocks with only masked logits are skipped.
+
+    Args:
+      options: the options of the attention.
+      d_query: the gradient of the queries before.
+      queries: the queries, in blocks.
+      of_queries: (positions, segment ids) of the queries, in blocks.
+      of_result: for each query (gradient dO of the result O, logsumexp of the logits, sum of O * dO over features).
+      arrived: (keys, values, segment ids) that the device has in this step, in blocks.
+      places: the positions of these keys, in blocks.
     """
     keys, values, key_segments = arrived
 
@@ -526,9 +536,10 @@ def _terms(
 ) -> tuple[Array, tuple[Array, Array]]:
     """Adds the terms of a block of queries and a block of keys to their gradients; returns (d_query, (d_key, d_value)).
 
-    With p the softmax and D the ``correction``: dV = p^T dO, dS = p (dO V^T - D), dQ = dS K, dK = dS^T Q. ``result`` is
-    (dO, logsumexp of the logits, D) of the queries; ``places`` as in ``_logits``. ``d_query`` and ``d_keys``, a pair
-    (d_key, d_value), are the gradients before.
+    With p the softmax, O the result and D the sum of O * dO over features: dV = p^T dO, dS = scale * p (dO V^T - D), dQ
+    = dS K, dK = dS^T Q. ``result`` is (dO, logsumexp of the logits, D) of the queries. ``places`` is (query positions,
+    key positions, query segment ids, key segment ids). ``d_query`` and ``d_keys``, a pair (d_key, d_value), are the
+    gradients before.
     """
     (d_out, normalizer, correction), (d_key, d_value) = result, d_keys
     # Recompute the softmax from the single number kept for each query; masked logits give 0.

@@ -359,7 +359,10 @@ class Split(nn.Module, kw_only=True):
     ring: bool = False
 
     def _shared_fields(self) -> dict[str, Any]:
-        """Returns the fields, by name, that this layer passes to the column- and row-split layers inside."""
+        """Returns a dict of the fields that this layer passes to the column- and row-split layers inside, by name.
+
+        The fields are ``use_bias``, both dtypes, ``kernel_init``, ``axis_name``, ``sequence_dim`` and ``ring``.
+        """
         names = ("use_bias", "dtype", "param_dtype", "kernel_init", "axis_name", "sequence_dim", "ring")
         return {name: getattr(self, name) for name in names}
 

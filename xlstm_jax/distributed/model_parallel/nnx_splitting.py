@@ -143,8 +143,8 @@ def _is_checked(module: nnx.Module) -> bool:
     """Returns whether the class of an unsplit module must change, to check the module's input (``_checked``).
 
     True for a module with trained parameters; parameters of submodules do not count. False for an ``nnx.Embed``: its
-    input is tokens, never split features, and a wrapped unit recognises an ``nnx.Embed`` by its unchanged method. False
-    also for a module whose class has been changed already.
+    input is tokens, never split features, and a wrapped module recognises an ``nnx.Embed`` by its unchanged method.
+    False also for a module whose class has been changed already.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 
@@ -311,7 +311,7 @@ def _starting_run(cls: type[nnx.Module]) -> Any:
     """Returns a subclass of ``cls``, the model's class, with the same name, whose public methods begin a ``_Run``.
 
     A ``_Run`` is a record of the last column-split layer, which the layers of the model read and write. A method that
-    another method of the model calls continues the record of this method.
+    is called by another method of the model begins no record: its layers continue the record of the calling method.
     """
 
     def starting(plain: Method) -> Method:

@@ -184,10 +184,11 @@ class _Run:
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Runs the method of a module, and returns its result; an interceptor for ``nn.intercept_methods``.
 
-        Before, a module whose path matches a pattern becomes a split layer (for "inside" a module of
-        ``on_split_input``), by a change of its class in place. For modules that no pattern chooses, and for split
-        layers, the input is checked. Only ``__call__`` of modules inside of the model is treated so (of an ``nn.Embed``
-        also ``setup`` and ``attend``); other methods just run.
+        Before, the class of a module whose path matches a pattern is changed in place: to a split layer, or for the
+        kind "inside" to a class of ``on_split_input``. A module of the kind "replicated" just runs, and inputs of
+        modules inside are not checked. For split layers, and modules that no pattern chooses, the input is checked.
+        Only ``__call__`` of modules inside of the model is treated so (of an ``nn.Embed`` also ``setup`` and
+        ``attend``); other methods just run.
 
         Raises:
           ValueError: a chosen layer cannot be split, or a module would compute a wrong result or gradient.

@@ -60,7 +60,8 @@ NO_OFFLOAD = Offload(optimizer_state=False)
 def on_host(shardings: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns the ``shardings`` of an optimizer's state, with offloaded leaves in host memory.
 
-    Offloaded are leaves at least as large as their parameter, if the parameter is split, and leaves in a ``StateBox``.
+    Offloaded are leaves at least as large as their parameter, if the parameter is split; and leaves in a ``StateBox``,
+    a box that an optax transform has put around a leaf.
 
     Args:
       shardings: from ``optimizer_state_shardings``.

@@ -134,10 +134,10 @@ def trainable(tree: PyTree) -> PyTree:
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
-    """Returns ``tree`` with new ``values`` of the trained leaves, in its boxes and with its padding.
+    """Returns ``tree`` with new ``values`` of its trained leaves, in the boxes and with the padding of these leaves.
 
     ``values`` is a tree as ``trainable`` returns it: arrays without boxes and padding, and None for leaves that are not
-    trained, which stay unchanged in the result. The inverse of ``trainable``.
+    trained, which stay unchanged in the result.
     """
     trainable, put_back = trees.split_differentiable(tree)
     values = jax.tree.leaves(values)
@@ -262,7 +262,8 @@ def _split_further(
     Args:
       spec: how the parameter splits the leaf of the optimizer's state.
       shape: the global shape of this leaf.
-      copies: has the axes of the copies.
+      copies: description of the parameter's copies; only the field ``axes`` is read, the axes along which devices have
+        copies of a shard.
       mesh: the mesh of the axes.
     """
     axes = tuple(axis for axis in copies.axes if mesh.shape[axis] > 1)
@@ -402,7 +403,7 @@ def sharded_optimizer(
       params: boxed parameters, arrays or abstract: only boxes, shapes and dtypes are read.
       mesh: the mesh of the parameters.
       *wrappers: functions that take a ``ShardedOptimizer``, ``params`` and ``mesh`` and return a changed optimizer;
-        applied in order around the registered wrappers, the last outermost.
+        applied in order, the last outermost, after the wrappers of the lists ``WRAPPERS`` and ``WRAPPERS_OF_STATES``.
     """
     optimizer = _plain(tx, params, mesh)
     for wrap in WRAPPERS:

@@ -72,8 +72,9 @@ def streamed(
 ) -> tuple[PyTree, PyTree]:
     """Computes ``update(opt_state)`` for a state with leaves on the host, one group of these leaves after the other.
 
-    ``update`` is traced once, and the traced equations run in groups, as the module describes. Each group copies leaves
-    to the device, computes new values, and copies the new values back to the host. A barrier delays the computation of
+    ``update`` is traced once, and the traced equations run in groups: first the equations that need no leaf from the
+    host; then, for each group of leaves, the equations whose last input is in this group. Each group copies leaves to
+    the device, computes new values, and copies the new values back to the host. A barrier delays the computation of
     each group until the new values of the group before are on the host. Without the barrier XLA would copy all leaves
     to the device at once.
 

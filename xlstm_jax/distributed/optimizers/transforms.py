@@ -395,12 +395,13 @@ def _needs_more(who: str, needed: str) -> str:
 def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
     """Checks, before tracing, that a step can call the optimizer; returns the parts of the optimizer.
 
-    The result has a ``Part`` for ``tx`` and for each transform within, outermost first. ``caller`` begins the text of
-    errors.
+    The result has a ``Part`` (name and closure values of a transform) for ``tx`` and for each transform within,
+    outermost first. ``caller`` begins the text of errors.
 
     Raises:
-      ValueError: a transform, at any depth, needs an argument that a step does not have; names both. Or
-        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on.
+      ValueError: a transform, at any depth, is one of the transforms of optax in ``REFUSED``, or needs an argument that
+        a step does not have; names both. Or ``optax.lookahead`` is inside a transform that does not pass its pairs of
+        parameters on.
     """
     transforms = parts(tx)
     for part in transforms:

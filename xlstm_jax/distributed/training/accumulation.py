@@ -94,10 +94,10 @@ class Partial:
     carries: PyTree
 
     def __add__(self, result: MinibatchResult) -> "Partial":
-        """Returns the ``Partial`` after a further minibatch, whose ``result`` is added.
+        """Returns the running sums (a ``Partial``) with a further minibatch added, whose ``result`` is given.
 
-        The sums grow by ``result.weight`` times values and gradients of ``result``, the weight by ``result.weight``.
-        The carries are replaced by those of ``result``.
+        ``sums`` grow by ``result.weight`` times (values, gradients) of ``result``, and ``weight`` by ``result.weight``.
+        The carries, states that pass from minibatch to minibatch, become those of ``result``.
         """
 
         def add(total: jax.Array, x: jax.Array) -> jax.Array:
@@ -107,7 +107,10 @@ class Partial:
         return Partial(sums, self.weight + result.weight, result.carries)
 
     def mean(self) -> PyTree:
-        """Returns the pair (values, grads) of weighted means, in the dtypes of the sums; 0 if the total weight is 0."""
+        """Returns the pair (values, gradients), each a weighted mean over the minibatches added so far.
+
+        The dtypes are those of the sums. If the total weight is 0, the means are 0.
+        """
         # With total weight 0 the sums are 0: dividing by 1 returns 0 instead of NaN.
         weight = jnp.where(self.weight != 0, self.weight, 1)
         return jax.tree.map(lambda total: total / weight.astype(total.dtype), self.sums)

@@ -59,9 +59,10 @@ class UserFunction:
     hint_without_collections: str
 
     def call_text(self, *further: str) -> str:
-        """Returns a call as source text for an error, such as "loss_fn(params, apply_fn, batch, rng)".
+        """Returns the call of the user's function as source text, such as "loss_fn(params, apply_fn, batch, rng)".
 
-        ``further`` are names of further arguments, at the end.
+        The text has the name and the arguments of this description, and at the end the names ``further``. Errors show
+        it.
         """
         return f"{self.name}({', '.join([*self.arguments, *further])})"
 
@@ -84,10 +85,11 @@ EVAL_FN = UserFunction(
 
 
 def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> None:
-    """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts ``called.arguments`` by position.
+    """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts the positional arguments of a step's call.
 
-    A further last argument, for collections, is accepted, too. A loss function may leave out the key, the last of
-    ``LOSS_FN.arguments``. A function without a signature passes. A model, a mesh or a class raises. The error names
+    ``called`` describes the call: the name of the function and its arguments, such as (params, apply_fn, batch, rng).
+    Also accepted are a function with a further last argument, for collections, and a loss function without the key, the
+    last of the arguments. A function without a signature passes. A model, a mesh or a class raises. The error names
     ``taker``, the function to which the user passed ``loss_fn``.
     """
     count = len(called.arguments)
@@ -109,9 +111,9 @@ def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunc
 def needs_key(loss_fn: Callable[..., Any]) -> bool:
     """Returns whether a loss function cannot be called without a key, by its signature.
 
-    False if ``loss_fn(params, apply_fn, batch)`` is a valid call, and for a function without a signature. If four
-    arguments suffice, the fourth is taken for the collections, and the result is False, unless the name is that of a
-    key (see ``is_key_argument``). If a fifth argument is required, the result is True.
+    False for (params, apply_fn, batch), also with a key that has a default, for (params, apply_fn, batch, collections),
+    and for a function without a signature. True for (params, apply_fn, batch, rng), since the name of the fourth
+    argument is that of a key (see ``is_key_argument``), and for a function that requires a fifth argument.
     """
     takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
     if takes is None or _accepts_call(takes, count, _by_name(takes)):
@@ -185,8 +187,9 @@ def check_takes(
 ) -> None:
     """Raises a ``TypeError`` if ``function`` does not accept the call that a step makes.
 
-    The call has ``called.arguments`` by position, after these the ``collections`` of the state unless empty, and the
-    dict ``extra_trees`` as keyword arguments. A function without a signature passes.
+    The call passes by position the arguments that ``called`` lists, such as (params, apply_fn, batch), and then the
+    dict ``collections`` of the state, unless this is empty. The entries of ``extra_trees`` are keyword arguments. A
+    function without a signature passes.
     """
     takes, count, further = _signature(function), len(called.arguments), bool(collections)
     if takes is None or _accepts_call(takes, count + further, extra_trees):
@@ -232,7 +235,8 @@ def _check_names(
     """Raises a ``TypeError`` if names of ``extra_trees`` do not match the keyword arguments of the signature ``takes``.
 
     Raised if ``extra_trees`` lacks a required keyword-only argument, or has a name that is no argument of the function.
-    Arguments that a step fills by position do not count: ``called.arguments``, and the ``collections`` unless empty.
+    A step fills some arguments by position, and these do not count: the arguments that ``called`` lists, such as
+    (params, apply_fn, batch), and the argument after them if there are ``collections``.
     """
     if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
         raise TypeError(
@@ -442,9 +446,15 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 
 
 def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Runs ``check_batch`` for a global batch: number of devices times minibatches must divide the rows of each leaf.
+    """Raises if devices times minibatches do not divide the rows of a leaf of a global batch; see ``check_batch``.
 
-    The devices are those along the axes by which ``layout`` splits the rows. ``padding`` is as for ``check_batch``.
+    The devices are those along the axes by which ``layout`` splits the rows. ``padding`` is a text for the error: how
+    the caller passes weight 0 for padded rows.
+
+    Raises:
+      ValueError: as described; or leaves have different numbers of rows, or no rows, or are in a box; or a list
+        contains numbers.
+      TypeError: a leaf is not an array of numbers.
     """
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
     devices = math.prod(sizes.values())
@@ -462,8 +472,8 @@ def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED
       divisor: description of ``count`` for errors.
       padding: description, for errors, of how the caller passes weight 0 for padded rows.
     Raises:
-      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; or a list
-        contains numbers. Names the path and both numbers.
+      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; a leaf is a
+        parameter in a box; or a list contains numbers. Names the path and both numbers.
       TypeError: a leaf is not an array of numbers.
     """
     leaves = trees.leaves_with_path(batch)

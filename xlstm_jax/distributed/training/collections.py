@@ -103,10 +103,11 @@ def check_equal_collections(
     """Raises a ``ValueError`` if a leaf of ``collections`` differs along an axis missing from its box.
 
     Args:
-      differing: by path, the axes along which the updated leaf differs according to its equations.
-      collections: the collections, for their boxes.
-      spread: the mesh axes with more than one device.
-      axes: the axes of the batch.
+      differing: by path of a leaf, the axes along which the new value differs between devices, by the equations of a
+        step.
+      collections: the collections, for the axes of their boxes.
+      spread: the mesh axes with more than one device; differences along other axes do not count.
+      axes: the axes of the batch, for the cure in the error.
     """
     of_boxes = {path: Axes(leaf.axes) for path, leaf in trees.sharded_leaves(collections)}
     unexplained_axes = {path: (of - of_boxes[path]).intersection(spread) for path, of in differing.items()}

@@ -123,9 +123,9 @@ def local_result(
     """Differentiates ``loss_fn(params, *rest)`` on this device with respect to ``params``; returns a ``LocalResult``.
 
     Loss and gradients are not yet averaged over devices. The gradients are a list with an entry for each differentiable
-    leaf of ``params``. ``axes`` are the axes of the batch. With ``devices``, the number of devices along ``axes``, the
-    loss is divided by ``devices`` before differentiation, so that the loss is a term of the global mean. Callers pass
-    ``devices`` if ``params`` include the scales of fp8 products.
+    leaf of ``params``, in the order of the tree. ``axes`` are the axes of the batch. With ``devices``, the number of
+    devices along ``axes``, the loss is divided by ``devices`` before differentiation: the sum over devices is then the
+    global mean. Callers pass ``devices`` if ``params`` include the scales of fp8 products.
 
     Raises:
       ValueError: all parameters are frozen, or the loss varies by its type over other axes than ``axes``.
@@ -205,7 +205,8 @@ def traced_call(on_mesh: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any
 def varying_leaves(leaves: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """Returns the leaves, in order, cast to types that vary over ``axes``; the values are unchanged.
 
-    Along axes of copies of a leaf's shard the type stays equal: the gather of the leaf casts over these axes.
+    Without the cast JAX would sum the gradients over devices. If devices along some axes have copies of the shard of a
+    leaf, its type stays equal along these axes: the gather of the leaf casts over them.
     """
     spread = collectives.spread_axes(axes)
     boxes = [leaf_of(leaf) for leaf in leaves]

@@ -101,10 +101,13 @@ class LossFunction:
     has_collections: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Loss:
-        """Calls the user's function, and returns its return value as a ``Loss``.
+        """Calls the user's function; returns its loss, weight, auxiliary output and collections as a ``Loss``.
+
+        The fields ``weighted``, ``has_aux`` and ``has_collections`` say which parts the function returns; others are
+        None.
 
         Raises:
-          TypeError: the return value does not have the structure of the flags.
+          TypeError: the return value has another structure, or the loss is not a real scalar of a floating dtype.
         """
         total: Any = self.fn(*args, **kwargs)
         weight: Any = None
@@ -151,9 +154,10 @@ class Auxiliary(struct.PyTreeNode):
 
     @classmethod
     def of(cls, aux: PyTree) -> Self:
-        """Returns the leaves of ``aux``, a loss function's auxiliary output, sorted into means and cells.
+        """Returns an ``Auxiliary`` with the leaves of ``aux``, a loss function's auxiliary output, in two lists.
 
-        Means are cast to float32 or wider. The order of the leaves is kept in both lists.
+        ``cells`` has the cells, such as ``metrics.Count``, which devices merge. ``means`` has the other leaves, to be
+        averaged, cast to float32 or wider. Both lists are in the order of the tree.
 
         Raises:
           TypeError: a leaf is an integer or not a number; names the leaf.
@@ -166,21 +170,25 @@ class Auxiliary(struct.PyTreeNode):
         return cls([*means.values()], cells, treedef, is_cell, tuple(means))
 
     def scaled(self, scale: jax.Array | float) -> "Auxiliary":
-        """Returns a copy with ``means`` multiplied by ``scale``; ``cells`` are unchanged.
+        """Returns a copy with each array of ``means`` multiplied by ``scale``; ``cells`` are unchanged.
 
-        A ``scale`` of N / W turns local sums into terms of a global mean, W being the total weight on N devices.
+        For a weighted loss ``scale`` is N / W, W being the total weight on N devices: the average over devices of local
+        sums times N / W is the global sum divided by W.
         """
         return self.replace(means=[mean * scale for mean in self.means])
 
     def merged(self) -> "Auxiliary":
-        """Returns a copy whose ``cells``, stacked over minibatches along a leading dim, are merged over this dim."""
+        """Returns a copy with ``cells`` (such as ``metrics.Count``) merged over minibatches; ``means`` are unchanged.
+
+        The arrays of the cells are stacked over minibatches along dim 0, which the merge removes.
+        """
         return self.replace(cells=[cell.merged((0,)) for cell in self.cells])
 
     def over_devices(self, loss: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, PyTree]:
-        """Averages ``loss`` and ``means`` over devices, and merges ``cells`` over devices.
+        """Returns the pair (mean loss, auxiliary output), combined over the devices along ``axes``.
 
-        Returns the mean loss, and the auxiliary output in the tree that the loss function returned, with the values of
-        cells.
+        ``loss`` and ``means`` are averaged, ``cells`` (such as ``metrics.Count``) merged. The auxiliary output is in
+        the tree that the loss function returned; in the place of a cell is its value, such as the count.
         """
         # Loss and means share one collective.
         loss, *averaged = collectives.pmean([loss, *self.means], [axes] * (1 + len(self.means)))

@@ -129,8 +129,10 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
 
     Raises:
       TypeError: ``tx`` is not an optax transform.
-      ValueError: as ``check_callable``; or a mask or labels are a tree with boxes, although optimizers receive
-        parameters without boxes; or ``with_ema`` precedes another transform in a chain.
+      ValueError: a transform at any depth needs what no step provides, such as an unknown argument; or
+        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; a mask or labels are a
+        tree with boxes, although optimizers receive parameters without boxes; or ``with_ema`` precedes another
+        transform in a chain.
     """
     check_transform(tx, "create_train_state")
     transforms = check_callable(tx, "create_train_state")
@@ -155,8 +157,9 @@ def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
     """Checks the optimizer of a state that may not come from ``create_train_state``, before a step is traced.
 
     Raises:
-      ValueError: as ``check_callable``; or the optimizer is a bare ``optax.lookahead``, which needs pairs of
-        parameters.
+      ValueError: a transform at any depth needs what no step provides, such as an unknown argument; or
+        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; or the optimizer is a
+        bare ``optax.lookahead``, which needs pairs of parameters.
     """
     transforms = check_callable(tx, "the step")
     if LOOKAHEAD in {part.name for part in transforms} and sees_pairs(tx):
@@ -390,9 +393,10 @@ def warn_of_replicated_in_state(context: CreatedState) -> None:
 
 
 def warn_of_replicated_in_step(state: Any, mesh: AnyMesh, trace_again: Callable[[], None]) -> None:
-    """Warns of replicated parameters of any state with which a step is called, as ``warn_of_replicated`` does.
+    """Warns if no parameter of a step's state is split over devices of the mesh, or at least 5 % of the bytes are not.
 
-    ``trace_again()`` traces the step, to observe the classes of the model's modules for the warning.
+    If some parameters are split, few replicated bytes (below ``FEW_BYTES``) do not warn. ``trace_again()`` traces the
+    step, to observe the classes of the model's modules for the text; called only for a warning.
     """
     warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
 

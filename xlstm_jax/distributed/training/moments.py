@@ -187,7 +187,10 @@ class Results:
 
     @cached_property
     def equations(self) -> Equations:
-        """The axes along which results, and values named by ``with_name_for_reader``, differ between devices."""
+        """The mesh axes along which each result differs between devices, read off the equations, as ``Equations``.
+
+        Values that ``with_name_for_reader`` has named are included, by name.
+        """
         return read_equations(self.jaxpr)
 
 
@@ -280,22 +283,25 @@ CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 
 
 def checks_at(moment: Moment) -> list[TrainingCheck]:
-    """Returns the rows of ``CHECKS`` with this moment, in the order of the table."""
+    """Returns the registered checks that run at ``moment``, such as "trace", in the order of the table ``CHECKS``."""
     return [check for check in CHECKS if check.moment == moment]
 
 
 def run_checks(moment: Moment, context: Any) -> None:
-    """Runs the checks of a moment in the order of the table ``CHECKS``; a check may raise or warn.
+    """Runs the registered checks of ``moment``, such as "trace", in the order of the table ``CHECKS``.
 
-    ``context`` is the object that the checks of the moment take, such as a ``StepTrace`` for "trace".
+    ``context`` is the object that the checks of the moment read: for "trace" a ``StepTrace``. A check may raise or
+    warn.
     """
     run_rows(checks_at(moment), context)
 
 
 def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs ``checks``, rows of the table, in order, except those that ``needs`` or ``unless`` exclude for ``context``.
+    """Runs ``checks`` in order, except checks that do not apply to ``context``, an object with facts on a step, say.
 
-    A check is called with the attributes of the context that its ``reads`` lists, or with the context itself.
+    A check does not apply if the attribute of the context that its field ``needs`` names is empty or None, or if the
+    attribute that its field ``unless`` names is true. The function of a check is called with the attributes that its
+    field ``reads`` lists; with the context itself if there are none.
     """
     for check in checks:
         if check.needs and not attrgetter(check.needs)(context):
@@ -382,8 +388,9 @@ class CheckedStep:
     def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that calls ``function`` under the set mesh, or without a mesh if JAX cannot compile there.
 
-        Once JAX has refused to compile under the set mesh, this and all later calls of the step run as if no mesh were
-        set. JAX compiles no callback that returns values (``jax.pure_callback``) in a program with explicit arguments.
+        The set mesh is the mesh of ``jax.set_mesh``. Once JAX has refused to compile under it, this and all later calls
+        of the step run as if no mesh were set. JAX compiles no callback that returns values (``jax.pure_callback``) in
+        a program whose arguments are on explicit axes.
         """
 
         def called(*args: Any, **kwargs: Any) -> Any:

@@ -260,7 +260,10 @@ class StepOptions:
         return state.params, batch, key, local, collections_of(state), extra_trees
 
     def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
-        """Returns a function of global arrays: ``jax.shard_map`` of a device's program, on the mesh of the step."""
+        """Returns a function of global arrays: ``jax.shard_map`` of a device's program, on the mesh of the step.
+
+        ``program`` has the function of a device, and the specs that split the function's arguments and results.
+        """
         fn, in_specs, out_specs = program
         return jax.shard_map(
             fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma

@@ -51,7 +51,10 @@ class MatrixForm:
 
     @property
     def true(self) -> Shape:
-        """Sizes of the dims of the shorter side, then of the longer side, without padding."""
+        """Sizes of a matrix's dims without padding: the dims of the shorter side, then those of the longer side.
+
+        A side may have several dims: (64, 4, 32) for matrices 64 x 128 in a kernel of 64 features, 4 heads and size 32.
+        """
         return (*self.short, *self.long)
 
     @property
@@ -108,8 +111,8 @@ class MatrixGroup:
     def count(self) -> int:
         """Number of matrices of which a device has shards.
 
-        Along ``axes`` each device has a shard of each matrix; along ``form.stack_axes`` devices have different
-        matrices.
+        Along ``axes`` each device has a shard of each of these matrices. If axes split stacked layers
+        (``form.stack_axes``), devices along them have other matrices, which do not count.
         """
         return sum(leaf.count for leaf in self.leaves)
 
@@ -119,10 +122,11 @@ class MatrixGroup:
 
     @property
     def splits_when_sent(self) -> tuple[tuple[int, Axes], ...]:
-        """(dim, axes) for each dim of a matrix that is split in the exchange: split dims, and ``copy_axes_dim``.
+        """(dim, axes) for each dim along which a matrix is cut into the slices that devices exchange with owners.
 
-        Dims count from 0 in the order of the form: shorter side, longer side. In the axes of ``copy_axes_dim``,
-        ``copy_axes`` are innermost.
+        Owners are the devices that update unsharded matrices. Dims count from 0: dims of the shorter side, then of the
+        longer side. Listed are the dims that are split over devices; and, if devices with equal shards send different
+        parts of a shard, the dim of the parts, with the axes of these devices innermost.
         """
         if self.copy_axes_dim is None:
             return self.form.splits
@@ -153,9 +157,9 @@ def matrix_leaf(
       names: for each dim the axes that split the dim.
       sizes: sizes of the mesh axes, in mesh order.
       dtype: name of the dtype of the leaf.
-      any_order: owners merge slices in the axis order of the mesh instead of the leaf, so that leaves split over the
-        same axes in different orders have the same form. The optimizer's rule must then not depend on the order of rows
-        and columns.
+      any_order: True: owners (devices that update unsharded matrices) merge shards in the axis order of the mesh;
+        False: in the axis order of the leaf. If True, leaves split over the same axes in different orders have the same
+        form; but the optimizer's rule must not depend on the order of rows and columns.
     """
     ndim = len(local)
     inputs, outputs = choice.axes
@@ -186,10 +190,11 @@ def _in_order(axes: Axes, sizes: Mapping[str, int]) -> Axes:
 
 
 def grouped(leaves: Iterable[tuple[MatrixForm, MatrixLeaf]], sizes: Mapping[str, int]) -> list[MatrixGroup]:
-    """Groups leaves of equal form, and chooses the owner devices of each group; returns the groups, largest work first.
+    """Groups leaves of equal form; returns the groups, each with its owner devices, largest work first.
 
-    A large group is then computed while smaller groups are sent. ``leaves`` has results of ``matrix_leaf``; ``sizes``
-    are the sizes of the mesh axes, in mesh order.
+    The form has sizes, split and dtype of a matrix; owners are the devices that update unsharded matrices. A large
+    group is then computed while smaller groups are sent. ``leaves`` has results of ``matrix_leaf``; ``sizes`` are the
+    sizes of the mesh axes, in mesh order.
     """
     by_form: dict[MatrixForm, list[MatrixLeaf]] = defaultdict(list)
     for form, leaf in leaves:

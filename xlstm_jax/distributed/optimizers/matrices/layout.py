@@ -63,7 +63,8 @@ def report_matrices(rule: str, params: PyTree, choices: Mapping[str, MatrixChoic
       rule: name of the optimizer, as "muon".
       params: the parameters that ``init`` gets.
       choices: whether each leaf is a matrix, by path.
-      any_order: as for ``matrix_leaf``.
+      any_order: True if the optimizer's rule does not depend on the order of rows and columns; more leaves are then in
+        a group.
     """
     reports = _REPORTS.get()
     if reports is not None:
@@ -115,7 +116,8 @@ class Place:
     def groups(self, choices: Mapping[str, MatrixChoice], any_order: bool) -> list[MatrixGroup]:
         """Returns the groups (matrices of equal form, with owner devices) of all matrices, largest work first.
 
-        ``choices`` has the decision whether each leaf is a matrix, by path; ``any_order`` is as for ``matrix_leaf``.
+        ``choices`` has the decision whether each leaf is a matrix, by path. ``any_order`` is True if the optimizer's
+        rule does not depend on the order of rows and columns; more leaves are then in a group.
         """
         matrices = []
         for path, value in self.values.items():
@@ -145,16 +147,21 @@ def place_of(tree: PyTree) -> Place:
 
 
 def _in_order(stored: jax.Array, store: Store) -> jax.Array:
-    """Returns a stored array with its dims in the order of the value, to which the dims of a ``MatrixChoice`` refer.
+    """Returns a stored array with its dims in the order of the value: the reverse of ``_in_stored_order``.
 
-    A ``Store`` may store the dims of a value in another order.
+    A ``Store`` says how a value is stored, possibly with its dims in another order. For a value [d, f] that is stored
+    transposed, as an array [f, d], the result has the shape [d, f]. The dims of a ``MatrixChoice`` are those of a
+    value.
     """
     order = store.order(stored.ndim)
     return stored if order == tuple(range(stored.ndim)) else jnp.transpose(stored, order)
 
 
 def _in_stored_order(value: jax.Array, store: Store) -> jax.Array:
-    """Returns a value with its dims in the order of the stored array; the inverse of ``_in_order``."""
+    """Returns a value with its dims in the order in which ``store`` stores them.
+
+    For a value [d, f] that is stored transposed the result has the shape [f, d].
+    """
     order = store.order(value.ndim)
     return value if order == tuple(range(value.ndim)) else jnp.transpose(value, tuple(map(int, np.argsort(order))))
 
@@ -198,7 +205,8 @@ def map_groups(
       tree: the tree, for example of momentum.
       choices: whether each leaf is a matrix, by path.
       state: state by name of the group; None for {}.
-      any_order: as for ``matrix_leaf``.
+      any_order: True if the optimizer's rule does not depend on the order of rows and columns; more leaves are then in
+        a group.
     """
     place, state = place_of(tree), state or {}
     groups = place.groups(choices, any_order)

@@ -46,11 +46,14 @@ def to_owners(group: MatrixGroup, shards: Mapping[str, jax.Array], exchange_dtyp
 
 
 def from_owners(group: MatrixGroup, matrices: jax.Array, exchange_dtype: str | None = None) -> dict[str, jax.Array]:
-    """Sends the matrices that this device owns back; returns this device's shards of the leaves. Inverts ``to_owners``.
+    """Sends the matrices that this device owns back as shards; returns this device's shards of the leaves, by path.
 
-    The shards are by path. ``matrices`` are of the group ``group``, [places, rows, columns]; matrices in empty places
-    are dropped. ``exchange_dtype`` is the dtype in which values are sent; None: unchanged. The result has the dtype of
-    ``matrices``.
+    Runs inside ``shard_map``, after ``to_owners`` has sent the shards to the owners, which update unsharded matrices.
+
+    Args:
+      group: matrices of equal form, with their owner devices.
+      matrices: [places, rows, columns], as ``to_owners`` returns them; matrices in empty places are dropped.
+      exchange_dtype: dtype in which values are sent; None: unchanged. The result has the dtype of ``matrices``.
     """
     sent = matrices.astype(exchange_dtype or matrices.dtype)
     received = collectives.all_to_all(_in_slices(group, sent), group.axes)
@@ -84,10 +87,10 @@ def by_owners(
     received = collectives.all_to_all(rows, axes)
 
     def of_one(group: MatrixGroup, received: jax.Array) -> jax.Array:
-        """Returns the result of ``fn`` for the matrix that this device owns, cut into the rows to send back.
+        """Returns the result of ``fn`` for the single matrix of ``group`` that this device owns, in rows to send back.
 
-        The matrix is in ``group``. ``received`` has a row from each device with a slice of the matrix, [owners,
-        longest]; the result has the same shape.
+        ``received`` [owners, longest] has a flattened slice of the matrix from each device, with zeros up to the length
+        of the longest slice of any group. The result has the same shape: in each row the slice for a device.
         """
         slices = (group.num_owners, 1, *_slice_shape(group))
         index = received[:, : math.prod(slices[1:])].reshape(slices).astype(dtype)
@@ -126,8 +129,8 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
     """Returns the slices of the group's matrices that this device sends to the owners, [matrices, *slice dims].
 
     ``shards`` has this device's shards of the leaves, by path. A slice is this device's shard of a matrix; or a part of
-    the shard if several devices have equal shards. Matrices are in the order of ``group.leaves``, and slice dims as in
-    ``_slice_shape``.
+    the shard if several devices have equal shards. Matrices are in the order of ``group.leaves``. Slice dims are the
+    dims of a matrix: of the shorter side, then of the longer side.
     """
     ordered = [(leaf, shards[leaf.path].transpose(leaf.order)) for leaf in group.leaves]
     stacked = jnp.concatenate([value.reshape(leaf.count, *value.shape[len(leaf.stack) :]) for leaf, value in ordered])
@@ -138,10 +141,11 @@ def _as_stacks(group: MatrixGroup, shards: Mapping[str, jax.Array]) -> jax.Array
 
 
 def _from_stacks(group: MatrixGroup, back: jax.Array) -> dict[str, jax.Array]:
-    """Returns this device's shards by path, in the shapes of the leaves, from slices ``back``: [matrices, *slice dims].
+    """Returns this device's shards of the group's leaves, by path, from the slices that the owners have sent back.
 
-    The inverse of ``_as_stacks``. If several devices have equal shards, each has a part of a shard in ``back``, and an
-    all-gather combines the parts.
+    ``back`` is [matrices, *slice dims], with matrices in the order of ``group.leaves``. A slice is this device's shard
+    of a matrix; if several devices have equal shards, a slice is a part of a shard, and an all-gather combines the
+    parts. The result has the shapes of the leaves, and their order of dims.
     """
     if group.copy_axes_dim is not None:
         back = collectives.all_gather_equal(back, 1 + group.copy_axes_dim, group.copy_axes)
@@ -166,7 +170,8 @@ def _merged(group: MatrixGroup, received: jax.Array) -> jax.Array:
 def _in_slices(group: MatrixGroup, matrices: jax.Array) -> jax.Array:
     """Cuts p matrices into the slices for the n devices: [p, rows, columns] -> [n, p, *slice dims].
 
-    The dims of a matrix are first padded with zeros at the end, to sizes that the axes divide. Inverts ``_merged``.
+    The n devices are those along the mesh axes of the group; each gets a slice of every matrix. The dims of a matrix
+    are first padded with zeros at the end, to sizes that the axes divide.
     """
     form, (shape, order) = group.form, _by_axis(group, matrices.shape[0])
     padding = [(0, size - true_size) for size, true_size in zip(form.stored, form.true, strict=True)]

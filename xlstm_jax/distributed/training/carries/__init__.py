@@ -19,7 +19,8 @@ def carries_of(inputs: Inputs) -> list[Carry]:
     """Returns the carries of a batch: of each class in ``CARRIES``, in order, an instance if ``inputs`` has its state.
 
     A carry passes state from a minibatch to the next: collections of the model, or the state of a metric. Each
-    collection goes to the first class that takes the collection. Raises an ``AssertionError`` if no class does.
+    collection goes to the first class that takes the collection. Raises an ``AssertionError`` if no class takes a
+    collection, or the state of the metric.
     """
     carries: list[Carry] = []
     left = dict(inputs.collections)

@@ -69,20 +69,27 @@ class Carry:
     def from_inputs(cls, inputs: Inputs) -> Self | None:
         """Returns a carry for the state in ``inputs`` that this class handles, or None if there is no such state.
 
+        A carry passes state (collections of the model, or the state of a metric) from each minibatch to the next.
         ``inputs.collections`` excludes collections taken by classes earlier in the registry, ``CARRIES``.
         """
         raise NotImplementedError
 
     def collection_names(self) -> Collection[str]:
-        """Returns the names of the collections in this carry's state; () for a carry of another state."""
+        """Returns the names of the model's collections that this carry passes from minibatch to minibatch.
+
+        Returns () for a carry of other state, such as that of a metric.
+        """
         return ()
 
     def start(self) -> PyTree:
-        """Returns the state before the first minibatch, made from the ``Inputs`` of this carry."""
+        """Returns the state that the first minibatch receives, made from the ``Inputs`` of this carry."""
         raise NotImplementedError
 
     def read(self, state: PyTree) -> Mapping[str, PyTree]:
-        """Returns the collections to pass to the loss function, by name, from the carry's ``state``."""
+        """Returns the collections that the loss function of a minibatch receives, by name, read from ``state``.
+
+        ``state`` is this carry's state before the minibatch. Returns {} for a carry of other state, such as a metric's.
+        """
         return NO_COLLECTIONS
 
     def differentiating(self, local_result: Callable[..., LocalResult]) -> Callable[..., LocalResult]:
@@ -104,7 +111,7 @@ class Carry:
         raise NotImplementedError
 
     def finish(self, state: PyTree, result: BatchResult) -> BatchResult:
-        """Returns ``result``, of the batch, with the state after the last minibatch inserted.
+        """Returns ``result``, the result of the batch, with ``state``, the state after the last minibatch, inserted.
 
         The state becomes ``aux`` (the state of a metric), or goes into ``collections``.
         """

@@ -47,10 +47,10 @@ def _with_scales(
 ) -> LocalResult:
     """Differentiates ``loss_fn(weights, *rest)`` with respect to the weights and the fp8 scales.
 
-    Returns the ``LocalResult`` for the weights: loss and gradients are those of the local mean on this device, as
-    ``local_result(loss_fn, weights, axes, *rest)`` returns them. ``rest[-1]`` are the collections, the scales among
-    them. The gradient of a scale is the scale's next value; its maximum over devices is entered among the collections
-    of the result.
+    Returns the ``LocalResult`` for the weights, with loss and gradients of the local mean on this device, as
+    ``local_result(loss_fn, weights, axes, *rest)`` returns them, and with new scales among its updated collections. The
+    new value of a scale is its gradient, as the maximum over the devices along ``axes``. ``rest[-1]`` are the
+    collections before, the scales among them.
     """
     *rest_args, collections = rest
     count, devices = len(trees.split_differentiable(weights)[0]), collectives.axis_size(axes)

@@ -67,10 +67,11 @@ Relation = GradientMultiple | str | None  # None: unknown
 
 
 def _relation(value: TracedValue) -> Relation:
-    """Returns how a traced gradient was computed from the result of the backward pass, by the equations in between.
+    """Returns how a traced gradient was computed from the result of the backward pass (``jax.grad``).
 
-    A ``GradientMultiple`` if the gradient is a known multiple or sum over devices of the backward pass's result inside
-    ``shard_map``; ``ZERO`` if the gradient is a literal 0; None if the relation is unknown.
+    Reads the equations between both. A ``GradientMultiple`` (factor, axes of sums) if the gradient is a known multiple
+    of the result, or a known multiple of the result's sum over devices, and the backward pass is inside ``shard_map``;
+    ``ZERO`` if the gradient is a literal 0; None if the relation is unknown.
     """
     if value.number is not None:
         return ZERO if value.number == 0 else None
@@ -159,8 +160,8 @@ def _shard_map_of(value: TracedValue) -> ProducingEquation | None:
 def check_averaged_once(applied: AppliedGradients) -> None:
     """Raises if the equations of a step prove that gradients were not averaged over devices, or averaged wrongly.
 
-    ``applied`` has the traced gradients and the parameters with which the user called ``apply_gradients``. Returns if
-    the library's averages do not raise (``wrong_averages_raise``), and for gradients that are not traced.
+    ``applied`` has the traced gradients and the parameters with which the user called ``apply_gradients``. Gradients
+    that are not traced pass; and inside the context ``wrong_averages_pass`` nothing is checked.
 
     Raises:
       ValueError: over an axis, the gradient of a replicated leaf is a sum and the gradient of a split leaf a mean; or
@@ -192,7 +193,8 @@ def _traced_gradients(applied: AppliedGradients) -> Iterator[_Gradient]:
 def _check_shards(grad: _Gradient) -> None:
     """Raises a ``ValueError`` if the gradient of a split leaf was summed over axes that split the leaf.
 
-    Gradients of different shards were then added to each other, although the gather of the leaf had averaged already.
+    ``grad`` has the leaf, and the relation of its gradient to the backward pass, which must be known. Such a sum adds
+    the gradients of different shards to each other, although the gather of the leaf has averaged already.
     """
     assert isinstance(grad.relation, GradientMultiple)
     if over := tuple(axis for axis in grad.leaf.gathered_axes if axis in grad.relation.summed):
@@ -206,8 +208,9 @@ def _check_shards(grad: _Gradient) -> None:
 def _check_sums(grad: _Gradient, split: list[_Gradient]) -> None:
     """Raises a ``ValueError`` if ``grad`` is a sum over an axis over which a gradient in ``split`` is a mean.
 
-    ``split`` are gradients of leaves whose gather averages. Nothing is raised for a pair with different factors since
-    the backward pass, because the user's program then scales some leaves on purpose.
+    ``grad`` has a leaf, and the known relation of its gradient to the backward pass. ``split`` are gradients of split
+    leaves, which the gather averages. A pair of gradients with different factors since the backward pass is not
+    compared, because the user's program then scales some leaves on purpose.
     """
     of = grad.relation
     assert isinstance(of, GradientMultiple)

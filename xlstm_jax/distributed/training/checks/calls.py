@@ -79,8 +79,13 @@ def check_donated(call: JittedCall) -> None:
 def compare_first_batch(call: JittedCall) -> None:
     """Compares the batch of a step's first call between the processes of the mesh, which wait for each other here.
 
-    Later calls of the step are not compared. Raises and warns as ``compare_batches``. A batch with leaves that are not
-    arrays is not compared: the call fails later.
+    Later calls of the step are not compared. A batch with leaves that are not arrays is not compared: the call fails
+    later. Warns if processes pass equal rows as different parts of the batch.
+
+    Raises:
+      ValueError: in every process: values that must be equal differ (shapes, dtypes, shardings, scalars, process-local
+        arrays, copies of the same rows).
+      TimeoutError: a process did not arrive.
     """
     if "compared" not in call.step.checked_inputs and "batch" in call.named:
         # Leaves that are not arrays are named after the call has failed.
@@ -148,10 +153,11 @@ def warn_of_padded_call(call: JittedCall) -> None:
 
 
 def _some_leaves(name: str, argument: Any) -> Iterable[Any]:
-    """Returns sample arrays of ``argument``, the step's argument ``name``, for a look whether the argument was donated.
+    """Returns a few arrays of a step's argument, which show whether the argument was donated.
 
-    For "state" the step number and the first parameter (None if the state lacks them), for other names the first leaf,
-    or an empty list. A step donates entire trees, and checking every leaf takes too long.
+    ``name`` is the name of the argument. For "state": (step number, first parameter), with None if the state lacks one.
+    For other names: a list of the first leaf, or [] without leaves. A step donates entire trees, and checking every
+    leaf takes too long.
     """
     if name != "state":
         return jax.tree.leaves(argument)[:1]

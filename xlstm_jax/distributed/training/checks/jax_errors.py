@@ -114,10 +114,11 @@ def _of_vmapped_axis(collective: str, axes: str) -> ValueError:
 
 
 def _of_mixed_axes(collective: str, operand: str, axes: str) -> ValueError:
-    """Returns a ``ValueError`` with a cure, for a collective whose operand is equal along some of ``axes`` by its type.
+    """Returns the ``ValueError``, with a cure, for a reduction whose operand is equal along some of its axes by type.
 
-    The arguments are texts of JAX's error: the name of the collective, the type of the operand, and the axes. If some
-    axes are not of the mesh (``jax.vmap`` names them), the error is about these axes.
+    The arguments are parts of the text of JAX's error: the name of the collective, such as psum; the type of the
+    operand; and the quoted names of the axes. If some axes belong to ``jax.vmap``, not to the mesh, the returned error
+    is about these axes instead.
     """
     mesh = collectives.manual_axes()
     if off_mesh := [axis for axis in re.findall(r"'([^']*)'", axes) if axis not in mesh]:

@@ -120,10 +120,10 @@ class ReplayedStep:
 
     @functools.cached_property
     def runs(self) -> "list[Run]":
-        """The programs of the two runs, first on the mesh of the step, then on the rolled mesh.
+        """The programs of the two runs of a replay: first on the mesh of the step, then on the rolled mesh.
 
-        On the rolled mesh each device's work runs on a neighbour. A step without ``batch_axes`` has programs from its
-        first call.
+        On the rolled mesh each device's work runs on a neighbour. If the step was made without ``batch_axes``, the
+        programs exist only after its first call.
         """
         options, compiler_options = self._options, self._step.options["compiler_options"]
         rolled = rolled_mesh(self._mesh, options.layout.axes)
@@ -195,7 +195,8 @@ class ReplayedStep:
         """Returns the ``ReplayError`` for runs with different digests; it names the suspected devices and the leaves.
 
         Args:
-          differs: bool [device, send, 2], where the digests of the two runs differ; at least one entry is True.
+          differs: bool [device, send, 2], where the digests of the two runs differ; at least one entry is True. A send
+            is a collective, or a result of the program; its digest is two words. Devices are places in the mesh.
           changed: for each of the two runs bool [device], where the run differs from its repetition.
         """
         differs = differs.any(-1)
@@ -233,16 +234,19 @@ class Run:
         self.jitted = jax.jit(self._of_batch, compiler_options=compiler_options)
 
     def __call__(self, *args: PyTree) -> tuple[BatchResult, np.ndarray]:
-        """Returns the ``BatchResult`` and the digests of all sends, uint32 [device, send, 2], a NumPy array.
+        """Runs the program; returns the ``BatchResult`` (loss, gradients, ...) and the digests of all values sent.
 
-        ``args`` are (state, batch, rng, local, extra_trees), on the mesh of the step. Waits for the devices.
+        The digests are a NumPy array, uint32 [device, send, 2]: a send is a collective, or a result that no collective
+        sends, and its digest is two words. ``args`` are (state, batch, rng, local, extra_trees), on the mesh of the
+        step. Waits for the devices.
         """
         result, digests = self.jitted(*self.on_this_mesh(args))
         return result, np.asarray(digests)
 
     def on_this_mesh(self, args: PyTree) -> PyTree:
-        """Returns ``args`` with each array on the mesh of this run: each shard on the device at the shard's place.
+        """Returns ``args`` with each array moved to the mesh of this run; values and specs stay the same.
 
+        The shard of the device at a place of the old mesh moves to the device at this place of the mesh of the run.
         Arrays that are on no mesh, or on this mesh already, are returned unchanged.
         """
         return jax.tree.map(functools.partial(_moved, mesh=self.mesh), args)
@@ -313,8 +317,8 @@ def _key(index: Any) -> tuple[tuple[int | None, int | None], ...]:
 
 
 def _differ(digests: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Returns bool [device]: whether any digest of the device differs between ``digests`` and ``others``.
+    """Returns bool [device]: whether any digest of the device differs between two runs of a program.
 
-    Both are [device, send, 2].
+    ``digests`` and ``others`` are the digests of the two runs, [device, send, 2]: two words for each value sent.
     """
     return np.any(digests != others, axis=(1, 2))

@@ -147,9 +147,9 @@ class _Watcher:
     def of_closed(self, closed: Any, values: Sequence[_Value]) -> list[_Value]:
         """Evaluates a jaxpr on ``values``, and adds a digest for each collective to ``sends``; returns its results.
 
-        ``closed`` is a closed or an open jaxpr. ``values`` are the arrays of its arguments, with labels, and so are the
-        results. Constants have no labels. Operands that were received from other devices, and not changed here, get no
-        digest.
+        ``closed`` is a closed or an open jaxpr. ``values`` has a ``_Value`` (array, and labels that name the values
+        from which the array was computed) for each argument; the list of results has a ``_Value`` for each result.
+        Constants have no labels. Operands that were received from other devices, and not changed here, get no digest.
         """
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         inputs = [*[_Value(const, Labels()) for const in consts], *values]
@@ -292,8 +292,9 @@ def _results(eqn: Any, params: dict[str, Any], values: Sequence[_Value]) -> list
 
 
 def _with_labels(arrays: Sequence[Any], labels: Sequence[Labels]) -> list[_Value]:
-    """Returns a ``_Value`` for each array with its labels, in order.
+    """Returns a ``_Value`` (array and labels) for each of ``arrays``, in order.
 
-    ``labels`` has an entry for each array, or a single entry for all arrays.
+    Labels are names of the values from which an array was computed. ``labels`` has a set of labels for each array, or a
+    single set for all arrays.
     """
     return [*map(_Value, arrays, labels if len(labels) == len(arrays) else [*labels] * len(arrays))]

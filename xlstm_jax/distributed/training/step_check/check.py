@@ -642,8 +642,9 @@ class Comparison:
           findings: sentences of the earlier checks.
           seen: the observed step.
           method, leaves, loss_ratio: fields of the ``StepCheck``, for its text.
-          verdict: ``CANNOT_TELL`` if the earlier checks are inconclusive. None: wrong with any finding, else right; if
-            the update cannot be compared and nothing is wrong, "cannot tell".
+          verdict: ``CANNOT_TELL`` if the earlier checks are inconclusive; the result is wrong all the same if the
+            optimizer's update is. None: wrong with any finding, else right; if the update cannot be compared and
+            nothing is wrong, "cannot tell".
         """
         findings = [*findings, *drifting(seen.collections), *padded_row_findings(self.one_device, *self.step_args[:2])]
         mesh = dict(self.mesh.shape)

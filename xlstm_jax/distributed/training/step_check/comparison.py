@@ -64,7 +64,10 @@ class LeafCheck(NamedTuple):
 
     @property
     def is_only_rounding(self) -> bool:
-        """Returns whether the correct gradient is 0 up to rounding: ``ratio`` is then 1 or infinite."""
+        """Returns whether the correct gradient is 0 up to rounding.
+
+        ``ratio`` is then 1 if the step's gradient is also 0 up to rounding, else infinite.
+        """
         return self.tolerance == NO_RATIO
 
     @property

@@ -131,7 +131,7 @@ def multiple_over_draws(one_device: OneDevice, rng: PyTree, sizes: dict[str, int
     ``sizes``), or an inverse, and holds for the gradients, too. The keys in ``rng`` are replaced by constant keys:
     every draw is a fraction u of its range. The draw of a row may depend on its position (stratified times of a
     diffusion model). For a single u slices and batch then differ; averaged over as many evenly spaced u as the batch
-    has rows, they agree.
+    has rows (at most ``MOST_DRAWS``), they agree.
     """
     rows = max((len(leaf) for leaf in jax.tree.leaves(one_device.batch) if np.ndim(leaf)), default=1)
     count = min(rows, MOST_DRAWS)

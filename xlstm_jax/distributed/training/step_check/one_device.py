@@ -252,13 +252,15 @@ class OneDevice:
         elsewhere: int = 0,
         shake: bool = False,
     ) -> Reference:
-        """Compiles ``make(*parts)``, a function for loss and gradients, and returns the result for the check's inputs.
+        """Runs the function ``make(*parts)``, compiled, on the inputs of the check; returns loss and gradients.
 
         Args:
           make: ``_mean_in_turn`` or ``_mean_on_mesh``; the compiled function is kept for each pair of ``make`` and
             ``parts``.
           parts: the arguments of ``make``, such as the numbers of devices and minibatches.
-          rng, batch, elsewhere: see ``on_full_batch``.
+          rng: the key of the step.
+          batch: a global batch; None: the batch of the check.
+          elsewhere: if not 0, a seed, with which the parameters are first moved at random.
           shake: whether parameters and batch are first changed at random by about a rounding error.
         """
         trainable_values, weights, own_batch, collections = self._inputs
@@ -455,9 +457,13 @@ class OneDevice:
         return of_all
 
     def _mean_on_mesh(self, minibatches: int) -> Callable[..., Any]:
-        """Returns a function like the result of ``_mean_in_turn``, whose slices run on the mesh, on each device.
+        """Returns a function that computes loss and gradients averaged over slices, with each device at its own slices.
 
-        The absolute values of the slices' gradients are estimated from the mean gradient.
+        A slice is the rows of a device in one of ``minibatches`` minibatches. The function takes (trainable values,
+        ``_Weights``, global batch, collections, key), and returns (loss, gradients, magnitudes), weighted means over
+        slices; gradients and magnitudes are lists in the order of the trainable values. Magnitudes, the absolute values
+        of each slice's gradients, are estimated: the absolute mean gradient times the square root of the number of
+        devices.
         """
         terms = self._terms_on_mesh(minibatches)
 

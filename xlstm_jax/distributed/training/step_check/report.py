@@ -165,7 +165,13 @@ def _counted(leaves: Sequence[object]) -> str:
 def _cause(leaf: LeafCheck, sizes: dict[str, int], of_loss: Multiple, model_axes: tuple[str, ...]) -> str:
     """Returns the end of a sentence, after "gradients of ... are", with the likely cause of a wrong leaf and a cure.
 
-    Equal causes give equal texts. ``sizes``, ``of_loss`` and ``model_axes`` are as in ``of_leaves``.
+    Equal causes give equal texts, by which the caller groups leaves.
+
+    Args:
+      leaf: the comparison of the leaf.
+      sizes: the sizes of the axes with more than one device.
+      of_loss: the loss of the step over the correct loss; for gradients with the same ratio the cause is the loss.
+      model_axes: the axes along which the model communicates, and over which the batch is not split.
     """
     # The order matters: copies that differ have no single ratio, and a leaf with a rest is not a multiple.
     multiple = Multiple.of(leaf.ratio, sizes, leaf.tolerance)

@@ -110,7 +110,12 @@ class _Update:
         self.params_seen_by_tx = values_of(self.record.params) if int(self.record.has_params) else self.old
 
     def check(self) -> UpdateCheck:
-        """Runs the checks of this update; returns findings (sentences on mistakes), unchecked parts and compared parts.
+        """Compares what a step made of its gradients with what the optimizer makes of them; returns an ``UpdateCheck``.
+
+        Compared are: parameters and state passed to the optimizer with those of the training state; new parameters with
+        old parameters plus updates; frozen leaves with those before the step; ``state.step``, which may grow by 1;
+        updates and optimizer state with those of a single device; and, if all this is right, copies of a shard with
+        each other.
 
         If the step changed the record of the optimizer's call, the result has only this finding. If the gradients are
         not finite, nothing is compared, and ``unknown`` has the reason. The result is empty if the step did not call
@@ -347,13 +352,16 @@ class OneDeviceOptimizer:
     def run(
         self, inputs: tuple[PyTree, PyTree, PyTree, jax.Array], has_value: bool
     ) -> tuple[tuple[PyTree, PyTree], Callable[[], tuple[PyTree, PyTree]], float]:
-        """Runs the optimizer.
+        """Runs one update of the optimizer on the single device; returns the result, and a bound for rounding.
 
         Args:
           inputs: (gradients, optimizer state, parameters, loss), without boxes.
-          has_value: whether the step passes the loss to the optimizer, as ``value`` and ``value_fn``.
+          has_value: whether the step passes the loss to the optimizer. The optimizer then gets the extra arguments
+            ``value`` and ``grad``, and with a ``value_fn`` also ``value_fn`` and ``grad_fn``.
         Returns:
-          ((updates, new state), ``perturbed``, eps), as ``_Update.on_one_device``.
+          ((updates, new state), ``perturbed``, eps). ``perturbed()`` returns (updates, new state) for inputs multiplied
+            by 1 + u eps, with random u in (-1, 1); eps is that of the narrowest dtype in the optimizer, at most that of
+            bfloat16.
         """
         inputs = jax.device_put(inputs, NamedSharding(self.mesh, PartitionSpec()))
         if has_value not in self._jitted:
@@ -364,9 +372,10 @@ class OneDeviceOptimizer:
         return run(*inputs), cache(lambda: run(*perturbed(inputs, eps))), eps
 
     def _compiled_for(self, inputs: tuple[PyTree, PyTree, PyTree, jax.Array], has_value: bool) -> Any:
-        """Returns a jitted function of ``inputs`` that returns (updates, new state); inside a ``shard_map`` if needed.
+        """Returns the optimizer's update, jitted: (gradients, state, parameters, loss) -> (updates, new state).
 
-        ``inputs`` and ``has_value`` are as in ``run``.
+        For an optimizer with collectives the function runs in a ``shard_map`` on the mesh of one device. ``inputs`` are
+        example inputs for a trace. With ``has_value`` the loss is passed to the optimizer, as ``value``.
         """
         value_fn = self.value_fn
 
@@ -419,7 +428,7 @@ def of_updates(actual: Arrays, expected: Arrays, perturbed: Callable[[], Arrays]
     """Yields one finding if the updates ``actual`` of the step differ from ``expected``, those of a single device.
 
     Both are arrays by path. ``perturbed()`` returns the updates of a single device for slightly perturbed inputs, as a
-    bound for rounding; for ``eps`` see ``compare_each_leaf``.
+    bound for rounding. ``eps`` is the least eps for leaves wider than 32 bits, when float32's eps is not used.
     """
     wrong = [leaf for leaf in compare_each_leaf(actual, expected, perturbed, eps) if not leaf.is_equal]
     if wrong:
@@ -441,7 +450,7 @@ def of_state(
       actual, expected: leaves by path, without boxes: of the step, and of the optimizer on a single device.
       before: the state passed to the step, to recognise a state that stays unchanged.
       again: returns ``expected`` computed from slightly perturbed inputs, as a bound for rounding.
-      eps: see ``compare_each_leaf``.
+      eps: the least eps for leaves wider than 32 bits; other leaves are compared with eps of float32.
     """
     if actual.keys() != expected.keys():
         other = sorted(actual.keys() ^ expected.keys())
@@ -519,7 +528,7 @@ def compare_each_leaf(actual: Arrays, expected: Arrays, again: Callable[[], Arra
       actual, expected: arrays by path, of the step and of a single device.
       again: returns ``expected`` computed from slightly perturbed inputs; called only for leaves that differ by more
         than the rounding of sums in another order.
-      eps: used for leaves wider than 32 bits, in place of eps of float32.
+      eps: the least eps for leaves wider than 32 bits; other leaves are compared with eps of float32.
     """
     checks = []
     for path, leaf in expected.items():
