@@ -237,8 +237,8 @@ def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
     """Starts to compile a small program with the compiler of an extra ("forecast" for TPUs, "forecast-gpu").
 
-    Returns the running compilation; an ``ImportError`` as value, not raised, if the compiler is for another version of
-    jaxlib.
+    Returns the running compilation. If the compiler is for another version of jaxlib, returns the ``ImportError``,
+    which is not raised.
     """
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)

@@ -366,10 +366,10 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 
 
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
-    """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
+    """Returns (top-level module, direction) of each moment of ``Memory.timeline``, in order.
 
-    A moment without a module and with the direction "other" takes the pair of the previous moment. Not so at the end of
-    the step, which is the optimizer: there the pair is ("", "other").
+    A moment without a module and with the direction "other" takes the pair of the moment before. But after the last
+    moment in the forward or backward pass of a module the optimizer runs: there the pair stays ("", "other").
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
     owners: list[tuple[str, str]] = []

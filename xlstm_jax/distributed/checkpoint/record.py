@@ -385,7 +385,7 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
     """Raises a ``ValueError`` if paths, shapes or dtypes of a state to save differ from the newest saved step.
 
-    Dtypes may differ as in ``fits``.
+    A Python number and an array of the same kind (bool, int, float, complex) count as equal dtypes.
 
     Args:
       entries: record of the state to save.
@@ -410,8 +410,8 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
     """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record of a saved step.
 
-    The error names the paths that differ; or a leaf, with its shape and dtype in both. Dtypes may differ as in
-    ``fits``.
+    The error names the paths that differ; or a leaf, with its shape and dtype in both. A Python number and an array of
+    the same kind (bool, int, float, complex) count as equal dtypes.
 
     Args:
       record: the record of the saved step, or of a part of the state.
@@ -510,12 +510,13 @@ def _kind(dtype: str) -> str:
 def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
     """Returns the leaves of a restore target by path, without boxes and padding, after a check of their shardings.
 
-    If ``value_of`` is not None, the result has ``value_of(leaf)`` for each leaf, as in ``bare_leaves``, whose errors
-    are raised here, too.
+    If ``value_of`` is not None, the result has ``value_of(leaf)`` for each leaf, which is passed as a ``Sharded`` (the
+    library's box).
 
     Raises:
-      ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
-        shape of a leaf.
+      TypeError: a leaf is not numeric.
+      ValueError: an abstract leaf has no sharding in a run with several devices; a sharding does not divide the shape
+        of a leaf; the target has no leaves; or two leaves have the same name on disk.
     """
     likes = bare_leaves(target, value_of)
     for path, like in likes.items():
@@ -597,7 +598,7 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
 
 
 def placed_like(array: Any, like: Any) -> Any:
-    """Returns a copy of a host array, in NumPy if ``like`` is a NumPy array, else as a ``jax.Array`` in its sharding.
+    """Returns a copy of a host array: in NumPy if ``like`` is a NumPy array, else a ``jax.Array`` in ``like.sharding``.
 
     ``array`` may be any object that supports array indexing. If ``like`` is uncommitted or has no sharding, the result
     is an uncommitted ``jax.Array``.

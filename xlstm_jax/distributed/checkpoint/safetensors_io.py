@@ -221,7 +221,7 @@ class LeafInStore:
 
     @property
     def has_layers_first(self) -> bool:
-        """Whether the first dim of the value (the layers) is also the first dim of the stored array.
+        """Whether dim 0 of the leaf in the model, along which layers are stacked, is also dim 0 of the stored array.
 
         If so, a single layer can be gathered.
         """
@@ -265,7 +265,12 @@ def import_targets(abstract_params: PyTree) -> Leaves:
     """Returns the leaves to import into, by path: arrays or abstract arrays, without boxes and padding.
 
     A leaf that is stored padded (or in another form that the host can write in parts), and that has a sharding, is
-    returned as a ``LeafInStore``, which converts each device's part on the host. Errors are as for ``target_leaves``.
+    returned as a ``LeafInStore``, which converts each device's part on the host.
+
+    Raises:
+      TypeError: a leaf is not numeric.
+      ValueError: an abstract leaf has no sharding in a run with several devices; a sharding does not divide the shape
+        of a leaf; there are no leaves; or two leaves have the same name on disk.
     """
 
     def to_be_written(leaf: Sharded) -> Any:
@@ -488,8 +493,11 @@ def import_safetensors(
 def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
     """Returns file, offset, shape and dtype of each tensor in the model at ``path``, by tensor name; reads no values.
 
-    Leaves out each tensor whose full name the regular expression ``ignore`` matches; "" leaves out no tensor. Raises as
-    ``import_safetensors``.
+    Leaves out each tensor whose full name the regular expression ``ignore`` matches; "" leaves out no tensor.
+
+    Raises:
+      FileNotFoundError: no model exists at ``path``.
+      ValueError: a file or the index is damaged; a tensor is in two files; or ``ignore`` is not a regular expression.
     """
     # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None

@@ -78,7 +78,9 @@ def known_cure(
 def general_cure(call: str, by_keyword: str) -> str:
     """Returns a sentence with general advice on inputs of ``model.init``, for an error whose cause is unknown.
 
-    ``call`` and ``by_keyword`` are as for ``known_cure``.
+    Args:
+      call: the user's call as text, with a placeholder ``{}`` for the inputs: "plan_sharding(model, axis_sizes, {})".
+      by_keyword: an example of an argument by keyword: "train=False".
     """
     return (
         "Pass the arguments with which the loss function calls the model; shapes suffice: "

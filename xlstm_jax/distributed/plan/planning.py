@@ -82,7 +82,8 @@ def plan_sharding(
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: the default there.
       tx: an optax optimizer, whose state the plan then counts.
       rng: a key, or a dict of keys, as for ``model.init``, arrays or abstract; None: any key.
-      trainable, frozen_dtype, offload: as for ``create_train_state``.
+      trainable, frozen_dtype, offload: which parameters are trained, the dtype of the others, and the optimizer state
+        in host memory; as for ``create_train_state``.
       **kwargs: further arguments of ``model.init``, such as ``train=False``.
     Returns:
       A plan with a row for each leaf: the sharding, its reason, and the bytes per device.
@@ -239,10 +240,11 @@ def _gathered_axes(leaf: Sharded) -> set[str]:
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    """Returns the row of a leaf in the plan, a ``LeafPlan``; ``fields`` are further fields of the row, such as bytes.
+    """Returns the row of a leaf in the plan, a ``LeafPlan``.
 
-    ``leaf`` is a box (an abstract array with its sharding), from which shape, dtype, names and parts are read.
-    ``sizes`` are the sizes of the mesh axes. The default of ``use_shape`` in ``fields`` is the leaf's shape.
+    Shape, dtype, and mesh axes of each dim are read from ``leaf``, a box around an abstract array. The number of shards
+    is the product of the ``sizes`` (of the mesh axes) over which the box splits the leaf. ``fields`` are further fields
+    of the row, such as bytes; without ``use_shape`` in ``fields``, it is the leaf's shape.
     """
     shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
@@ -292,10 +294,12 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, by name.
+    """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, {name of the field: value}.
 
-    For a leaf that is not gathered, only ``use_shape``. ``part`` is None, or the request of a module (such as the head
-    of a language model) to gather the leaf in pieces along a dim. ``sizes`` are the sizes of the mesh axes.
+    Fields: shape in the module, gathers in a forward pass, bytes of a gather, of a row and of a piece, dtypes of
+    communication, and the module that gathers. For a leaf that is not gathered, only ``use_shape``. ``part`` is None,
+    or the request of a module (such as the head of a language model) to gather the leaf in pieces along a dim.
+    ``sizes`` are the sizes of the mesh axes.
     """
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()

@@ -125,9 +125,10 @@ def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = 
 
 
 def _module_depth(paths: list[str]) -> int:
-    """Returns how many leading parts of a path, such as 2 of ``a/b/kernel``, name the module in the table.
+    """Returns how many leading parts of each path name the module in the table.
 
-    One more than the parts that all paths share, so that the table has several modules.
+    One more than the number of parts that all paths share, so that the table has several modules: 2 for
+    ["net/a/kernel", "net/b/kernel"].
     """
     parents = [path.split("/")[:-1] for path in paths]
     shared = 0
@@ -148,10 +149,11 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
 
 
 def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> FirstFitting:
-    """Returns the table of leaves for ``rich``, with fewer columns on a terminal too narrow for a row in a line.
+    """Returns the table of leaves as a ``FirstFitting``: tables with fewer and fewer columns, the widest first.
 
-    ``lines`` are the lines of the table. ``of_sections`` are the names of the sections' columns (of experts, say), left
-    out first; then the columns of ``LEFT_OUT``, in their order.
+    ``rich`` draws the first of these tables whose rows fit into a line of the terminal. Left out first are
+    ``of_sections``, the names of the columns that sections of the plan add (on experts, say); then the columns of
+    ``LEFT_OUT``, in order. ``lines`` are the lines of the table.
     """
     names = [name for name in COLUMNS if name != HOST or plan.host.total] + of_sections
     optional = of_sections + [name for name in LEFT_OUT if name in names]

@@ -172,9 +172,10 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
-    """Returns checksums of each device's shards, uint32 [device, array, 2], split over the devices of ``mesh``.
+    """Returns checksums of each device's shards of ``values``: uint32 [device, array, 2], split along dim 0.
 
-    ``values`` are arrays of ``_side_by_side``. The program has no collectives.
+    ``values`` are global arrays on ``mesh``, split along dim 0, so that the shards are replicas (see
+    ``_side_by_side``). The program has no collectives.
     """
 
     def on_device(values: list[jax.Array]) -> jax.Array:

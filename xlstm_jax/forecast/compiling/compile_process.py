@@ -216,9 +216,10 @@ class Pending(Generic[T]):
         return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
-        """Waits for the started compilation, and returns the result of ``finish``. Kills a running child at the end.
+        """Waits until the started compilation ends; returns ``finish(texts)``, the result made of the compiler's texts.
 
-        A new outcome that the compiler would repeat is written to the cache.
+        If the compiler would repeat a new outcome, its texts are written to the cache. At the end, also after an error,
+        a running child process is killed.
 
         Raises:
           CompileError: the compiler refused the step.

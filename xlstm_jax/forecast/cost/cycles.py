@@ -154,7 +154,11 @@ def _written_by(
 ) -> int:
     """Returns the bytes that a fusion or asynchronous start writes to its results in a memory space.
 
-    An update in place counts the updated part, a result that shares an operand's buffer counts only such updates.
+    Each result in the memory space counts in full, except for:
+
+    - an array that the called computation updates in place: only the updated part counts
+    - a parameter that the computation returns unchanged: 0
+    - a result that shares the buffer of an operand: only an update in place counts
 
     Args:
       program: the compiled program.

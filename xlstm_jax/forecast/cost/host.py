@@ -75,8 +75,9 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
     """Yields (direction, bytes, transfer) for each host transfer in a single run of a computation, in scheduled order.
 
-    The direction is ``IN`` (host memory to device) or ``OUT``. The transfer has start and end as indices of
-    ``computation.instructions``; an instruction that transfers both ways is yielded twice.
+    The direction is ``IN`` (host memory to device) or ``OUT``. The ``Transfer`` has start and end (indices of
+    ``computation.instructions``), the link of the direction, and the seconds at the host link's rate of ``chip``. An
+    instruction that transfers both ways is yielded twice.
     """
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):

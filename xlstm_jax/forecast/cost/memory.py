@@ -390,8 +390,8 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
     """Cuts the schedule into at most ``points`` equal stretches; returns for each the moment with the most live bytes.
 
-    A moment has the running module: that of the instruction at the point, or of the last instruction with a known
-    operation.
+    A ``Moment`` has the schedule point, the live bytes, and the running module with its direction: of the instruction
+    at the point, or of the last instruction before with a known operation.
 
     Args:
       live: bytes in use at each schedule point.
