@@ -183,9 +183,10 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; most bytes sent in a step first.
+    """Groups collectives whose texts in a table are equal; the group that sends most bytes in a step comes first.
 
-    Returns pairs of these five properties, as texts for the cells of a table, and the collectives of the group.
+    Returns pairs (texts, collectives of the group). The five texts are kind, leaf or module, direction, dtype and mesh
+    axes: ("all-gather", "head/kernel", "forward", "bf16", "fsdp").
     """
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:

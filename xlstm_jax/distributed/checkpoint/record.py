@@ -437,11 +437,15 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
     """Finds the parameters in a saved state; returns the prefix of their paths, such as "train/params/", or "".
 
-    With ``path`` the prefix is the path and a slash ("" for the path ""). If ``path`` is None, the parameters are the
-    part called "params" with exactly the leaves ``names``, or the full record. If neither has exactly these leaves, the
-    only part called "params" is returned, and ``check_fits`` names the leaves that differ. ``where`` names the step in
-    errors.
+    If ``path`` is given, the prefix is the path and a slash ("" for the path ""). If ``path`` is None, the parameters
+    are searched for: the full record, or a part called "params", whose leaves are exactly ``names``. If neither fits,
+    the only part called "params" is returned, so that ``check_fits`` can name the leaves that differ.
 
+    Args:
+      record: the record of the saved state, by path.
+      where: names the step in errors.
+      names: paths of the leaves of the parameters to restore.
+      path: path of the parameters in the saved state; None: unknown.
     Raises:
       ValueError: the record has no part at ``path``; several parts have exactly the leaves ``names``; or none has, and
         not exactly one part is called "params".
@@ -609,10 +613,11 @@ def placed_like(array: Any, like: Any) -> Any:
 def read_like(array: Any, like: Any) -> Callable[[], Any]:
     """Copies the entries of ``array`` that this process needs; returns a function that makes the full array.
 
-    The returned function takes no arguments. Its result is as for ``placed_like``: a NumPy array, or a global
-    ``jax.Array`` in the sharding of ``like``. ``read_like`` may run in any thread. The returned function must be called
-    in the thread that requested the read, because placing depends on thread-local settings of JAX: the default device,
-    64 bits.
+    The returned function takes no arguments, and returns a NumPy array if ``like`` is a NumPy array, else a global
+    ``jax.Array`` in ``like.sharding``; an uncommitted ``jax.Array`` if ``like`` is uncommitted or has no sharding.
+
+    ``read_like`` may run in any thread. The returned function must be called in the thread that requested the read,
+    because placing depends on thread-local settings of JAX: the default device, 64 bits.
 
     Args:
       array: a host array, or any object that supports array indexing, such as a tensor in a file.

@@ -199,10 +199,10 @@ class TensorToWrite(NamedTuple):
         return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
 
     def read(self, gathered: np.ndarray) -> np.ndarray:
-        """Returns the values of the leaf on the host, or only of ``self.layer`` if a layer is set, without padding.
+        """Returns the values of the leaf, or only of ``self.layer`` if not None, on the host, without padding.
 
-        ``gathered`` is the array that ``to_gather`` returns, unsharded; only its layer if ``to_gather`` returns a
-        layer, too.
+        ``gathered`` is the unsharded array of ``to_gather``; only the layer of this array if ``to_gather`` returns a
+        layer. The dims are those of the leaf, not those of the tensor in the file.
         """
         return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
 

@@ -100,9 +100,9 @@ def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, An
 
 
 def is_library_error(error: Exception) -> bool:
-    """Returns whether code of this library raised the error, not code of the user, JAX or Flax.
+    """Returns whether code of this library raised the error (the innermost frame), not code of the user, JAX or Flax.
 
-    False for a call without a required argument, which may fail in a wrapper of this library.
+    False for an error about a missing argument, which a call in a wrapper of this library may raise.
     """
     frames = traceback.extract_tb(error.__traceback__)
     # A call without a required argument fails in the line of the call, which may be in a wrapper of this library.

@@ -275,10 +275,11 @@ def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Sharded) -> Reason:
-    """Returns the reason for the split of a leaf or, for a leaf that is not split, for the last refusal of a wrapper.
+    """Returns why a leaf is split or, for a leaf that no wrapper split, why the last wrapper refused: a ``Reason``.
 
-    For wrappers over different axes: an ``OfSeveral`` with a reason for each tuple of axes. For a leaf that no wrapper
-    saw: that the model boxed the leaf, or that no module is wrapped.
+    If wrappers over different axes (``shard_module_params``) saw the leaf: an ``OfSeveral`` with a reason for each
+    tuple of axes. If no wrapper saw the leaf: a reason that says that the model boxed the leaf, or that no module is
+    wrapped.
     """
     if not isinstance(leaf, PlannedLeaf):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
@@ -334,9 +335,10 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
     """Returns how many entries of dim ``part.along`` of the kernel ``box`` a single gather of a piece returns.
 
-    A piece is a part of the kernel. The result is a multiple of the number of devices that split the dim, near
-    ``part.entries``, and at most the size of the dim. 0 if the kernel cannot be gathered in pieces, but only at once.
-    ``last`` is the decision of the wrapper that split the kernel last; ``sizes`` are the sizes of the mesh axes.
+    A piece is a part of the kernel. The result is the largest multiple of n that is at most ``part.entries``, or n if
+    ``part.entries`` is smaller, but at most the size of the dim; n is the number of devices that split the dim. 0 if
+    the kernel cannot be gathered in pieces, but only at once. ``last`` is the decision of the wrapper that split the
+    kernel last; ``sizes`` are the sizes of the mesh axes.
     """
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.

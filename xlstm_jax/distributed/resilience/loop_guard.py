@@ -248,7 +248,8 @@ class LoopGuard:
         """Installs handlers for SIGTERM and Ctrl-C, after which ``should_stop`` is True.
 
         In a run of several processes JAX's preemption service handles SIGTERM and notifies every process. Ctrl-C is
-        handled only if the guard is entered in the main thread and Python's default handler is installed.
+        handled only if the guard is entered in the main thread and Python's default handler is installed. A second
+        Ctrl-C raises a ``KeyboardInterrupt``.
 
         Raises:
           ValueError: the guard of a single process is entered outside of the main thread.

@@ -116,8 +116,9 @@ def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> Repli
 
 
 def _copied(path: str, value: Any) -> list[_Copied]:
-    """Returns ``[leaf]``, a ``_Copied``, if several devices hold the same shard of the array ``value``; else [].
+    """Returns ``[leaf]`` if several devices hold the same shard of the array ``value``; else [].
 
+    The leaf is a ``_Copied``: the path, the array, and for each shard on several devices the list of these devices.
     Devices of other processes count, too. The result is also [] for an empty array and for a value that is no
     ``jax.Array``.
     """

@@ -90,8 +90,8 @@ def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterat
 def host_buffers(program: Program) -> frozenset[str]:
     """Returns the names of the values in device memory that are received from the host, or sent to the host.
 
-    The names are those of XLA's live ranges, instruction and element of the result: "fusion.3{1}". A received value is
-    listed under each name that it may have.
+    The names are as in XLA's text of live ranges: instruction and element of the result, "fusion.3{1}". A received
+    value is listed as "name{0}" and as "name{}", because the form depends on the instruction.
     """
     names: set[str] = set()
     for computation, _, instruction in scheduled(program):

@@ -109,13 +109,14 @@ class Workload:
 
     @contextmanager
     def explaining_init(self) -> Iterator[None]:
-        """Context around calls of ``model.init``: an error gets advice on how to pass other inputs to the workload.
+        """Context for calls of ``model.init``: replaces an error that the inputs cause by an ``InitError`` with advice.
 
-        Any other error passes unchanged, and so does an error of the library, or an error on given ``inputs`` for which
-        no advice is known.
+        The inputs are the cause if a trace of ``model.init`` alone fails on them, too, outside of the library's code.
+        The advice says how to pass other inputs to the workload. Any other error passes unchanged; so does an error on
+        given ``inputs`` for which no advice is known.
 
         Raises:
-          InitError: in place of an error that ``model.init`` alone raises on these inputs.
+          InitError: as described; names the model, the inputs and the error.
         """
         try:
             yield

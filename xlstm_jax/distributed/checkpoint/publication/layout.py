@@ -104,8 +104,9 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Applies the rule to tensors without values, by name; returns the tensors after the rule, by name.
+        """Applies the rule, such as to join two tensors, to descriptions of tensors; returns the new tensors, by name.
 
+        A ``Tensor`` has a shape, a dtype, and the parts of the model's tensors that it consists of, but no values.
         Tensors that the rule does not concern are in the result unchanged. Raises a ``ValueError`` if the rule does not
         fit the tensors.
         """

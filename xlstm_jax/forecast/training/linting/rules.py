@@ -83,12 +83,12 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns the number of gathers of a leaf in a step, the needed number, and the bytes sent in vain.
+    """Returns a ``_Repeat`` of a leaf: the number of gathers in a step, the needed number, and the bytes sent in vain.
 
     ``row`` is the leaf's row in the plan, with ``uses``, the gathers per forward pass. A leaf that is gathered in
     stages has gathers over several sets of mesh axes; each set is checked twice. Forward needs at most uses x
     minibatches gathers; forward and backward together need at most twice as many. Returns the check with the most bytes
-    in vain; zeros if no check finds an excess, or if no wrapper gathers the leaf.
+    in vain; zeros if no check finds an excess, or if the leaf is split by the model and no wrapper gathers it.
     """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
