@@ -249,9 +249,10 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
 
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
-    """Waits for a result of ``_begin_compiling``, and returns the check that a program compiles for ``topology``.
+    """Waits for a compilation started for ``topology``; returns the ``Check`` that a program compiles.
 
-    An error of the compilation, or ``job`` as an ``ImportError``, fails the check.
+    ``job`` is from ``_begin_compiling``: the compilation, or the ``ImportError`` of its start. The check fails for an
+    ``ImportError``, and for an error of the compilation.
     """
     problem: Exception | None = job if isinstance(job, ImportError) else None
     try:

@@ -82,7 +82,10 @@ SHARDED = SmallModel(functools.partial(shard_module_params, axis_name="fsdp", mi
 
 
 def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any], rng: Any = None) -> jax.Array:
-    """Returns the mean squared error of the model on the rows of the batch, a scalar."""
+    """Returns the mean squared error of the model, a scalar: outputs for ``batch["x"]`` against ``batch["y"]``.
+
+    ``rng`` is not used.
+    """
     del rng
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
 

@@ -85,9 +85,10 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes.
+    """Returns the remarks below the tables of a forecast, as texts; a remark that does not apply is left out.
 
-    A remark that does not apply is left out.
+    In order: tokens per device from which compute hides communication, too little memory, loops of unknown length, a
+    pointer to the accuracy of the times, and the notes of the forecast.
     """
     lines = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens

@@ -190,7 +190,7 @@ class TensorToWrite(NamedTuple):
         return np.ascontiguousarray(self.place.to_tensor(values))
 
     def to_gather(self) -> tuple[Any, int | None]:
-        """Returns the array to gather, as stored on the devices (with padding), and the layer to gather.
+        """Returns (array to gather, layer to gather); the array is as stored on the devices, with padding.
 
         The layer is an index along the first dim of the array; None means every layer.
         """
@@ -574,16 +574,20 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """Returns the values as a memory map of the file, so that only indexed entries are read. Booleans are uint8."""
+        """Returns the values of this tensor as a memory map of its file, so that only indexed entries are read.
+
+        Booleans are uint8.
+        """
         dtype = np.dtype(np.uint8) if self.dtype == np.bool_ else self.dtype
         if not math.prod(self.shape):  # NumPy cannot map an empty range
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
-        """Returns ``values``, entries from ``values()``, cast to ``dtype``.
+        """Casts ``values``, entries of this tensor as read from the file, to ``dtype``; copies only if necessary.
 
-        Raises a ``ValueError`` for a boolean that is neither 0 nor 1; ``name`` names the tensor in the error.
+        Booleans are read as uint8: raises a ``ValueError`` for a boolean that is neither 0 nor 1. ``name`` names the
+        tensor in the error.
         """
         if self.dtype == np.bool_ and (wrong := values[values > 1]).size:
             raise ValueError(

@@ -119,7 +119,10 @@ class Section(Generic[Entry]):
 
     @staticmethod
     def table(entries: Sequence[Entry], /) -> RenderableType | None:
-        """Returns the entries (at least one) as a table for ``rich``; None if the section's column shows every fact."""
+        """Returns a table of the entries of this section (at least one), for ``rich``, shown below the plan's table.
+
+        None if the section's column in the plan's table shows every fact.
+        """
         raise NotImplementedError
 
     @staticmethod

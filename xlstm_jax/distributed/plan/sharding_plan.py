@@ -136,7 +136,7 @@ class ShardingPlan:
         return tuple(sorted(rows, key=lambda row: -row.parameters.total))
 
     def row(self, path: str) -> LeafPlan:
-        """Returns the row of a leaf.
+        """Returns the ``LeafPlan`` of the leaf at ``path``: sharding, reason, bytes and gathers.
 
         Raises:
           ValueError: the plan has no leaf at ``path``; the error lists the nearest paths.

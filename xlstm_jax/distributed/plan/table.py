@@ -217,9 +217,10 @@ def _sums(lines: list[Line], offloads: bool) -> list[str]:
 
 
 def _cells(line: Line, offloads: bool) -> list[Any]:
-    """Returns the cells of the row for a line of the plan's table, one for each column.
+    """Returns the cells of the row for a line of the plan's table, one for each column, in order.
 
-    ``offloads``: whether the table has the column for optimizer state in host memory.
+    The cells are the leaf's path, dtype and shape, split dims, bytes, gather, and the cells of sections. ``offloads``:
+    whether the table has the column for optimizer state in host memory.
     """
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))

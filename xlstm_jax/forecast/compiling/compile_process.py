@@ -189,7 +189,10 @@ class Pending(Generic[T]):
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
-        """Reads the compiler's texts from the cache or, without an entry, starts the child; returns ``self``."""
+        """Reads the compiler's texts from the cache; without an entry, starts a child process that compiles.
+
+        Does not wait for the child. Returns ``self``.
+        """
         self._started = time.monotonic()
         self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
@@ -240,7 +243,7 @@ class Pending(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Kills the child if it still runs, and removes its folder."""
+        """Kills the child process that compiles if it still runs, and removes its temporary folder."""
         if self._child is not None:
             with self._child:  # closes the child's stdin, and waits
                 self._child.kill()

@@ -105,7 +105,7 @@ class Memory:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.constant_bytes
 
     def by_module(self) -> dict[str, int]:
-        """Returns bytes of temporaries at the peak by module path, largest first; "" is outside of modules."""
+        """Returns {module path: bytes of temporaries at the peak}, largest first; "" is outside of modules."""
         sums: dict[str, int] = defaultdict(int)
         for temporary in self.temporaries:
             sums[temporary.path] += temporary.bytes

@@ -107,7 +107,10 @@ def _timed_in(
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:
-    """Returns the times of one execution of a GPU collective, alone on the links, with the full time as the wait."""
+    """Returns the ``Timing`` of one execution of a GPU collective that has the links to itself and overlaps nothing.
+
+    So the waits of the result are the full times: by NCCL's rates with latency, and by published rates without latency.
+    """
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

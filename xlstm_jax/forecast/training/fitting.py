@@ -158,7 +158,10 @@ class Trial:
 
     @property
     def tight(self) -> bool:
-        """Whether the step fits, but without the margin of memory of ``Forecast.has_margin``."""
+        """Whether the step fits, but XLA recomputes values to save memory, or less than 5 % are left before it would.
+
+        This is ``Forecast.has_margin`` being False; False if the margin is unknown.
+        """
         return self.fits and self.forecast is not None and self.forecast.has_margin is False
 
     @property

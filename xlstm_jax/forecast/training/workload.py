@@ -140,9 +140,9 @@ class Workload:
 
     @property
     def freezing(self) -> dict[str, Any]:
-        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters, by name.
+        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters.
 
-        The names are "trainable" and "frozen_dtype".
+        The result is {"trainable": ``trainable``, "frozen_dtype": ``frozen_dtype``}, from the fields of the workload.
         """
         return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
@@ -200,7 +200,11 @@ class Workload:
 
 
 def one_line_text(error: BaseException) -> str:
-    """Formats an error in one line: errors of the library unchanged, any other error by ``described``."""
+    """Formats an error in one line: for an error of this library its text.
+
+    For any other error the type, the text, and the innermost line of the user's code: ``KeyError: 'x' (train.py, line
+    12)``.
+    """
     return one_line(error) if is_raised_by_library(error) else described(error)
 
 

@@ -199,9 +199,10 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def replicated_leaves(step: Step) -> Iterator[Defect]:
-    """Finds leaves of 1 MiB or more that stay replicated; equal leaves share a defect.
+    """Finds leaves of 1 MiB or more that stay replicated.
 
-    For leaves that are replicated as too small, the size of a single layer counts.
+    Yields a defect for each group of leaves of equal shape that differ only in a module's number. For leaves that are
+    replicated as too small, the size of a single layer counts.
     """
     alike = defaultdict(list)
     for row in step.plan.replicated:
