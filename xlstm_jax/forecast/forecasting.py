@@ -126,7 +126,7 @@ class Forecast:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the mesh: the product of the axis sizes."""
         return math.prod(self.axis_sizes.values())
 
     @property
@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total_bytes`` are available; None if the available bytes are unknown, and on a CPU."""
+        """Whether ``total_bytes`` are at most ``available_bytes``; None if these are unknown, and on a CPU."""
         # The CPU backend's figure for temporaries is wrong, so the sum is wrong, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None

@@ -166,10 +166,12 @@ def _axes_table(forecast: Any) -> RenderableType:
 
 
 def _collectives_table(forecast: Any) -> RenderableType:
-    """Returns the table of collectives, most bytes first, with their sum; equal collectives share a row.
+    """Returns the table of collectives, most bytes first; equal collectives share a row.
 
-    For GPUs the table also has the networks, the bytes through network adapters, and the hidden fraction in place of
-    the asynchronous fraction.
+    A row has the texts of ``_alike`` (kind, leaf or module, direction, dtype, axes), executions in a step, bytes sent
+    per device, and the fraction sent asynchronously. For GPUs the row also has networks and bytes through network
+    adapters, and the hidden fraction instead. After the first ``ROWS`` rows, a row sums up the rest; the last row has
+    the sum of all.
     """
     ordered = _alike(forecast.collectives)
     rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
@@ -215,10 +217,10 @@ def bars(forecast: Any) -> list[Bar]:
 
 
 def _waiting_table(forecast: Any) -> RenderableType:
-    """Returns the table of the collectives with the longest waits, longest first, with seconds per step.
+    """Returns the table of the ``ROWS`` collectives with the longest waits, longest first, with times per step.
 
-    A row has the collective, the modules whose work overlaps it, the collective's time without overlap, the time of the
-    overlapped work, and the step's wait; for GPUs also the part of the overlapped work in matrix products.
+    A row has the collective, the modules whose work overlaps the collective, the collective's time without overlap, the
+    time of the overlapped work, and the step's wait; for GPUs also the part of the overlapped work in matrix products.
     """
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []

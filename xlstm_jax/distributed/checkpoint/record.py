@@ -133,14 +133,14 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
 
 
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
-    """Returns the tree ``target`` with new leaves, in its boxes and storage form; the inverse of ``bare_leaves``.
+    """Returns the tree ``target`` with the values ``leaves`` in its boxes, converted to the form that devices store.
 
-    The storage form is the array that devices store, for example with padding.
+    The stored form has padding, for example. A leaf that is stored unchanged is not converted.
 
     Args:
       target: the tree to imitate, with arrays or abstract arrays as leaves.
       leaves: the new values by path, in the shapes of the plain model.
-      in_store: paths of leaves that are already in the storage form, and are not converted.
+      in_store: paths of leaves that are already in the stored form, and are not converted.
     """
 
     def stored(path: str, like: Sharded) -> Any:

@@ -163,6 +163,7 @@ def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> First
 def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str]) -> Any:
     """Returns the table of leaves as a ``rich`` table, without the columns ``left_out``, which its caption names.
 
+    Each module has a row with the sums over its leaves, and a row for each of ``lines`` (a leaf, or equal leaves).
     Modules and, within a module, leaves are sorted by total bytes, largest first; the last row is the total. ``names``
     are the names of every column, in order.
     """

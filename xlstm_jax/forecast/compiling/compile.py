@@ -92,7 +92,7 @@ class Compiled:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the mesh: the product of the axis sizes."""
         return math.prod(self.axis_sizes.values())
 
 

@@ -309,14 +309,14 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
 def from_layout(
     arrays: Mapping[str, np.ndarray], layout: Layout, like: Mapping[str, "ShapeAndDtype"]
 ) -> dict[str, np.ndarray]:
-    """Converts tensors of the reader to the tensors of the model: the inverse of ``to_layout``.
+    """Converts tensors of the reader (the program that reads published files) to the tensors of the model, by name.
 
     Results are views of ``arrays``. Only a tensor of the model that the layout divides or unstacks is a new array, into
     which the parts are copied.
 
     Args:
       arrays: tensors of the reader, by name.
-      layout: the rules, as for ``to_layout``.
+      layout: the rules that lead from the model's tensors to the reader's, as in ``to_layout``; undone here.
       like: tensors of the model, by name, of which only shapes and dtypes are read.
     Raises:
       ValueError: tensors are missing or left over; a shape or dtype differs; or a tensor that the layout repeats has
