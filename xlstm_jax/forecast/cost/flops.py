@@ -155,9 +155,9 @@ class _Seen:
 
         A batched product that may compute scores (queries x keys) is appended to ``pairs``. Its output is followed
         through later equations whose outputs have the same size, up to the next product. If the exponential of the
-        output is summed (softmax), the index of the product in ``pairs`` is added to ``summed``. If the exponential is
-        an operand of a product that contracts the queries or the keys, the index is added to ``weighing``. Equations of
-        the backward pass add nothing to ``summed`` and ``weighing``. ``name`` is JAX's name of the operation, with its
+        output is summed (softmax), the index of the product in ``pairs`` is added to ``summed``. If a product that
+        contracts the queries or the keys reads the exponential, the index is added to ``weighing``. Equations of the
+        backward pass add nothing to ``summed`` and ``weighing``. ``name`` is JAX's name of the operation, with its
         direction.
         """
         stems = set().union(*self.of(eqn.invars))

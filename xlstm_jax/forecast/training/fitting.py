@@ -158,9 +158,9 @@ class Trial:
 
     @property
     def tight(self) -> bool:
-        """Whether the step fits, but XLA recomputes values to save memory, or less than 5 % are left before it would.
+        """Whether the step fits, but is less than 5 % below the memory at which XLA recomputes values, or above.
 
-        This is ``Forecast.has_margin`` being False; False if the margin is unknown.
+        True if ``fits`` is True and ``Forecast.has_margin`` is False; False if the margin is unknown.
         """
         return self.fits and self.forecast is not None and self.forecast.has_margin is False
 
@@ -226,7 +226,8 @@ class Fit:
     def table(self) -> RenderableType:
         """Returns, for ``rich``, a table with a row for each trial; if a trial fits, also the code of the best trial.
 
-        Before the code come the sentences ``why_mesh`` and ``why_offload``, where not "".
+        The code applies the options of the best trial in a training. Before the code come the sentences ``why_mesh``
+        and ``why_offload``, where not "".
         """
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
