@@ -67,10 +67,10 @@ class Report(NamedTuple):
 
 
 def _mesh(args: Namespace, factory: Factory) -> dict[str, int]:
-    """Returns the mesh {axis: size} of ``--mesh`` with -1 filled in; by default a mesh for topology and factory.
+    """Returns the mesh {axis: size} of ``--mesh``, with a size of -1 filled in.
 
-    ``factory`` is the user's function of ``--factory``: the default depends on whether this function takes the axes to
-    split over.
+    Without ``--mesh``, the first mesh that ``fit`` would try on the topology. ``factory`` is the user's function of
+    ``--factory``: the default mesh depends on whether this function takes the axes to split over.
 
     Raises:
       ValueError: the product of the sizes differs from the topology's number of devices; neither --mesh nor --topology

@@ -237,8 +237,8 @@ def available_compilers(missing: Mapping[str, Sequence[str]] | None) -> list[str
 def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
     """Starts to compile a small program with the compiler of an extra ("forecast" for TPUs, "forecast-gpu").
 
-    Returns the running compilation; an ``ImportError`` as value, not raised, if the compiler is for another version of
-    jaxlib.
+    Returns the running compilation. If the compiler is for another version of jaxlib, returns the ``ImportError``,
+    which is not raised.
     """
     sharding = NamedSharding(DeviceMeshManager.create_abstract_mesh({"fsdp": 4}), PartitionSpec("fsdp"))
     x = jax.ShapeDtypeStruct((4, 128), jnp.float32, sharding=sharding)
@@ -249,9 +249,10 @@ def _begin_compiling(extra: str) -> Pending[Any] | ImportError:
 
 
 def _compile_check(topology: str, job: Pending[Any] | ImportError) -> Check:
-    """Waits for a result of ``_begin_compiling``, and returns the check that a program compiles for ``topology``.
+    """Waits for a compilation started for ``topology``; returns the ``Check`` that a program compiles.
 
-    An error of the compilation, or ``job`` as an ``ImportError``, fails the check.
+    ``job`` is from ``_begin_compiling``: the compilation, or the ``ImportError`` of its start. The check fails for an
+    ``ImportError``, and for an error of the compilation.
     """
     problem: Exception | None = job if isinstance(job, ImportError) else None
     try:

@@ -65,9 +65,10 @@ class LanguageModel(nn.Module):
 
 
 def next_token_loss(params: Any, apply_fn: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
-    """Returns the mean cross-entropy of the next tokens, over this device's part of the batch, ``tokens`` [b, t + 1].
+    """Returns the mean cross-entropy of the next tokens, a scalar, for ``make_train_step``.
 
-    As ``make_train_step`` expects of a loss; ``rng`` is not used.
+    ``tokens`` [b, t + 1] is this device's part of the batch: the inputs are all tokens but the last. ``rng`` is not
+    used.
     """
     del rng
     logits = apply_fn({"params": params}, tokens[:, :-1]).astype(jnp.float32)

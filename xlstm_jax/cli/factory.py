@@ -157,7 +157,8 @@ def settings_of(options: Options) -> dict[str, Any]:
     """Returns the options of a search as keyword arguments {name: value}, under every name that a factory may use.
 
     A factory is a user's function that returns a workload. The axes to split over are both "shard_axes" and
-    "axis_name"; kept weights are both "keep_gathered" and the inverse "reshard_after_forward".
+    "axis_name". Whether gathered weights are kept is both "keep_gathered" and "reshard_after_forward", which is True if
+    they are not kept and ``remat`` is False.
     """
     return {
         **dict.fromkeys(AXES, options.shard_axes),

@@ -82,7 +82,10 @@ SHARDED = SmallModel(functools.partial(shard_module_params, axis_name="fsdp", mi
 
 
 def loss_fn(params: PyTree, apply_fn: Callable[..., Any], batch: dict[str, Any], rng: Any = None) -> jax.Array:
-    """Returns the mean squared error of the model on the rows of the batch, a scalar."""
+    """Returns the mean squared error of the model, a scalar: outputs for ``batch["x"]`` against ``batch["y"]``.
+
+    ``rng`` is not used.
+    """
     del rng
     return jnp.mean((apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
@@ -123,10 +126,10 @@ def difference(got: PyTree, want: PyTree) -> float:
 
 
 def within(name: str, got: PyTree, want: PyTree) -> Check:
-    """Returns the check that two trees are equal up to rounding; a NaN fails.
+    """Returns the ``Check`` called ``name`` that two trees are equal up to rounding; a NaN fails.
 
-    Each leaf of ``got`` may differ by 1e-4 of the largest entry of the leaf in ``want``, see ``difference``. ``name``
-    is the name of the check in the report.
+    Each leaf of ``got`` may differ by at most 1e-4 of the largest entry of the leaf in ``want``; a leaf of rounding
+    errors alone by 1e-4 of the largest entry of all of ``want``.
     """
     distance = difference(got, want)
     return Check(name, f"{distance:.1e}", f"at most {TOLERANCE:.0e}", distance <= TOLERANCE)
@@ -155,10 +158,10 @@ def reference(batch: dict[str, np.ndarray]) -> tuple[PyTree, PyTree, PyTree]:
 
 
 def parity(mesh: Mesh) -> list[Check]:
-    """Trains on the mesh and on one device, and returns the comparisons of parameters and gradients.
+    """Trains on the mesh and on one device, and returns a ``Check`` for each comparison of parameters or gradients.
 
-    The mesh needs an axis "fsdp"; every axis splits the batch. The last check is the guard: gradients without the mean
-    over devices must differ from the right gradients.
+    The mesh needs an axis "fsdp"; every axis splits the batch. The last ``Check`` tests the comparison itself:
+    gradients without the mean over devices must differ from the right gradients.
     """
     with jax.default_matmul_precision("highest"):  # accelerators round the inputs of matrix products by default
         batch, axes = example_batch(), tuple(mesh.axis_names)
@@ -181,10 +184,11 @@ def parity(mesh: Mesh) -> list[Check]:
 
 
 def by_hand(params: PyTree, batch: PyTree, mesh: Mesh, *, check_vma: bool) -> tuple[PyTree, PyTree]:
-    """Computes a step by hand on the mesh, and returns its gradients: (with ``sync_gradients``, without).
+    """Returns the gradients of a step on the mesh: (averaged by ``sync_gradients``, as ``jax.grad`` returns them).
 
-    Without ``sync_gradients`` the gradient of a replicated leaf is local to each device, not the mean. The second tree
-    is None for ``check_vma=True``. Both are trees of unsharded NumPy arrays. The batch is split over every axis.
+    The step is ``jax.grad`` of ``loss_fn`` in a ``shard_map``, without ``make_train_step``; the batch is split over
+    every axis. Both results are trees of unsharded NumPy arrays. In the second, the gradient of a replicated leaf is
+    local to a device, not the mean. The second is None for ``check_vma=True``.
     """
     # With check_vma=True JAX sums the gradients of replicated leaves, so a missing mean would not show.
     axes, specs = tuple(mesh.axis_names), partition_specs(params, mesh)

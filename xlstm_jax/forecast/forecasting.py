@@ -126,7 +126,7 @@ class Forecast:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the mesh: the product of the axis sizes."""
         return math.prod(self.axis_sizes.values())
 
     @property
@@ -136,7 +136,7 @@ class Forecast:
 
     @property
     def fits(self) -> bool | None:
-        """Whether ``total_bytes`` are available; None if the available bytes are unknown, and on a CPU."""
+        """Whether ``total_bytes`` are at most ``available_bytes``; None if these are unknown, and on a CPU."""
         # The CPU backend's figure for temporaries is wrong, so the sum is wrong, too.
         if self.available_bytes is None or self.platform == "cpu":
             return None
@@ -398,10 +398,15 @@ def forecast(
 
 
 def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecast]:
-    """Prepares ``forecast`` for a topology: traces and exports the step, and returns the compilation, not yet started.
+    """Traces and exports a step for ``call.topology``; returns the compilation, not yet started, as a ``Pending``.
 
-    Its ``result`` is the forecast. Several compilations can run in parallel (see ``side_by_side``). Raises as
-    ``begin_for_topology``. ``tokens`` is the number of tokens in the global batch.
+    The ``result`` of the ``Pending`` is the forecast. Several compilations can run in parallel (see ``side_by_side``).
+    ``tokens`` is the number of tokens in the global batch.
+
+    Raises:
+      ImportError: the compiler is not installed, or its version differs from jaxlib's.
+      ValueError: the arguments are on no mesh; mesh and topology have different numbers of devices; or the step calls
+        back into Python (``jax.debug.print``).
     """
     jaxpr = call.traced.jaxpr
     return begin_for_topology(call).then(lambda compiled: read(compiled, count_flops(jaxpr, compiled.devices), tokens))
@@ -415,7 +420,8 @@ def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecas
       flops: FLOP of the step, counted in its jaxpr.
       tokens: tokens in the global batch; None: unknown.
     Raises:
-      CompileError: the compiler refuses the step as too large, although the planned buffers fit: another reason.
+      CompileError: the compiler refuses the step as too large, although its buffers fit into the chip's memory: then
+        a different memory is exhausted.
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
@@ -517,8 +523,8 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 def shared_flops(program: Program, flops: Flops) -> float:
     """Returns the FLOP per device and step of the matrix products outside of ``shard_map`` in a compiled program.
 
-    Products whose names the compiler dropped count only as far as the program's total exceeds the jaxpr's FLOP inside
-    of ``shard_map`` plus the named products outside. ``flops`` has the FLOP of the jaxpr.
+    The compiler drops the names of some products, inside or outside. Such products count as far as the program's total
+    exceeds the known FLOP: those inside by the jaxpr (``flops``), plus the named products outside.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
     # The compiler drops names when it merges or rewrites products, including products of the model. Only FLOP beyond

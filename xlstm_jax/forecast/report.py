@@ -85,9 +85,10 @@ def _fits(forecast: Any) -> str:
 
 
 def closing(forecast: Any) -> list[str]:
-    """Returns remarks, a sentence each: tokens to hide communication, too little memory, unknown loops, and notes.
+    """Returns the remarks below the tables of a forecast, as texts; a remark that does not apply is left out.
 
-    A remark that does not apply is left out.
+    In order: tokens per device from which compute hides communication, too little memory, loops of unknown length, a
+    pointer to the accuracy of the times, and the notes of the forecast.
     """
     lines = []
     ridge = forecast.roofline and forecast.roofline.ridge_tokens
@@ -165,10 +166,12 @@ def _axes_table(forecast: Any) -> RenderableType:
 
 
 def _collectives_table(forecast: Any) -> RenderableType:
-    """Returns the table of collectives, most bytes first, with their sum; equal collectives share a row.
+    """Returns the table of collectives, most bytes first; equal collectives share a row.
 
-    For GPUs the table also has the networks, the bytes through network adapters, and the hidden fraction in place of
-    the asynchronous fraction.
+    A row has the texts of ``_alike`` (kind, leaf or module, direction, dtype, axes), executions in a step, bytes sent
+    per device, and the fraction sent asynchronously. For GPUs the row also has networks and bytes through network
+    adapters, and the hidden fraction instead. After the first ``ROWS`` rows, a row sums up the rest; the last row has
+    the sum of all.
     """
     ordered = _alike(forecast.collectives)
     rows = [[*key, *_counts(members, forecast.on_gpus)] for key, members in ordered[:ROWS]]
@@ -183,9 +186,10 @@ def _collectives_table(forecast: Any) -> RenderableType:
 
 
 def _alike(collectives: Sequence[Collective]) -> list[tuple[tuple[str, ...], list[Collective]]]:
-    """Groups collectives of equal kind, leaf or module, direction, dtype and axes; most bytes sent in a step first.
+    """Groups collectives whose texts in a table are equal; the group that sends most bytes in a step comes first.
 
-    Returns pairs of these five properties, as texts for the cells of a table, and the collectives of the group.
+    Returns pairs (texts, collectives of the group). The five texts are kind, leaf or module, direction, dtype and mesh
+    axes: ("all-gather", "head/kernel", "forward", "bf16", "fsdp").
     """
     alike: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
     for collective in collectives:
@@ -213,10 +217,10 @@ def bars(forecast: Any) -> list[Bar]:
 
 
 def _waiting_table(forecast: Any) -> RenderableType:
-    """Returns the table of the collectives with the longest waits, longest first, with seconds per step.
+    """Returns the table of the ``ROWS`` collectives with the longest waits, longest first, with times per step.
 
-    A row has the collective, the modules whose work overlaps it, the collective's time without overlap, the time of the
-    overlapped work, and the step's wait; for GPUs also the part of the overlapped work in matrix products.
+    A row has the collective, the modules whose work overlaps the collective, the collective's time without overlap, the
+    time of the overlapped work, and the step's wait; for GPUs also the part of the overlapped work in matrix products.
     """
     ordered = sorted(forecast.collectives, key=lambda c: (-c.count * (c.exposed_s or 0.0), -c.wire_bytes_per_step))
     rows = []
@@ -366,10 +370,10 @@ def _plot_memory(axes: "Axes", forecast: Any) -> None:
 
 
 def owners_of(timeline: Sequence[Moment]) -> list[tuple[str, str]]:
-    """Returns (top-level module, direction) of each moment of ``Memory.timeline``.
+    """Returns (top-level module, direction) of each moment of ``Memory.timeline``, in order.
 
-    A moment without a module and with the direction "other" takes the pair of the previous moment. Not so at the end of
-    the step, which is the optimizer: there the pair is ("", "other").
+    A moment without a module and with the direction "other" takes the pair of the moment before. But after the last
+    moment in the forward or backward pass of a module the optimizer runs: there the pair stays ("", "other").
     """
     last = max((i for i, moment in enumerate(timeline) if moment.path and moment.direction != "other"), default=0)
     owners: list[tuple[str, str]] = []

@@ -282,7 +282,7 @@ class Checkpointer:
         Args:
           abstract_params: the target: parameters of the plain or of a sharded model, arrays or ``ShapeDtypeStruct``
             with shardings. (``abstract_train_state(model, optax.identity(), ...).params`` needs no memory.)
-          step: as for ``restore``.
+          step: the step to restore; None restores the newest sound step, with a warning if newer steps are damaged.
           path: path of the parameters in the saved state, as ``"train/params"``. None searches for the parameters: a
             part called ``params``, or the saved state itself if the state consists of the parameters.
         Raises:

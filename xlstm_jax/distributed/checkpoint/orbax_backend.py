@@ -141,11 +141,11 @@ class _DeferredJson(NamedTuple):
 
 @cache
 def _deferred_json() -> _DeferredJson:
-    """Returns two classes for orbax: a handler that writes JSON made by a function, and the arguments of the handler.
+    """Returns two classes for orbax that write JSON which a function computes in the background: (handler, arguments).
 
-    An object of the arguments contains a function without arguments. During a save the handler calls the function in
-    the background, and writes the JSON value that the function returns. The JSON is the record, which contains
-    checksums: ``save`` does not have to wait for their computation.
+    ``arguments(item=f)`` is passed to orbax's save. The handler calls ``f()`` in the background, and writes the JSON
+    value that ``f`` returns. The library writes the record of a step so: the record has checksums, and ``save`` does
+    not have to wait for their computation.
     """
     ocp = orbax()
     json_handler: type[Any] = ocp.JsonCheckpointHandler

@@ -133,14 +133,14 @@ def evenly_split(shape: tuple[int, ...], stored: Any) -> NamedSharding | None:
 
 
 def boxed_like(target: PyTree, leaves: Leaves, in_store: Set[str] = frozenset()) -> PyTree:
-    """Returns the tree ``target`` with new leaves, in its boxes and storage form; the inverse of ``bare_leaves``.
+    """Returns the tree ``target`` with the values ``leaves`` in its boxes, converted to the form that devices store.
 
-    The storage form is the array that devices store, for example with padding.
+    The stored form has padding, for example. A leaf that is stored unchanged is not converted.
 
     Args:
       target: the tree to imitate, with arrays or abstract arrays as leaves.
       leaves: the new values by path, in the shapes of the plain model.
-      in_store: paths of leaves that are already in the storage form, and are not converted.
+      in_store: paths of leaves that are already in the stored form, and are not converted.
     """
 
     def stored(path: str, like: Sharded) -> Any:
@@ -385,7 +385,7 @@ def warn_if_other_optimizer(where: str, entries: Record, state: PyTree) -> None:
 def check_same_tree(entries: Record, newest: Record, where: str) -> None:
     """Raises a ``ValueError`` if paths, shapes or dtypes of a state to save differ from the newest saved step.
 
-    Dtypes may differ as in ``fits``.
+    A Python number and an array of the same kind (bool, int, float, complex) count as equal dtypes.
 
     Args:
       entries: record of the state to save.
@@ -410,8 +410,8 @@ def check_same_tree(entries: Record, newest: Record, where: str) -> None:
 def check_fits(record: Record, likes: Leaves, where: str) -> None:
     """Raises a ``ValueError`` if the paths, shapes or dtypes of a target differ from the record of a saved step.
 
-    The error names the paths that differ; or a leaf, with its shape and dtype in both. Dtypes may differ as in
-    ``fits``.
+    The error names the paths that differ; or a leaf, with its shape and dtype in both. A Python number and an array of
+    the same kind (bool, int, float, complex) count as equal dtypes.
 
     Args:
       record: the record of the saved step, or of a part of the state.
@@ -437,11 +437,15 @@ def check_fits(record: Record, likes: Leaves, where: str) -> None:
 def part_of(record: Record, where: str, *, names: Set[str], path: str | None) -> str:
     """Finds the parameters in a saved state; returns the prefix of their paths, such as "train/params/", or "".
 
-    With ``path`` the prefix is the path and a slash ("" for the path ""). If ``path`` is None, the parameters are the
-    part called "params" with exactly the leaves ``names``, or the full record. If neither has exactly these leaves, the
-    only part called "params" is returned, and ``check_fits`` names the leaves that differ. ``where`` names the step in
-    errors.
+    If ``path`` is given, the prefix is the path and a slash ("" for the path ""). If ``path`` is None, the parameters
+    are searched for: the full record, or a part called "params", whose leaves are exactly ``names``. If neither fits,
+    the only part called "params" is returned, so that ``check_fits`` can name the leaves that differ.
 
+    Args:
+      record: the record of the saved state, by path.
+      where: names the step in errors.
+      names: paths of the leaves of the parameters to restore.
+      path: path of the parameters in the saved state; None: unknown.
     Raises:
       ValueError: the record has no part at ``path``; several parts have exactly the leaves ``names``; or none has, and
         not exactly one part is called "params".
@@ -510,12 +514,13 @@ def _kind(dtype: str) -> str:
 def target_leaves(target: PyTree, value_of: Callable[[Sharded], Any] | None = None) -> Leaves:
     """Returns the leaves of a restore target by path, without boxes and padding, after a check of their shardings.
 
-    If ``value_of`` is not None, the result has ``value_of(leaf)`` for each leaf, as in ``bare_leaves``, whose errors
-    are raised here, too.
+    If ``value_of`` is not None, the result has ``value_of(leaf)`` for each leaf, which is passed as a ``Sharded`` (the
+    library's box).
 
     Raises:
-      ValueError: an abstract leaf has no sharding in a run with several devices; or a sharding does not divide the
-        shape of a leaf.
+      TypeError: a leaf is not numeric.
+      ValueError: an abstract leaf has no sharding in a run with several devices; a sharding does not divide the shape
+        of a leaf; the target has no leaves; or two leaves have the same name on disk.
     """
     likes = bare_leaves(target, value_of)
     for path, like in likes.items():
@@ -597,7 +602,7 @@ def as_like(array: Any, entry: Entry, like: Any, path: str) -> Any:
 
 
 def placed_like(array: Any, like: Any) -> Any:
-    """Returns a copy of a host array, in NumPy if ``like`` is a NumPy array, else as a ``jax.Array`` in its sharding.
+    """Returns a copy of a host array: in NumPy if ``like`` is a NumPy array, else a ``jax.Array`` in ``like.sharding``.
 
     ``array`` may be any object that supports array indexing. If ``like`` is uncommitted or has no sharding, the result
     is an uncommitted ``jax.Array``.
@@ -608,10 +613,11 @@ def placed_like(array: Any, like: Any) -> Any:
 def read_like(array: Any, like: Any) -> Callable[[], Any]:
     """Copies the entries of ``array`` that this process needs; returns a function that makes the full array.
 
-    The returned function takes no arguments. Its result is as for ``placed_like``: a NumPy array, or a global
-    ``jax.Array`` in the sharding of ``like``. ``read_like`` may run in any thread. The returned function must be called
-    in the thread that requested the read, because placing depends on thread-local settings of JAX: the default device,
-    64 bits.
+    The returned function takes no arguments, and returns a NumPy array if ``like`` is a NumPy array, else a global
+    ``jax.Array`` in ``like.sharding``; an uncommitted ``jax.Array`` if ``like`` is uncommitted or has no sharding.
+
+    ``read_like`` may run in any thread. The returned function must be called in the thread that requested the read,
+    because placing depends on thread-local settings of JAX: the default device, 64 bits.
 
     Args:
       array: a host array, or any object that supports array indexing, such as a tensor in a file.

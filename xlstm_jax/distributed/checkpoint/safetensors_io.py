@@ -190,7 +190,7 @@ class TensorToWrite(NamedTuple):
         return np.ascontiguousarray(self.place.to_tensor(values))
 
     def to_gather(self) -> tuple[Any, int | None]:
-        """Returns the array to gather, as stored on the devices (with padding), and the layer to gather.
+        """Returns (array to gather, layer to gather); the array is as stored on the devices, with padding.
 
         The layer is an index along the first dim of the array; None means every layer.
         """
@@ -199,10 +199,10 @@ class TensorToWrite(NamedTuple):
         return self.leaf.stored, self.layer if self.leaf.has_layers_first else None
 
     def read(self, gathered: np.ndarray) -> np.ndarray:
-        """Returns the values of the leaf on the host, or only of ``self.layer`` if a layer is set, without padding.
+        """Returns the values of the leaf, or only of ``self.layer`` if not None, on the host, without padding.
 
-        ``gathered`` is the array that ``to_gather`` returns, unsharded; only its layer if ``to_gather`` returns a
-        layer, too.
+        ``gathered`` is the unsharded array of ``to_gather``; only the layer of this array if ``to_gather`` returns a
+        layer. The dims are those of the leaf, not those of the tensor in the file.
         """
         return self.leaf.read(gathered, self.layer) if isinstance(self.leaf, LeafInStore) else gathered
 
@@ -221,7 +221,7 @@ class LeafInStore:
 
     @property
     def has_layers_first(self) -> bool:
-        """Whether the first dim of the value (the layers) is also the first dim of the stored array.
+        """Whether dim 0 of the leaf in the model, along which layers are stacked, is also dim 0 of the stored array.
 
         If so, a single layer can be gathered.
         """
@@ -265,7 +265,12 @@ def import_targets(abstract_params: PyTree) -> Leaves:
     """Returns the leaves to import into, by path: arrays or abstract arrays, without boxes and padding.
 
     A leaf that is stored padded (or in another form that the host can write in parts), and that has a sharding, is
-    returned as a ``LeafInStore``, which converts each device's part on the host. Errors are as for ``target_leaves``.
+    returned as a ``LeafInStore``, which converts each device's part on the host.
+
+    Raises:
+      TypeError: a leaf is not numeric.
+      ValueError: an abstract leaf has no sharding in a run with several devices; a sharding does not divide the shape
+        of a leaf; there are no leaves; or two leaves have the same name on disk.
     """
 
     def to_be_written(leaf: Sharded) -> Any:
@@ -488,8 +493,11 @@ def import_safetensors(
 def stored_tensors(path: str | os.PathLike[str], ignore: str = "") -> "dict[str, StoredTensor]":
     """Returns file, offset, shape and dtype of each tensor in the model at ``path``, by tensor name; reads no values.
 
-    Leaves out each tensor whose full name the regular expression ``ignore`` matches; "" leaves out no tensor. Raises as
-    ``import_safetensors``.
+    Leaves out each tensor whose full name the regular expression ``ignore`` matches; "" leaves out no tensor.
+
+    Raises:
+      FileNotFoundError: no model exists at ``path``.
+      ValueError: a file or the index is damaged; a tensor is in two files; or ``ignore`` is not a regular expression.
     """
     # "" skips no tensor; as a pattern it would match a tensor with an empty name.
     ignored = compiled("ignore", ignore).fullmatch if ignore else lambda name: None
@@ -566,16 +574,20 @@ class StoredTensor(NamedTuple):
     dtype: np.dtype
 
     def values(self) -> np.ndarray:
-        """Returns the values as a memory map of the file, so that only indexed entries are read. Booleans are uint8."""
+        """Returns the values of this tensor as a memory map of its file, so that only indexed entries are read.
+
+        Booleans are uint8.
+        """
         dtype = np.dtype(np.uint8) if self.dtype == np.bool_ else self.dtype
         if not math.prod(self.shape):  # NumPy cannot map an empty range
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
     def converted(self, name: str, dtype: Any, values: np.ndarray) -> np.ndarray:
-        """Returns ``values``, entries from ``values()``, cast to ``dtype``.
+        """Casts ``values``, entries of this tensor as read from the file, to ``dtype``; copies only if necessary.
 
-        Raises a ``ValueError`` for a boolean that is neither 0 nor 1; ``name`` names the tensor in the error.
+        Booleans are read as uint8: raises a ``ValueError`` for a boolean that is neither 0 nor 1. ``name`` names the
+        tensor in the error.
         """
         if self.dtype == np.bool_ and (wrong := values[values > 1]).size:
             raise ValueError(

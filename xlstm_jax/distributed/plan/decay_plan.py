@@ -57,9 +57,11 @@ class DecayPlan:
 
 
 def decay_plans(tx: optax.GradientTransformation, params: PyTree) -> tuple[DecayPlan, ...]:
-    """Returns the weight decay of parameters under an optax transform: an entry for each verdict and reason.
+    """Returns which parameters an optax transform decays: a ``DecayPlan`` for each verdict with its reason.
 
-    An error of the transform is the verdict "?" for every parameter.
+    A ``DecayPlan`` has the verdict ("yes", "no", or "?" with a reason), and the paths of the parameters with this
+    verdict and reason. The order is that of the first parameters in the tree. If the transform raises an error, the
+    verdict is "?" for every parameter.
 
     Args:
       tx: the transform.

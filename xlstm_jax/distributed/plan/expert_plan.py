@@ -58,7 +58,10 @@ class ExpertPlan:
         return range(device * self.per_device, (device + 1) * self.per_device)
 
     def owner(self, expert: int) -> int:
-        """Returns the index along ``axes`` of the device that stores an expert: the inverse of ``experts_of``."""
+        """Returns the index along ``axes`` of the device that stores an expert: ``expert`` // ``per_device``.
+
+        Experts count from 0 to ``num_experts`` - 1.
+        """
         return expert // self.per_device
 
     @property
@@ -66,7 +69,7 @@ class ExpertPlan:
         """Ratio of sent rows to chosen rows (``top_k`` per token), if a device sends equal parts to each device.
 
         A row is the vector of a token for an expert. A part has room for the capacity or, without a capacity, for the
-        worst case. For an exchange of only the chosen rows (on TPUs, except v5e) see ``Dispatch.padding``.
+        worst case. (A ragged exchange, on TPUs except v5e, sends only the chosen rows: ``Dispatch.padding`` is 1.)
         """
         if self.capacity_factor is not None:
             return self.capacity_factor
@@ -89,14 +92,16 @@ class ExpertPlan:
 def expert_plan(
     path: str, module: Any, of_layer: int, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]
 ) -> ExpertPlan:
-    """Returns the placement of the experts of the ``Experts`` module at ``path``.
+    """Returns the ``ExpertPlan`` of the ``Experts`` module at ``path``: axes, devices, layers, and sizes of an expert.
+
+    The number of layers (stacked by ``nn.scan``) and the sizes are computed from the rows of the experts' parameters.
 
     Args:
       path: path of the module in the model.
       module: the ``Experts`` module, with its options.
       of_layer: the number of elements of all experts of a single layer.
       axis_sizes: the axes of the mesh with their sizes.
-      rows: the plan's rows.
+      rows: the rows of the sharding plan, for every leaf of the model.
     """
     axes = () if module.axis is None else as_axis_names(module.axis)
     devices = math.prod(axis_sizes[axis] for axis in axes)

@@ -78,7 +78,9 @@ def known_cure(
 def general_cure(call: str, by_keyword: str) -> str:
     """Returns a sentence with general advice on inputs of ``model.init``, for an error whose cause is unknown.
 
-    ``call`` and ``by_keyword`` are as for ``known_cure``.
+    Args:
+      call: the user's call as text, with a placeholder ``{}`` for the inputs: "plan_sharding(model, axis_sizes, {})".
+      by_keyword: an example of an argument by keyword: "train=False".
     """
     return (
         "Pass the arguments with which the loss function calls the model; shapes suffice: "
@@ -98,9 +100,9 @@ def init_failure(model: Model, inputs: Sequence[PyTree], kwargs: Mapping[str, An
 
 
 def is_library_error(error: Exception) -> bool:
-    """Returns whether code of this library raised the error, not code of the user, JAX or Flax.
+    """Returns whether code of this library raised the error (the innermost frame), not code of the user, JAX or Flax.
 
-    False for a call without a required argument, which may fail in a wrapper of this library.
+    False for an error about a missing argument, which a call in a wrapper of this library may raise.
     """
     frames = traceback.extract_tb(error.__traceback__)
     # A call without a required argument fails in the line of the call, which may be in a wrapper of this library.

@@ -113,7 +113,11 @@ def matrix_plans(reports: Iterable[MatrixReport]) -> tuple[MatrixPlan, ...]:
 
 
 def matrices_table(plans: Sequence[MatrixPlan]) -> RenderableType:
-    """Returns a table with a line for each shape of matrices, and for each reason why leaves are not matrices."""
+    """Returns a table with a line for each entry: matrices of equal shape, or leaves that are not matrices.
+
+    A line has the paths of the leaves, and a sentence: the number of matrices and the devices that update them, or the
+    reason why the leaves are not matrices.
+    """
     rows = [[listed(dict.fromkeys(map(path_pattern, plan.leaves))).replace("'", ""), str(plan)] for plan in plans]
     return rich_table(
         "Optimizer updates of unsharded matrices", ["leaves", "matrices, and devices that update them"], rows, left=2

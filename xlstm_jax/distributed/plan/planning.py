@@ -82,7 +82,8 @@ def plan_sharding(
       min_weight_size: for a model without wrappers, see ``shard_module_params``; None: the default there.
       tx: an optax optimizer, whose state the plan then counts.
       rng: a key, or a dict of keys, as for ``model.init``, arrays or abstract; None: any key.
-      trainable, frozen_dtype, offload: as for ``create_train_state``.
+      trainable, frozen_dtype, offload: which parameters are trained, the dtype of the others, and the optimizer state
+        in host memory; as for ``create_train_state``.
       **kwargs: further arguments of ``model.init``, such as ``train=False``.
     Returns:
       A plan with a row for each leaf: the sharding, its reason, and the bytes per device.
@@ -239,10 +240,11 @@ def _gathered_axes(leaf: Sharded) -> set[str]:
 
 
 def _row(path: str, collection: str, leaf: Sharded, reason: Reason, sizes: dict[str, int], **fields: Any) -> LeafPlan:
-    """Returns the row of a leaf in the plan, a ``LeafPlan``; ``fields`` are further fields of the row, such as bytes.
+    """Returns the row of a leaf in the plan, a ``LeafPlan``.
 
-    ``leaf`` is a box (an abstract array with its sharding), from which shape, dtype, names and parts are read.
-    ``sizes`` are the sizes of the mesh axes. The default of ``use_shape`` in ``fields`` is the leaf's shape.
+    Shape, dtype, and mesh axes of each dim are read from ``leaf``, a box around an abstract array. The number of shards
+    is the product of the ``sizes`` (of the mesh axes) over which the box splits the leaf. ``fields`` are further fields
+    of the row, such as bytes; without ``use_shape`` in ``fields``, it is the leaf's shape.
     """
     shape = leaf.true_shape
     fields.setdefault("use_shape", shape)
@@ -273,10 +275,11 @@ def _bytes_of(path: str, leaf: Sharded, sizes: dict[str, int]) -> ByteCount:
 
 
 def _reason(leaf: Sharded) -> Reason:
-    """Returns the reason for the split of a leaf or, for a leaf that is not split, for the last refusal of a wrapper.
+    """Returns why a leaf is split or, for a leaf that no wrapper split, why the last wrapper refused: a ``Reason``.
 
-    For wrappers over different axes: an ``OfSeveral`` with a reason for each tuple of axes. For a leaf that no wrapper
-    saw: that the model boxed the leaf, or that no module is wrapped.
+    If wrappers over different axes (``shard_module_params``) saw the leaf: an ``OfSeveral`` with a reason for each
+    tuple of axes. If no wrapper saw the leaf: a reason that says that the model boxed the leaf, or that no module is
+    wrapped.
     """
     if not isinstance(leaf, PlannedLeaf):
         return BoxedByModel(leaf.names) if leaf.axes else Unwrapped()
@@ -292,10 +295,12 @@ def _reason(leaf: Sharded) -> Reason:
 
 
 def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGather | None) -> dict[str, Any]:
-    """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, by name.
+    """Returns the fields of ``LeafPlan`` about gathers of the leaf at ``path``, {name of the field: value}.
 
-    For a leaf that is not gathered, only ``use_shape``. ``part`` is None, or the request of a module (such as the head
-    of a language model) to gather the leaf in pieces along a dim. ``sizes`` are the sizes of the mesh axes.
+    Fields: shape in the module, gathers in a forward pass, bytes of a gather, of a row and of a piece, dtypes of
+    communication, and the module that gathers. For a leaf that is not gathered, only ``use_shape``. ``part`` is None,
+    or the request of a module (such as the head of a language model) to gather the leaf in pieces along a dim.
+    ``sizes`` are the sizes of the mesh axes.
     """
     shape = tuple(leaf.value.shape)
     decisions = leaf.decisions if isinstance(leaf, PlannedLeaf) else ()
@@ -330,9 +335,10 @@ def _gathering(path: str, leaf: Sharded, sizes: dict[str, int], part: PartialGat
 def _piece_size(box: Sharded, part: PartialGather, last: Decision, sizes: dict[str, int]) -> int:
     """Returns how many entries of dim ``part.along`` of the kernel ``box`` a single gather of a piece returns.
 
-    A piece is a part of the kernel. The result is a multiple of the number of devices that split the dim, near
-    ``part.entries``, and at most the size of the dim. 0 if the kernel cannot be gathered in pieces, but only at once.
-    ``last`` is the decision of the wrapper that split the kernel last; ``sizes`` are the sizes of the mesh axes.
+    A piece is a part of the kernel. The result is the largest multiple of n that is at most ``part.entries``, or n if
+    ``part.entries`` is smaller, but at most the size of the dim; n is the number of devices that split the dim. 0 if
+    the kernel cannot be gathered in pieces, but only at once. ``last`` is the decision of the wrapper that split the
+    kernel last; ``sizes`` are the sizes of the mesh axes.
     """
     along = part.along
     # A gather by an outer module, or by several wrappers, returns the unsharded kernel.

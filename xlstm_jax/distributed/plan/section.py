@@ -76,9 +76,10 @@ class Section(Generic[Entry]):
     column: ClassVar[str] = ""  # the name of the column that ``cells`` fills; "" for a section without a column
 
     def recording(self) -> AbstractContextManager[None]:
-        """Returns a context in which the section records actions of its feature, such as calls of ``Experts``.
+        """Returns a context in which a section of a plan records actions of its feature, such as calls of ``Experts``.
 
-        A plan enters the context around the initialisation of the model and of the optimizer.
+        A section is the part of a plan about a feature (experts, say). The caller runs the initialisation of the model
+        and of the optimizer in the context.
         """
         return nullcontext()
 
@@ -90,7 +91,7 @@ class Section(Generic[Entry]):
         """
 
     def entries(self, axis_sizes: Mapping[str, int], rows: Sequence[LeafPlan]) -> Sequence[Entry]:
-        """Returns the entries of the section, from the records of ``recording`` and the rows of the plan.
+        """Returns the entries of this section of a plan (on experts, say), from the records made in ``recording``.
 
         Args:
           axis_sizes: the axes of the mesh with their sizes.
@@ -101,28 +102,35 @@ class Section(Generic[Entry]):
         raise NotImplementedError
 
     def axes_within(self, entries: Sequence[Entry]) -> Mapping[str, tuple[str, ...]]:
-        """Returns the mesh axes over which the feature splits parameters: {prefix of the parameters' paths: axes}.
+        """Returns the mesh axes over which the section's feature, such as experts, splits parameters.
 
-        ``entries`` are the result of the method ``entries``. {} for a feature that splits no parameters.
+        The result is {prefix of the parameters' paths: axes}; {} for a feature that splits no parameters. ``entries``
+        are the result of the method ``entries``.
         """
         return {}
 
     @staticmethod
     def cells(entries: Sequence[Entry], /) -> Mapping[str, str]:
-        """Returns the section's column in the plan's table: {path of a leaf: text of the cell}.
+        """Returns the column that this section (on weight decay, say) adds to the plan's table: {path of a leaf: text}.
 
-        ``entries`` are the entries of this section. Further leaves have empty cells.
+        ``entries`` are the entries of this section. Leaves without a text have an empty cell; {} without a column.
         """
         return {}
 
     @staticmethod
     def table(entries: Sequence[Entry], /) -> RenderableType | None:
-        """Returns the entries (at least one) as a table for ``rich``; None if the section's column shows every fact."""
+        """Returns a table of the entries of this section (at least one), for ``rich``, shown below the plan's table.
+
+        None if the section's column in the plan's table shows every fact.
+        """
         raise NotImplementedError
 
     @staticmethod
     def from_json(fields: Mapping[str, Any], /) -> Entry:
-        """Returns the entry whose attributes are ``fields``, as read from JSON: with lists in place of tuples."""
+        """Returns the entry of this section whose attributes are ``fields``.
+
+        ``fields`` are read from JSON, and so have lists where the entry has tuples.
+        """
         raise NotImplementedError
 
 

@@ -136,7 +136,7 @@ class ShardingPlan:
         return tuple(sorted(rows, key=lambda row: -row.parameters.total))
 
     def row(self, path: str) -> LeafPlan:
-        """Returns the row of a leaf.
+        """Returns the ``LeafPlan`` of the leaf at ``path``: sharding, reason, bytes and gathers.
 
         Raises:
           ValueError: the plan has no leaf at ``path``; the error lists the nearest paths.
@@ -148,7 +148,11 @@ class ShardingPlan:
         return by_path[path]
 
     def explain(self, path: str) -> str:
-        """Returns the row of a leaf as a sentence: sharding, reason and cost. Raises as ``row`` does."""
+        """Returns the row of a leaf as a sentence: sharding, reason, bytes on a device, and gathers.
+
+        Raises:
+          ValueError: the plan has no leaf at ``path``; the error lists the nearest paths.
+        """
         return self.row(path).sentence(self.devices)
 
     def __repr__(self) -> str:

@@ -125,9 +125,10 @@ def _lines(rows: Iterable[LeafPlan], columns: Mapping[str, Mapping[str, str]] = 
 
 
 def _module_depth(paths: list[str]) -> int:
-    """Returns how many leading parts of a path, such as 2 of ``a/b/kernel``, name the module in the table.
+    """Returns how many leading parts of each path name the module in the table.
 
-    One more than the parts that all paths share, so that the table has several modules.
+    One more than the number of parts that all paths share, so that the table has several modules: 2 for
+    ["net/a/kernel", "net/b/kernel"].
     """
     parents = [path.split("/")[:-1] for path in paths]
     shared = 0
@@ -148,10 +149,11 @@ def _module_and_leaf(path: str, row: LeafPlan, depth: int) -> tuple[str, str]:
 
 
 def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> FirstFitting:
-    """Returns the table of leaves for ``rich``, with fewer columns on a terminal too narrow for a row in a line.
+    """Returns the table of leaves as a ``FirstFitting``: tables with fewer and fewer columns, the widest first.
 
-    ``lines`` are the lines of the table. ``of_sections`` are the names of the sections' columns (of experts, say), left
-    out first; then the columns of ``LEFT_OUT``, in their order.
+    ``rich`` draws the first of these tables whose rows fit into a line of the terminal. Left out first are
+    ``of_sections``, the names of the columns that sections of the plan add (on experts, say); then the columns of
+    ``LEFT_OUT``, in order. ``lines`` are the lines of the table.
     """
     names = [name for name in COLUMNS if name != HOST or plan.host.total] + of_sections
     optional = of_sections + [name for name in LEFT_OUT if name in names]
@@ -161,6 +163,7 @@ def _leaves_table(plan: Any, lines: list[Line], of_sections: list[str]) -> First
 def _leaves(plan: Any, lines: list[Line], names: list[str], left_out: list[str]) -> Any:
     """Returns the table of leaves as a ``rich`` table, without the columns ``left_out``, which its caption names.
 
+    Each module has a row with the sums over its leaves, and a row for each of ``lines`` (a leaf, or equal leaves).
     Modules and, within a module, leaves are sorted by total bytes, largest first; the last row is the total. ``names``
     are the names of every column, in order.
     """
@@ -215,9 +218,10 @@ def _sums(lines: list[Line], offloads: bool) -> list[str]:
 
 
 def _cells(line: Line, offloads: bool) -> list[Any]:
-    """Returns the cells of the row for a line of the plan's table, one for each column.
+    """Returns the cells of the row for a line of the plan's table, one for each column, in order.
 
-    ``offloads``: whether the table has the column for optimizer state in host memory.
+    The cells are the leaf's path, dtype and shape, split dims, bytes, gather, and the cells of sections. ``offloads``:
+    whether the table has the column for optimizer state in host memory.
     """
     row = line.row
     name = Padding(line.path + _times(line.count), (0, 0, 0, 2))

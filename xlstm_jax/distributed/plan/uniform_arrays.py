@@ -225,9 +225,10 @@ def _equal(several: list[list[Uniform]]) -> list[Uniform]:
 
 
 def _same(values: list[Uniform]) -> Uniform:
-    """Returns the value of an array of which each entry is from one of several arrays; ``values`` are their values.
+    """Returns the common value of several arrays of equal entries, for an array whose entries are from any of them.
 
-    The common number if ``values`` are equal numbers. ``FINITE`` if every value is ``FINITE``; else ``UNKNOWN``.
+    ``values`` are the values of the arrays. The result is the number if all are equal numbers; ``FINITE`` if every
+    value is ``FINITE``; else ``UNKNOWN``.
     """
     if any(isinstance(value, _Unknown) for value in values):
         return FINITE if all(value is FINITE for value in values) else UNKNOWN

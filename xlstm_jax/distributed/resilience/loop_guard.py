@@ -248,7 +248,8 @@ class LoopGuard:
         """Installs handlers for SIGTERM and Ctrl-C, after which ``should_stop`` is True.
 
         In a run of several processes JAX's preemption service handles SIGTERM and notifies every process. Ctrl-C is
-        handled only if the guard is entered in the main thread and Python's default handler is installed.
+        handled only if the guard is entered in the main thread and Python's default handler is installed. A second
+        Ctrl-C raises a ``KeyboardInterrupt``.
 
         Raises:
           ValueError: the guard of a single process is entered outside of the main thread.
@@ -350,7 +351,7 @@ def _values_to_check(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def _decisive(values: Mapping[str, Any]) -> Any:
     """Returns the value by which a step is judged: the counter of consecutive skipped steps if present, else the loss.
 
-    ``values`` are from ``_values_to_check``, by name; the loss is present.
+    ``values`` has the loss and, if the optimizer skips non-finite steps, the counters of skipped steps, by name.
     """
     # With the counter a non-finite loss is not an error: the update was skipped.
     return values.get(SKIPPED_IN_A_ROW, values[LOSS])

@@ -116,8 +116,9 @@ def _error(wrong: list[tuple[_Copied, list[list[Device]]]], count: int) -> Repli
 
 
 def _copied(path: str, value: Any) -> list[_Copied]:
-    """Returns ``[leaf]``, a ``_Copied``, if several devices hold the same shard of the array ``value``; else [].
+    """Returns ``[leaf]`` if several devices hold the same shard of the array ``value``; else [].
 
+    The leaf is a ``_Copied``: the path, the array, and for each shard on several devices the list of these devices.
     Devices of other processes count, too. The result is also [] for an empty array and for a value that is no
     ``jax.Array``.
     """
@@ -172,9 +173,10 @@ def _side_by_side(value: jax.Array, mesh: Mesh) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _checksums(mesh: Mesh, values: list[jax.Array]) -> jax.Array:
-    """Returns checksums of each device's shards, uint32 [device, array, 2], split over the devices of ``mesh``.
+    """Returns checksums of each device's shards of ``values``: uint32 [device, array, 2], split along dim 0.
 
-    ``values`` are arrays of ``_side_by_side``. The program has no collectives.
+    ``values`` are global arrays on ``mesh``, split along dim 0, so that the shards are replicas (see
+    ``_side_by_side``). The program has no collectives.
     """
 
     def on_device(values: list[jax.Array]) -> jax.Array:

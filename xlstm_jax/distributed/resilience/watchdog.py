@@ -91,8 +91,8 @@ class Watchdog:
     def _look(self) -> None:
         """Polls until ``stop``, in a background thread; ends the process after the time limit, or after a failure.
 
-        A failure is a text from ``find_failure`` at two consecutive polls. The exit code is 14 after the time limit,
-        and 13 after a failure.
+        A failure is a text, returned by the callable ``find_failure`` at two consecutive polls. The exit code is 14
+        after the time limit, and 13 after a failure.
         """
         failure = None
         while not self._stopped.is_set():

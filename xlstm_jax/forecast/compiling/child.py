@@ -56,8 +56,8 @@ def make_mesh(axes: dict[str, int], axis_types: Sequence[str], devices: Sequence
 def _box(devices: Sequence[Any]) -> tuple[int, ...] | None:
     """Returns the dims of the box of torus coordinates that TPU devices fill; None if the box has gaps.
 
-    The box begins at coordinate 0 of each dim and ends at the largest coordinate. Its last dim is the number of devices
-    on a chip.
+    A coordinate is (position of the chip along each torus dim, number of the device on the chip). The box begins at 0
+    along each dim and ends at the largest coordinate: 8 chips of two devices may fill (2, 2, 2, 2).
     """
     box = tuple(1 + max(column) for column in zip(*map(_place, devices), strict=True))
     return box if math.prod(box) == len(devices) else None

@@ -92,7 +92,7 @@ class Compiled:
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
+        """Number of devices of the mesh: the product of the axis sizes."""
         return math.prod(self.axis_sizes.values())
 
 
@@ -178,7 +178,7 @@ class StepCall:
     def leaves(self) -> list[tuple[str, Any]]:
         """Pairs (path, leaf) for each leaf of ``args``, then of ``kwargs``; a path has the form ``0/params/head``.
 
-        A static argument counts as one leaf or several.
+        Arguments that are static for ``jax.jit`` are included, and flattened like any pytree.
         """
         trees = (self.args, dict(self.kwargs))
         return [(_name(path), leaf) for tree in trees for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
@@ -286,7 +286,7 @@ def compile_for_topology(
     timeout_s: float = COMPILE_TIMEOUT_S,
     cache: ReportCache | None = None,
 ) -> Compiled:
-    """Compiles a step for absent TPUs or GPUs, as ``begin_for_topology`` does, and waits for the result.
+    """Compiles a step for absent TPUs or GPUs, in a child process, and waits for the compiler's output.
 
     Args:
       step: a ``jax.jit`` function.
@@ -296,7 +296,9 @@ def compile_for_topology(
       timeout_s: time limit of the compilation in seconds.
       cache: cache of the compiler's texts; None: no cache.
     Raises:
-      ImportError, ValueError: as ``begin_for_topology``.
+      ImportError: the compiler is not installed, or its version differs from jaxlib's.
+      ValueError: the arguments are on no mesh; mesh and topology have different numbers of devices; or the step calls
+        back into Python (``jax.debug.print``).
       CompileError: the compiler refuses the step, for another reason than memory.
       TimeoutError: the compilation takes longer than ``timeout_s``.
     """

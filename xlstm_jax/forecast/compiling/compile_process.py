@@ -189,7 +189,10 @@ class Pending(Generic[T]):
         return Pending(self.step, self.settings, lambda texts: more(finish(texts)), self.cache, self.timeout_s)
 
     def start(self) -> "Pending[T]":
-        """Reads the compiler's texts from the cache or, without an entry, starts the child; returns ``self``."""
+        """Reads the compiler's texts from the cache; without an entry, starts a child process that compiles.
+
+        Does not wait for the child. Returns ``self``.
+        """
         self._started = time.monotonic()
         self._texts = self.cache.read(self.key) if self.cache else None
         if self._texts is None:
@@ -216,9 +219,10 @@ class Pending(Generic[T]):
         return is_late or self._child is None or self._child.poll() is not None
 
     def result(self) -> T:
-        """Waits for the started compilation, and returns the result of ``finish``. Kills a running child at the end.
+        """Waits until the started compilation ends; returns ``finish(texts)``, the result made of the compiler's texts.
 
-        A new outcome that the compiler would repeat is written to the cache.
+        If the compiler would repeat a new outcome, its texts are written to the cache. At the end, also after an error,
+        a running child process is killed.
 
         Raises:
           CompileError: the compiler refused the step.
@@ -239,7 +243,7 @@ class Pending(Generic[T]):
             self.close()
 
     def close(self) -> None:
-        """Kills the child if it still runs, and removes its folder."""
+        """Kills the child process that compiles if it still runs, and removes its temporary folder."""
         if self._child is not None:
             with self._child:  # closes the child's stdin, and waits
                 self._child.kill()

@@ -67,7 +67,8 @@ def _is_done(job: "Pending[Any] | None") -> bool:
 def room_for_jobs() -> int:
     """Returns how many compilations this machine can run at once, by its cores and its free memory; at least 1.
 
-    A compilation needs two cores and 2 GiB, or the memory of the largest child process so far.
+    A compilation is assumed to need two cores, and 2 GiB or, if larger, the peak memory of the largest child process
+    that has ended. If the free memory is unknown, only the cores count.
     """
     # The peak memory of the compilers so far is the best estimate for the next compiler.
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 2**10  # children that have ended

@@ -190,7 +190,10 @@ class Collective:
 
     @property
     def looks_up_rows(self) -> bool:
-        """Whether the collective belongs to a lookup that exchanges rows of a table instead of the full table."""
+        """Whether the collective exchanges rows of an embedding table for a lookup, instead of gathering the table.
+
+        JAX's name of the operation (``op_name``) tells: the library runs such lookups in the scope "lookup_rows".
+        """
         return LOOKUP_SCOPE in self.op_name
 
     @property
@@ -225,7 +228,7 @@ class Collective:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether a GPU's overlapped matrix products are expected to run as long as the collective.
+        """Whether matrix products on a GPU overlap the collective, and are expected to take at least as long.
 
         False for other devices.
         """

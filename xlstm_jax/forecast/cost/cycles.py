@@ -117,9 +117,10 @@ def _callee(program: Program, instruction: Instruction) -> Computation | None:
 def _needed(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Returns how many bytes of a value a fused computation reads: the bytes of slices, or infinity for the full value.
 
-    The value is the result of ``instruction`` in ``computation``, usually a parameter. A value that is only returned,
-    or whose update in place is only returned, needs 0 bytes. In a fusion that continues a collective over several
-    fusions, the reads of the collective count 0, because the first fusion counts them.
+    The value is the result of ``instruction`` in ``computation``, usually a parameter. Uses inside of nested fusions
+    count, too. 0 for a value that is only returned, or that is only updated in place and returned. Some fusions
+    continue a collective over several fusions: there the reads of the collective count 0, because the first fusion
+    counts them.
     """
     # The reads of a running collective were counted at its start.
     starts = '"AsyncCollectiveStart"' in computation.root.attributes
@@ -154,7 +155,11 @@ def _written_by(
 ) -> int:
     """Returns the bytes that a fusion or asynchronous start writes to its results in a memory space.
 
-    An update in place counts the updated part, a result that shares an operand's buffer counts only such updates.
+    Each result in the memory space counts in full, except for:
+
+    - an array that the called computation updates in place: only the updated part counts
+    - a parameter that the computation returns unchanged: 0
+    - a result that shares the buffer of an operand: only an update in place counts
 
     Args:
       program: the compiled program.
@@ -180,10 +185,11 @@ def _written_by(
 
 
 def _update(program: Program, computation: Computation, name: str, written: int) -> int:
-    """Returns the bytes that ``computation`` writes for its result made by the instruction called ``name``.
+    """Returns the bytes that ``computation`` writes for a result: for the array of the instruction called ``name``.
 
-    For an update in place these are the bytes of the update, for a returned parameter 0, for anything else ``written``,
-    the bytes of the full result. Bitcasts and nested fusions are followed to the instruction that makes the array.
+    For an update in place these are the bytes of the update. For a parameter that is returned unchanged 0. For anything
+    else ``written``, given by the caller as the bytes of the full result. Bitcasts and nested fusions are followed to
+    the instruction that makes the array.
     """
     instruction = computation.by_name[name]
     if instruction.opcode == "bitcast":

@@ -92,7 +92,10 @@ def _fills(program: Program) -> Iterator[tuple[int, Instruction]]:
 
 
 def _sent(program: Program, site: Site) -> tuple[str, ...]:
-    """Returns the names, in the computation of ``site.scheduled``, of the arrays that a collective sends."""
+    """Returns the names of the arrays that the collective at ``site`` sends, in order.
+
+    A name is that of an instruction in ``site.computation``, the computation in whose schedule the collective runs.
+    """
     if site.scheduled.operands:
         return site.scheduled.operands
     # A start on a TPU's SparseCore has no operands; the update between start and done has the arrays.
@@ -101,10 +104,10 @@ def _sent(program: Program, site: Site) -> tuple[str, ...]:
 
 
 def _fill_behind(program: Program, computation: Computation, name: str) -> Instruction | None:
-    """Returns the instruction that made the zeros into which the device's shard was inserted; None without zeros.
+    """Returns the instruction that makes the zeros of an array that is zero except for the device's shard.
 
-    ``name`` is the name of the array in ``computation``. The result is a broadcast of 0, or the fusion that makes the
-    zeros and inserts the shard at once.
+    ``name`` is the name of the array in ``computation``; copies are followed back. The result is a broadcast of 0, or
+    the fusion that makes the zeros and inserts the shard at once. None for any other array.
     """
     at = computation.by_name[name]
     while at.opcode in _SAME_ARRAY:

@@ -151,13 +151,14 @@ class _Seen:
         return [set() if isinstance(v, core.Literal) else self.stems.get(v, set()) for v in variables]
 
     def follow(self, eqn: Any, name: str) -> None:
-        """Updates the search for attention scores by an equation of the jaxpr; called for each equation in order.
+        """Records whether an equation computes or uses attention scores; called for each equation of a jaxpr, in order.
 
-        A batched product that may be scores is appended to ``pairs``, and its output is traced forward through
-        equations whose outputs have the same size, up to the next product. ``summed`` and ``weighing`` collect indices
-        of ``pairs``: of products whose exponential is summed (softmax), and of products whose exponential weighs values
-        in a product over queries or keys. The backward pass adds nothing to ``summed`` and ``weighing``. ``name`` is
-        JAX's name of the operation.
+        A batched product that may compute scores (queries x keys) is appended to ``pairs``. Its output is followed
+        through later equations whose outputs have the same size, up to the next product. If the exponential of the
+        output is summed (softmax), the index of the product in ``pairs`` is added to ``summed``. If a product that
+        contracts the queries or the keys reads the exponential, the index is added to ``weighing``. Equations of the
+        backward pass add nothing to ``summed`` and ``weighing``. ``name`` is JAX's name of the operation, with its
+        direction.
         """
         stems = set().union(*self.of(eqn.invars))
         exponentials = {i for i, by_exp in stems if by_exp and "transpose(" not in name}
@@ -177,11 +178,12 @@ class _Seen:
             self.stems[v] = {stem for stem in stems if self.pairs[stem[0]][1].size == getattr(v.aval, "size", None)}
 
     def copy_stems(self, outer: Sequence[Any], inner: Sequence[Any], *, out: bool = False) -> None:
-        """Copies ``stems`` (the products that a variable is computed from) into or out of an operation's jaxpr.
+        """Copies ``stems`` (for each variable the products that it is computed from) into or out of a nested jaxpr.
 
-        Without ``out`` from the operation's operands ``outer`` to the jaxpr's inputs ``inner``; with ``out`` from the
-        jaxpr's outputs ``inner`` to the operation's results ``outer``, where they are added. Both lists are aligned at
-        the end: the operation may have more leading operands than the jaxpr.
+        ``out=False``: from the operands ``outer`` of an operation to the inputs ``inner`` of its jaxpr. ``out=True``:
+        from the outputs ``inner`` of the jaxpr to the results ``outer`` of the operation, in addition to present stems
+        of the results. Both lists are paired from the end: an operation may have more leading operands than its jaxpr
+        has inputs.
         """
         # Aligned at the end: extra leading operands are a branch index, or values that a loop closes over.
         for v, w in zip(reversed(outer), reversed(inner), strict=False):
@@ -294,8 +296,9 @@ def _contracted_size(eqn: Any) -> int:
 def _sides_of_pairs(eqn: Any) -> set[int]:
     """Returns {number of queries, number of keys} of a ``dot_general`` that may compute attention scores; else set().
 
-    The product must have a batch dim, and both numbers must exceed the contracted size, which is the size of a query:
-    so it is for long sequences. If both numbers are equal, the set has one element.
+    The numbers are the products of each operand's dims without batch and contracted dims. The product may compute
+    scores if it has a batch dim, and if both numbers exceed the contracted size (the features of a query): true for
+    long sequences. If both numbers are equal, the set has one element.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     shapes = [v.aval.shape for v in eqn.invars]
@@ -367,7 +370,9 @@ def window_taps(
 def attention_flops(
     heads: int, queries: int, keys: int, features: tuple[int, int], *, causal: bool, window: int, backward: bool
 ) -> int:
-    """Returns the FLOP of fused attention: 2 x heads x scores x sum of ``features``, 2.5 times as many backward.
+    """Returns the FLOP of the forward pass, or of the backward pass, of fused attention, for all heads and sequences.
+
+    Forward: 2 x heads x scores of a head x sum of ``features``. Backward: 2.5 times as many.
 
     Args:
       heads: heads of all sequences of the batch, batch x heads of a sequence.
@@ -375,7 +380,7 @@ def attention_flops(
       features: sizes of a query and of a value.
       causal: whether only half of the scores count.
       window: maximum number of scores for a query; 0: no limit.
-      backward: whether to count the backward pass.
+      backward: True: the FLOP of the backward pass alone; False: of the forward pass alone.
     """
     scores = queries * keys / (2 if causal else 1)
     scores = min(scores, queries * window) if window else scores

@@ -75,8 +75,9 @@ def host_traffic(program: Program, chip: Chip) -> HostTraffic | None:
 def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterator[tuple[int, int, Transfer]]:
     """Yields (direction, bytes, transfer) for each host transfer in a single run of a computation, in scheduled order.
 
-    The direction is ``IN`` (host memory to device) or ``OUT``. The transfer has start and end as indices of
-    ``computation.instructions``; an instruction that transfers both ways is yielded twice.
+    The direction is ``IN`` (host memory to device) or ``OUT``. The ``Transfer`` has start and end (indices of
+    ``computation.instructions``), the link of the direction, and the seconds at the host link's rate of ``chip``. An
+    instruction that transfers both ways is yielded twice.
     """
     for position, instruction in enumerate(computation.instructions):
         for way, nbytes in enumerate(moved_by(program, computation, instruction, HOST)):
@@ -89,8 +90,8 @@ def _transfers(program: Program, computation: Computation, chip: Chip) -> Iterat
 def host_buffers(program: Program) -> frozenset[str]:
     """Returns the names of the values in device memory that are received from the host, or sent to the host.
 
-    The names are those of XLA's live ranges, instruction and element of the result: "fusion.3{1}". A received value is
-    listed under each name that it may have.
+    The names are as in XLA's text of live ranges: instruction and element of the result, "fusion.3{1}". A received
+    value is listed as "name{0}" and as "name{}", because the form depends on the instruction.
     """
     names: set[str] = set()
     for computation, _, instruction in scheduled(program):

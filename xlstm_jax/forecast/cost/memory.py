@@ -105,7 +105,7 @@ class Memory:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes + self.constant_bytes
 
     def by_module(self) -> dict[str, int]:
-        """Returns bytes of temporaries at the peak by module path, largest first; "" is outside of modules."""
+        """Returns {module path: bytes of temporaries at the peak}, largest first; "" is outside of modules."""
         sums: dict[str, int] = defaultdict(int)
         for temporary in self.temporaries:
             sums[temporary.path] += temporary.bytes
@@ -390,8 +390,8 @@ def _temporary(size: int, history: Sequence[_Value], point: int, operations: _Op
 def _timeline(live: np.ndarray, schedule: Sequence[str], operations: _Operations, points: int) -> tuple[Moment, ...]:
     """Cuts the schedule into at most ``points`` equal stretches; returns for each the moment with the most live bytes.
 
-    A moment has the running module: that of the instruction at the point, or of the last instruction with a known
-    operation.
+    A ``Moment`` has the schedule point, the live bytes, and the running module with its direction: of the instruction
+    at the point, or of the last instruction before with a known operation.
 
     Args:
       live: bytes in use at each schedule point.

@@ -153,11 +153,11 @@ def cudnn_attention_flops(computation: Computation, instruction: Instruction) ->
 
 
 def pallas_seconds(program: Program, flops: Flops, chip: Chip) -> float | None:
-    """Returns the seconds in a step of the Pallas kernels on TPUs, by their roofline; None for a program without them.
+    """Returns the seconds that Pallas kernels on TPUs take in a step, by a roofline; None for a program without them.
 
-    The result is the larger of two times: of the kernels' FLOP, and of their operands and results in HBM. The compiler
-    estimates no cycles for Pallas kernels. The FLOP come from ``flops.in_kernels``, counted in the jaxpr, so a single
-    roofline covers every kernel together.
+    The result is the larger of two times of all kernels together: their FLOP (``flops.in_kernels``, counted in the
+    jaxpr) at the chip's rates, and their operands and results at HBM's rate. The compiler estimates no cycles for
+    Pallas kernels.
     """
     # XLA's internal kernels have an estimate. The model's kernels have none, and are timed here.
     moved = [

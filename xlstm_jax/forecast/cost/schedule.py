@@ -30,10 +30,10 @@ def axes_of(links: Links, collective: Collective) -> tuple[str, ...]:
 def with_waits(links: Links, collective: Collective) -> Collective:
     """Returns a copy of a TPU's collective with ``alone_s``, ``exposed_s`` and ``latency_s`` filled in, per execution.
 
-    ``alone_s`` is the time of the bytes on free links. ``exposed_s`` is the rest of this time after the overlapped
-    instructions, at the compiler's cycles. Both exclude latency. An asynchronous collective counts as hidden if
-    ``Overlap.cycles`` is unknown: the compiler gives no cycles for some of the overlapped instructions, and zero for
-    the rest.
+    ``alone_s`` is the time of the bytes on free links, ``exposed_s`` the part of this time that the overlapped
+    instructions do not cover, at the compiler's cycles. Both exclude latency. Without overlapped instructions both are
+    equal. If the cycles of the overlapped instructions are unknown (``Overlap.cycles`` is None), ``exposed_s`` is 0.
+    Known cycles also fill in ``overlapped.seconds``.
     """
     alone = waited = links.seconds(axes_of(links, collective), collective.wire_bytes)
     overlap = collective.overlapped
@@ -107,7 +107,10 @@ def _timed_in(
 
 
 def _isolated(links: Links, collective: Collective) -> Timing:
-    """Returns the times of one execution of a GPU collective, alone on the links, with the full time as the wait."""
+    """Returns the ``Timing`` of one execution of a GPU collective that has the links to itself and overlaps nothing.
+
+    So the waits of the result are the full times: by NCCL's rates with latency, and by published rates without latency.
+    """
     axes, sent = axes_of(links, collective), collective.wire_bytes
     bandwidth_s = links.seconds(axes, sent)
     chosen = links.choice(axes, collective.kind, sent) or NOTHING

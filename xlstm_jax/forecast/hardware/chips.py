@@ -97,7 +97,10 @@ class Chip:
 
     @property
     def pod(self) -> tuple[int, ...]:
-        """The shape of the largest slice of a TPU. A GPU has none: an ``IndexError``."""
+        """The shape of the largest slice of a TPU: the number of chips along each torus axis.
+
+        Raises an ``IndexError`` for a GPU, which has no slices.
+        """
         return self.slices[-1]
 
     @property

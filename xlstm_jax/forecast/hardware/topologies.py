@@ -32,7 +32,7 @@ class Topology:
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """``shape``, and for chips with several devices the number of devices on a chip as the last dim."""
+        """Dims of the devices: ``shape``, followed by the number of devices on a chip, if a chip has several."""
         return self.shape if self.chip.devices_per_chip == 1 else (*self.shape, self.chip.devices_per_chip)
 
     @property

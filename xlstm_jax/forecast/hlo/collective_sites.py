@@ -78,10 +78,10 @@ class Site:
     def span(self) -> tuple[int, int]:
         """Indices (start, end) of the collective in the schedule, ``computation.instructions``.
 
-        ``start`` is the index of the instruction that starts the collective. If the schedule waits (a synchronous
-        collective), ``end`` equals ``start``. Else ``end`` is start + 1 + the number of instructions that overlap the
-        collective (``overlapped_instructions``): the index of the collective's end if these instructions follow the
-        start without a gap.
+        ``start`` is the index of the instruction that starts the collective. For a synchronous collective, for which
+        the schedule waits, ``end`` equals ``start``. Otherwise ``end`` is start + 1 + the number of overlapped
+        instructions. This is the index of the collective's end if the overlapped instructions follow the start without
+        a gap.
         """
         start = self.computation.position[self.scheduled.name]
         return start, start if self.overlapped_instructions is None else start + 1 + len(self.overlapped_instructions)

@@ -71,7 +71,8 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 def _mesh_groups(axes: str, id_dims: str | None, permutation: str | None, over: str) -> Groups:
     """Parses ``mesh['a'=2,'b'=4] {'b'}`` to groups of device ids; ids in a group differ along the axes in braces.
 
-    The braces may name a factor of an axis: ``'b':(2)2`` is the second of the two factors of size 2.
+    The result for this text is ((0, 1, 2, 3), (4, 5, 6, 7)). The braces may name a factor of an axis: ``'b':(2)2`` is
+    the second of the two factors of size 2.
 
     Args:
       axes: text in the brackets of ``mesh[...]``: names and sizes of the axes.

@@ -105,7 +105,11 @@ class Instruction:
 
     @cached_property
     def is_work(self) -> bool:
-        """Whether the instruction computes or moves data; False if it only names values or is part of an async pair."""
+        """Whether the instruction computes or moves data.
+
+        False for an instruction that only names values, such as a tuple, and for every ``-start``, ``-update`` and
+        ``-done`` of an asynchronous operation.
+        """
         if self.opcode in _FREE or self.opcode.endswith(("-start", "-update", "-done")):
             return False
         return not (self.opcode == "custom-call" and _FREE_CUSTOM_CALL.search(self.attributes))

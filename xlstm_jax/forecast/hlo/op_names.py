@@ -89,9 +89,10 @@ def module_path(op_name: str) -> tuple[str, str]:
 def module_paths(op_names: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Returns {operation name: (module path, direction)} for the operation names of a program.
 
-    Path and direction are those of ``module_path``, with one exception: an operation without a module takes the module
-    of the loop around it. An operation in the body of a loop (``nn.scan``) whose other operations are in "blocks" or
-    below belongs to "blocks".
+    The path is that of the module below the root, such as "blocks/up"; the direction "forward", "backward", "recompute"
+    or "other": the result of ``module_path``. With one exception: an operation without a module, but in a loop, takes
+    the common path of the loop's operations. An operation in the body of a loop (``nn.scan``) whose other operations
+    are in "blocks" or below belongs to "blocks".
     """
     path_of = {name: module_path(name) for name in op_names}
     inside = defaultdict(list)

@@ -86,7 +86,7 @@ class Program:
         return next(computation for computation in self.computations.values() if computation.is_entry)
 
     def executed(self) -> Iterator[tuple[Computation, int]]:
-        """Returns (computation, runs in a step) for each computation that runs as scheduled code, callers first.
+        """Iterates over (computation, runs in a step) for each computation that runs as scheduled code, callers first.
 
         These are the entry, the bodies and conditions of loops, the branches of a conditional (each counted as taken),
         and computations called directly or asynchronously; not the insides of fusions, nor reducers. A loop of unknown
@@ -95,7 +95,7 @@ class Program:
         return ((computation, self.trips[computation.name]) for computation in self._callers_first)
 
     def schedules(self) -> Iterator[tuple[Computation, int]]:
-        """Returns ``executed`` (computations with their number of runs in a step) without asynchronous computations.
+        """Iterates over ``executed``, (computation, runs in a step), without computations of asynchronous operations.
 
         The work of an asynchronous computation counts at its start instruction.
         """

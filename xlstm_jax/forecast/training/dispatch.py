@@ -64,19 +64,26 @@ class Dispatch:
 
     @property
     def ideal_bytes(self) -> float:
-        """Bytes of the chosen rows alone, spread evenly, without padding."""
+        """Bytes that each device would send in a step without padding: ``wire_bytes`` / ``padding``."""
         return self.wire_bytes / self.padding
 
     @property
     def imbalance_s(self) -> float | None:
-        """Extra time of a step due to the imbalance; 0 with a capacity, which drops rows instead; None if unknown."""
+        """Seconds by which the imbalance extends a step: (``imbalance`` - 1) x ``expert_s``.
+
+        0 for experts with a capacity, which drop rows instead; else None if ``expert_s`` is None.
+        """
         if self.experts.capacity_factor is not None:
             return 0.0
         return None if self.expert_s is None else (self.imbalance - 1) * self.expert_s
 
     @property
     def dropped_fraction(self) -> float:
-        """Fraction of choices dropped by the experts of the busiest device; 0 without a capacity."""
+        """Fraction of the rows for the busiest device that its experts drop, 0 to 1; 0 without a capacity.
+
+        A row is a token for an expert that the token chose. The result is 1 - ``capacity_factor`` / ``imbalance``, or 0
+        if negative.
+        """
         capacity = self.experts.capacity_factor
         return 0.0 if capacity is None else max(0.0, 1 - capacity / self.imbalance)
 

@@ -158,7 +158,10 @@ class Trial:
 
     @property
     def tight(self) -> bool:
-        """Whether the step fits, but without the margin of memory of ``Forecast.has_margin``."""
+        """Whether the step fits, but is less than 5 % below the memory at which XLA recomputes values, or above.
+
+        True if ``fits`` is True and ``Forecast.has_margin`` is False; False if the margin is unknown.
+        """
         return self.fits and self.forecast is not None and self.forecast.has_margin is False
 
     @property
@@ -221,7 +224,11 @@ class Fit:
         return notebook_html(self.table(), title, bars)
 
     def table(self) -> RenderableType:
-        """Returns, for ``rich``, a table with a row for each trial, and the code that applies the first trial."""
+        """Returns, for ``rich``, a table with a row for each trial; if a trial fits, also the code of the best trial.
+
+        The code applies the options of the best trial in a training. Before the code come the sentences ``why_mesh``
+        and ``why_offload``, where not "".
+        """
         rows = [_row(trial) for trial in self.trials]
         title = f"What fits into {format_bytes(self.budget_bytes)} on each device of {self.topology}"
         trials = rich_table(title, [*OPTIONS, "bytes per device", "expected", "fits"], rows, right=1)
@@ -239,7 +246,11 @@ class Fit:
 
     @property
     def why_mesh(self) -> str:
-        """Sentence on the best trial's mesh among those of ``model_axes``; "" without them or a best trial."""
+        """Sentence on the meshes that ``fit`` estimated for ``model_axes``, and on the mesh of the best trial.
+
+        The sentence has the number of meshes: estimated, too large, without a step, and compiled. "" if ``model_axes``
+        was not given, or if there is no best trial.
+        """
         if not self.considered or self.best is None:
             return ""
         compiled = [choice for choice in self.considered if choice.compiled]
@@ -255,9 +266,9 @@ class Fit:
         )
 
     def to_json(self) -> str:
-        """Returns the trials with their totals, and the code for the best trial, as JSON.
+        """Returns the trials (options, bytes, times, problem), and the code that applies the best trial, as JSON.
 
-        For a full forecast see ``Forecast.to_json``.
+        The code is null if nothing fits. The full forecast of a trial is not included: see ``Forecast.to_json``.
         """
         rows = []
         for trial in self.trials:
@@ -319,7 +330,8 @@ def fit(
       on_trial: called with the options before each forecast, to show progress.
       on_done: called with each finished trial.
       jobs: maximum number of parallel compilations; None: one for every 2 cores, as memory allows.
-      cache: as for ``forecast``.
+      cache: True: read and store compiled programs in the user's folder; False: always compile; a ``ReportCache``: use
+        another folder.
       model_axes: in place of ``meshes``: axes of the model, the largest traffic first, with the maximum number of
         devices for each, ``{"tp": 8, "cp": 16, "ep": 8}``. Every mesh in ``options.mesh`` contains each of these axes,
         with size 1 if unused. ``build_step`` is traced for each mesh, in seconds, and compiled for the four best
@@ -382,14 +394,16 @@ def fit(
 def _considered(
     build_step: Callable[[Options], BuiltStep], topology: Topology, model_axes: Mapping[str, int], budget: float
 ) -> list[Considered]:
-    """Estimates every mesh that ``model_axes`` allows, and returns a ``Considered`` for each mesh, best first.
+    """Estimates a step on every mesh that ``model_axes`` allows; returns a ``Considered`` for each mesh, best first.
 
-    The best few are marked as compiled, for ``fit`` to compile. Here each mesh's step is only built and traced, with
-    remat and weights gathered again. A mesh on which ``build_step`` raises has the reason in place of an estimate.
+    A ``Considered`` has the mesh, its estimate, and whether ``fit`` shall compile the mesh: the few best are marked.
+    Here each step is only built and traced, with remat and weights gathered again. If ``build_step`` raises on a mesh,
+    the reason takes the place of the estimate.
 
     Args:
-      build_step, model_axes: as for ``fit``.
+      build_step: makes the step and its abstract arguments for some options, as for ``fit``.
       topology: the devices.
+      model_axes: maximum number of devices for each axis of the model, {axis: number}.
       budget: bytes that a step may take on a device.
     Raises:
       ValueError: no step can be built on any mesh.
@@ -521,10 +535,11 @@ class Search:
         return self.trials[-1]
 
     def _begun(self, options: Options) -> tuple[Pending[Forecast] | None, tuple[Options, Exception | None]]:
-        """Builds the step of ``options`` and prepares its compilation, without starting the compiler.
+        """Builds the step of ``options`` by the user's function, and prepares the compilation, which is not started.
 
-        Returns (pending compilation, (options, None)); or (None, (options, error)) if ``build`` raises any error, or
-        ``begin`` a ``ValueError``. Calls ``on_trial`` before.
+        Returns (pending compilation, (options, None)). If ``build`` (which makes the step) raises any error, or
+        ``begin`` (which exports the step) a ``ValueError``, returns (None, (options, error)). Calls ``on_trial``
+        before.
         """
         if self.on_trial is not None:
             self.on_trial(options)
@@ -569,12 +584,15 @@ def _no_forecast(options: Options, problem: str) -> ValueError:
 
 
 def default_meshes(topology: Topology) -> list[dict[str, int]]:
-    """Returns meshes worth trying on a topology, in order; dims of size 1 are left out.
+    """Returns the meshes {axis: size} that ``fit`` tries by default, in order; dims of size 1 are left out.
 
-    The first mesh has an axis for each dim: over a flat axis of a large torus, XLA compiles a reduce-scatter to an
-    all-reduce of twice the bytes, and between hosts weights are gathered first, so that the slower network carries the
-    smallest pieces. Then follow a flat axis, replicas along the first dim, and for GPUs also replicas of groups of
-    hosts.
+    For a topology of several dims, in this order: an FSDP axis for each dim; a single axis "fsdp" over all devices;
+    replicas ("dp") along the first dim, with FSDP axes for the rest; for GPUs also replicas of groups of hosts. For a
+    single dim, only the axis "fsdp".
+
+    An axis for each dim comes first: over a flat axis of a large torus, XLA compiles a reduce-scatter to an all-reduce
+    of twice the bytes. On GPUs such a mesh lets weights be gathered between hosts first, so that the slower network
+    carries the smallest pieces.
     """
     dims = [size for size in topology.dims if size > 1]
     flat = {SHARD_AXIS_PREFIX: math.prod(dims)}

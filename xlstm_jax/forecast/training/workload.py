@@ -109,13 +109,14 @@ class Workload:
 
     @contextmanager
     def explaining_init(self) -> Iterator[None]:
-        """Context around calls of ``model.init``: an error gets advice on how to pass other inputs to the workload.
+        """Context for calls of ``model.init``: replaces an error that the inputs cause by an ``InitError`` with advice.
 
-        Any other error passes unchanged, and so does an error of the library, or an error on given ``inputs`` for which
-        no advice is known.
+        The inputs are the cause if a trace of ``model.init`` alone fails on them, too, outside of the library's code.
+        The advice says how to pass other inputs to the workload. Any other error passes unchanged; so does an error on
+        given ``inputs`` for which no advice is known.
 
         Raises:
-          InitError: in place of an error that ``model.init`` alone raises on these inputs.
+          InitError: as described; names the model, the inputs and the error.
         """
         try:
             yield
@@ -139,9 +140,9 @@ class Workload:
 
     @property
     def freezing(self) -> dict[str, Any]:
-        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters, by name.
+        """Keyword arguments of ``create_train_state`` and ``plan_sharding`` that freeze parameters.
 
-        The names are "trainable" and "frozen_dtype".
+        The result is {"trainable": ``trainable``, "frozen_dtype": ``frozen_dtype``}, from the fields of the workload.
         """
         return {"trainable": self.trainable, "frozen_dtype": self.frozen_dtype}
 
@@ -199,7 +200,11 @@ class Workload:
 
 
 def one_line_text(error: BaseException) -> str:
-    """Formats an error in one line: errors of the library unchanged, any other error by ``described``."""
+    """Formats an error in one line: for an error of this library its text.
+
+    For any other error the type, the text, and the innermost line of the user's code: ``KeyError: 'x' (train.py, line
+    12)``.
+    """
     return one_line(error) if is_raised_by_library(error) else described(error)
 
 

@@ -59,14 +59,14 @@ def encoded(name: str, before: np.ndarray | None, after: np.ndarray) -> dict[str
 
 
 def applied(name: str, delta: Mapping[str, np.ndarray], before: np.ndarray | None) -> np.ndarray | None:
-    """Returns the tensor ``name`` after a delta; the inverse of ``encoded``.
+    """Returns the tensor ``name`` of the new version: ``before`` with the entries that a delta changes.
 
     The result is a new array; or ``before`` itself if the delta does not change the tensor; or None if the delta does
-    not fit ``before``.
+    not fit ``before``. A delta that has the full tensor needs no ``before``.
 
     Args:
       name: name of the tensor.
-      delta: the tensors of the delta by name in the file, as ``gaps:<name>``.
+      delta: the tensors of the delta by name in the file, as ``gaps:<name>``, see ``encoded``.
       before: the tensor of the previous version; None if the previous version has no tensor ``name``.
     """
     if WHOLE + name in delta:

@@ -181,7 +181,9 @@ def _sha256_of_index(content: Json) -> str:
 
 
 def read_indices(directory: Path) -> dict[int, Index]:
-    """Returns the indices of the newest full version and of later deltas, by version; {} before the first version.
+    """Returns the index of the newest full version, and of each later delta: {version: index}, ascending.
+
+    An index lists the files of a version. {} before the first version.
 
     Raises:
       ValueError: an index is damaged, or was not written by ``publish``.

@@ -146,10 +146,10 @@ class Chain:
         return self._steps[-1].digests
 
     def array(self, name: str) -> np.ndarray:
-        """Returns a tensor of the newest version of the chain.
+        """Returns the values of the tensor ``name`` in the newest version of the chain (a full version and its deltas).
 
         Raises:
-          ValueError: the tensor in the files has another digest.
+          ValueError: the SHA-256 of the tensor in the files is not the digest that the files give for the tensor.
         """
         return self._checked(name, self._from(0, name, None))
 
@@ -174,11 +174,13 @@ class Chain:
         return result
 
     def _steps_in(self, digests: Mapping[str, str]) -> int:
-        """Returns the position in the chain of the first version to apply to arrays with these digests.
+        """Returns the position in the chain of the first version to apply to arrays with ``digests``, by tensor name.
 
-        ``digests`` are by tensor name. The position is 0 to read the full version, and the length of the chain if the
-        arrays are of its newest version. Raises a ``VersionNeededError`` if the arrays are of no version of the chain
-        and the newest version is a delta.
+        If the arrays are of version i of the chain (the full version is 0), the position is i + 1: the length of the
+        chain for the newest version. Otherwise 0, the full version is read: for no arrays, and for a chain without
+        deltas.
+
+        Raises a ``VersionNeededError`` for arrays of no version of a chain with deltas.
         """
         for position in reversed(range(len(self._steps))):
             if digests == self._steps[position].digests:

@@ -47,9 +47,9 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def leaves(self) -> Iterator["Tensor"]:
-        """Yields the leaves of this tree of parts: each is a tensor of the model, or a part of a tensor of the model.
+        """Yields the leaves of this tree of ``parts``, in the order of the parts; a tensor without parts is a leaf.
 
-        The order is the order of ``assembled`` and ``split_tensor``.
+        Each leaf describes a tensor of the model (``name``), or the part of such a tensor at ``place``.
         """
         if not self.parts:
             yield self
@@ -57,7 +57,7 @@ class Tensor(NamedTuple):
             yield from part.leaves()
 
     def sources(self) -> Iterator[str]:
-        """Yields the name of the model's tensor for each leaf, in the order in which ``assembled`` takes the tensors.
+        """Yields the name of the model's tensor for each leaf, in the order of ``leaves``.
 
         A tensor of which several parts are used is named several times.
         """
@@ -65,23 +65,30 @@ class Tensor(NamedTuple):
             yield leaf.name
 
     def assembled(self, arrays: Iterator[np.ndarray]) -> np.ndarray:
-        """Returns the values of this tensor, from ``arrays``: the model's tensors in the order of ``sources``."""
+        """Returns the values of this tensor, stacked or concatenated from tensors of the model.
+
+        ``arrays`` yields a tensor of the model, undivided, for each name of ``sources``, in this order. From the
+        iterator only these arrays are taken.
+        """
         if not self.parts:
             return self.part_of(next(arrays))
         parts = [part.assembled(arrays) for part in self.parts]
         return np.stack(parts, self.dim) if self.is_new_dim else np.concatenate(parts, self.dim)
 
     def part_of(self, array: np.ndarray) -> np.ndarray:
-        """Returns the part of ``array`` at ``self.place``, as a view; ``array`` is the model's tensor, undivided."""
+        """Returns the part of ``array`` at ``self.place``, as a view; ``array`` is a tensor of the model, undivided.
+
+        For the place () the result is ``array`` itself.
+        """
         for index in self.place:
             array = array[index]
         return array
 
     def split_tensor(self, array: np.ndarray) -> Iterator[tuple["Tensor", np.ndarray]]:
-        """Yields (leaf, values) for each leaf of this tree.
+        """Splits ``array``, the values of this tensor, into leaves: yields (leaf, values) in the order of ``leaves``.
 
-        ``array`` has the values of this tensor, and the yielded values are views of it. A leaf describes a tensor of
-        the model, or a part of a tensor of the model. The inverse of ``assembled``.
+        The values of a leaf are a view of ``array``. A leaf describes a tensor of the model, or a part of a tensor of
+        the model.
         """
         if not self.parts:
             yield self, array
@@ -97,8 +104,9 @@ class LayoutRule(Protocol):
     """Rule of a layout."""
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Applies the rule to tensors without values, by name; returns the tensors after the rule, by name.
+        """Applies the rule, such as to join two tensors, to descriptions of tensors; returns the new tensors, by name.
 
+        A ``Tensor`` has a shape, a dtype, and the parts of the model's tensors that it consists of, but no values.
         Tensors that the rule does not concern are in the result unchanged. Raises a ``ValueError`` if the rule does not
         fit the tensors.
         """
@@ -301,14 +309,14 @@ def to_layout(arrays: Mapping[str, np.ndarray], layout: Layout) -> dict[str, np.
 def from_layout(
     arrays: Mapping[str, np.ndarray], layout: Layout, like: Mapping[str, "ShapeAndDtype"]
 ) -> dict[str, np.ndarray]:
-    """Converts tensors of the reader to the tensors of the model: the inverse of ``to_layout``.
+    """Converts tensors of the reader (the program that reads published files) to the tensors of the model, by name.
 
     Results are views of ``arrays``. Only a tensor of the model that the layout divides or unstacks is a new array, into
     which the parts are copied.
 
     Args:
       arrays: tensors of the reader, by name.
-      layout: the rules, as for ``to_layout``.
+      layout: the rules that lead from the model's tensors to the reader's, as in ``to_layout``; undone here.
       like: tensors of the model, by name, of which only shapes and dtypes are read.
     Raises:
       ValueError: tensors are missing or left over; a shape or dtype differs; or a tensor that the layout repeats has

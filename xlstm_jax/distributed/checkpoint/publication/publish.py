@@ -64,18 +64,20 @@ def publish(
     previous full version and of the deltas after it, which readers may still be reading.
 
     Args:
-      params: as in ``export_safetensors``.
+      params: a pytree of arrays, boxed or not, on any mesh. The default tensor name is the path of the leaf.
       directory: a folder shared by the processes, for this publication alone.
       since: a version in the folder, not older than the newest full version. None writes a full version.
-      names: as in ``export_safetensors``.
+      names: a map from path patterns to tensor names and layouts, as in ``export_safetensors``; None: default names.
       layout: rules by which tensors are joined, divided, stacked, unstacked or repeated, under the names that ``names``
         gives: ``Joined``, ``Divided``, ``Stacked``, ``Unstacked``, ``Repeated``.
       max_file_bytes: maximum size of the files of a full version; a larger tensor gets a separate file. None: an eighth
         of the largest process's bytes, but not below 32 MiB and not above 5 GB. A delta has one file per process.
     Raises:
       FileExistsError: the folder has a file ``model.safetensors``, which readers would read instead of the index.
-      TypeError, ValueError: as ``export_safetensors``; the folder does not have the version
-        ``since``; the layout does not fit the tensors; or a file in the folder is damaged, or of another program.
+      TypeError: the format does not support the dtype of a leaf; or ``max_file_bytes`` is not an integer.
+      ValueError: a leaf has an invalid name, no pattern in ``names`` matches a leaf, or two leaves have the same name;
+        the folder does not have the version ``since``; the layout does not fit the tensors; or a file in the folder
+        is damaged, or of another program; or ``max_file_bytes`` is below 1.
       OSError: a file cannot be written; the previous version stays published.
       ImportError: the package safetensors is not installed.
 
@@ -178,7 +180,8 @@ def _received(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, values) of each tensor that this process writes, unsharded, in the layout of the file.
 
-    Every process must exhaust the iterator, which runs collectives.
+    The order is that of ``by_process`` for this process. Every process must exhaust the iterator, which runs
+    collectives.
 
     Args:
       by_process: for each process the names of the tensors that the process writes, in the order of writing.

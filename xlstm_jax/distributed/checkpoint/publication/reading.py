@@ -32,18 +32,20 @@ def import_in_layout(
     names: NameMap | None = None,
     ignore: str = "",
 ) -> PyTree:
-    """Reads parameters from safetensors files in the layout of another program; the inverse of ``publish``.
+    """Reads parameters from safetensors files in the layout of another program, such as files of ``publish``.
 
     Args:
-      path: as in ``import_safetensors``, such as a folder that ``publish`` or ``save_pretrained`` wrote.
-      abstract_params: as in ``import_safetensors``.
+      path: a folder, such as ``publish`` or ``save_pretrained`` writes, or a ``.safetensors`` file.
+      abstract_params: a tree of arrays, or of ``ShapeDtypeStruct`` with shardings, boxed where leaves are split. The
+        result has the same shardings and boxes.
       layout: the rules that lead from the model's tensors to the tensors of the files, as in ``publish``. A tensor of
         the model that is assembled from several tensors of the files is unsharded in the memory of each host, at most
         four leaves at a time. From any other tensor each device reads only the entries of its shard.
-      names: as in ``export_safetensors``.
-      ignore: as in ``import_safetensors``.
+      names: a map from path patterns to tensor names and layouts, as in ``export_safetensors``; None: default names.
+      ignore: a regular expression; tensors whose full name matches are skipped. "" skips no tensor.
     Raises:
-      ValueError: as ``import_safetensors``; a rule does not fit; or repeated tensors differ in the files.
+      ValueError: names, shapes or dtypes do not fit; a file is damaged; a rule does not fit; or repeated tensors differ
+        in the files.
       FileNotFoundError: no model exists at ``path``.
 
     >>> import tempfile
@@ -110,9 +112,10 @@ class TensorOfPieces:
             )
 
     def values(self) -> np.ndarray:
-        """Returns the values: a view of the file if a single stored tensor holds the values, else a new array.
+        """Returns the values of this tensor of the model, put together from tensors of the files that hold its parts.
 
-        Raises a ``ValueError`` if two stored tensors repeat the same part with different values.
+        The result is a view of the file if a single tensor of a file holds all values, else a new array. Raises a
+        ``ValueError`` if two tensors of the files repeat the same part with different values.
         """
         first, *others = self._pieces
         if not others and not first.source.place:

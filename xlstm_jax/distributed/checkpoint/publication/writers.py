@@ -117,11 +117,12 @@ def received(sources: Sequence[Source | None]) -> np.ndarray | None:
 
 
 def _pieces(source: Source | None, writer: int) -> list[_Piece]:
-    """Returns pieces (a place in the source, and the device that sends the values) that together cover the source once.
+    """Returns pieces that together cover a source (a leaf, or a layer of a leaf) once.
 
-    The pieces and their order are equal in every process, except for a fully addressable array: it has pieces only in
-    the process ``writer``, which receives the source. Returns [] for no source, and for a leaf that is no
-    ``jax.Array``. A copy in the process ``writer`` is preferred to other copies of a shard.
+    A piece is a place in the source, and the device that sends the values. If several devices hold the values, a device
+    of the process ``writer``, which receives the source, is preferred. Pieces and their order are equal in every
+    process, except for a fully addressable array: only the process ``writer`` has pieces of such an array. Returns []
+    for no source, and for a leaf that is no ``jax.Array``.
     """
     if source is None or not isinstance(source.leaf, jax.Array):
         return []

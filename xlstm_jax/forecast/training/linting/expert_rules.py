@@ -12,10 +12,11 @@ MIN_DROPPED = 0.05  # fraction of the choices of the busiest device
 
 
 def uneven_experts(step: Step) -> Iterator[Defect]:
-    """Finds experts that send far more rows than tokens choose, or whose busiest device delays the step.
+    """Finds experts with far more sent rows than chosen rows, or whose busiest device delays the step or drops tokens.
 
-    Yields a defect for each mixture that sends over 1.5 times the chosen rows, if the padding is 5 % of the step's
-    bytes or more; for delay and dropped tokens see ``_imbalance``.
+    Yields for each mixture of experts up to two defects. One if the mixture sends over 1.5 times the chosen rows, and
+    the padding is 5 % of the step's bytes or more. One if the busiest device delays the step by 5 % of its time or more
+    or, with a capacity, drops 5 % of its choices or more.
     """
     for exchange in dispatch(step.forecast, step.plan, step.imbalance) if step.plan.experts else ():
         padded = exchange.wire_bytes - exchange.ideal_bytes

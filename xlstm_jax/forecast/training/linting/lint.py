@@ -133,7 +133,10 @@ def lint(
 
 
 def findings_of(rule: Rule, step: Step) -> list[Finding]:
-    """Returns the findings of a rule about a step, most bytes first; a defect without a cure has the rule's cure."""
+    """Runs a rule on a step, and returns a ``Finding`` for each defect that the rule yields, most bytes first.
+
+    A defect without a cure gets the rule's default cure.
+    """
     findings = [Finding(rule.name, f.where, f.text, f.cure or rule.cure, round(f.bytes)) for f in rule.find(step)]
     return sorted(findings, key=lambda finding: -finding.bytes)
 

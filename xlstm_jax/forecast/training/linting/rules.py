@@ -83,12 +83,12 @@ def repeated_gathers(step: Step) -> Iterator[Defect]:
 
 
 def _repeat(step: Step, row: LeafPlan) -> _Repeat:
-    """Returns the number of gathers of a leaf in a step, the needed number, and the bytes sent in vain.
+    """Returns a ``_Repeat`` of a leaf: the number of gathers in a step, the needed number, and the bytes sent in vain.
 
     ``row`` is the leaf's row in the plan, with ``uses``, the gathers per forward pass. A leaf that is gathered in
     stages has gathers over several sets of mesh axes; each set is checked twice. Forward needs at most uses x
     minibatches gathers; forward and backward together need at most twice as many. Returns the check with the most bytes
-    in vain; zeros if no check finds an excess, or if no wrapper gathers the leaf.
+    in vain; zeros if no check finds an excess, or if the leaf is split by the model and no wrapper gathers it.
     """
     gathers, repeats = step.gathers[row.path], [_Repeat(0, 0, 0.0)]
     if row.parts > 1 and not row.uses:
@@ -181,9 +181,9 @@ def kept_gathered(step: Step) -> Iterator[Defect]:
 def _kept_layers(step: Step, row: LeafPlan) -> int:
     """Returns the number of layers whose gathered weights for a leaf stay alive from forward to backward; 0 for none.
 
-    Layers count that a step gathers in forward and not again in backward. Vectors (biases) do not count: the backward
-    pass of an addition does not read the vector. Frozen leaves and gathers of several layers at once do not count
-    either. ``row`` is the leaf's row in the plan.
+    Layers count that a step gathers in forward and not again in backward. Not counted are vectors (biases), because the
+    backward pass of an addition does not read the vector; frozen leaves; gathers of several layers at once; and on a
+    CPU, whose compiler merges gathers, leaves outside of loops. ``row`` is the leaf's row in the plan.
     """
     gathers = step.gathers[row.path]
     again = any(gather.direction != FORWARD for gather in gathers)
@@ -199,9 +199,10 @@ def _kept_layers(step: Step, row: LeafPlan) -> int:
 
 
 def replicated_leaves(step: Step) -> Iterator[Defect]:
-    """Finds leaves of 1 MiB or more that stay replicated; equal leaves share a defect.
+    """Finds leaves of 1 MiB or more that stay replicated.
 
-    For leaves that are replicated as too small, the size of a single layer counts.
+    Yields a defect for each group of leaves of equal shape that differ only in a module's number. For leaves that are
+    replicated as too small, the size of a single layer counts.
     """
     alike = defaultdict(list)
     for row in step.plan.replicated:
@@ -221,7 +222,11 @@ def replicated_leaves(step: Step) -> Iterator[Defect]:
 
 
 def _replication_cure(row: LeafPlan) -> str:
-    """Returns the cure, a sentence, for the reason of a replicated leaf; "" where the rule's default cure applies."""
+    """Returns a sentence on how to split the replicated leaf of ``row``, by the reason in the plan.
+
+    The reasons with a sentence are: the axes divide no dim; the leaf is too small; no module is wrapped. "" for any
+    other reason: then the rule's default cure applies.
+    """
     kinds = (Indivisible, TooSmall, Unwrapped)
     match next((reason for kind in kinds for reason in row.reason.all_reasons if isinstance(reason, kind)), None):
         case Indivisible(parts=parts):
@@ -242,8 +247,9 @@ def _replication_cure(row: LeafPlan) -> str:
 def all_reduces_of_shards(step: Step) -> Iterator[Defect]:
     """Finds all-reduces in place of a reduce-scatter or an all-gather, which send half the bytes.
 
-    First come the all-reduces by which the compiler has replaced a collective, if these all-reduces send over 7.5 % of
-    the step's bytes; then all-reduces of unsharded gradients (see ``_unreduced_gradients``).
+    Yields first a defect for each group of all-reduces by which the compiler has replaced another collective, if these
+    send over 7.5 % of the step's bytes in total. Then a defect for each all-reduce that averages the unsharded
+    gradients of leaves, although the leaves are gathered over one of its axes.
     """
     stand_ins = [c for c in step.forecast.collectives if c.stands_for]
     if sum_wire_bytes(stand_ins) > MAX_ALL_REDUCED_FRACTION * step.forecast.wire_bytes:

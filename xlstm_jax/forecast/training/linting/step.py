@@ -105,12 +105,12 @@ class Step:
         return format_fraction(sent / self.forecast.wire_bytes)
 
     def merged(self, collectives: Iterable[Collective]) -> Iterator[tuple[str, list[Collective]]]:
-        """Groups collectives, and yields (name, collectives) for each group, in order of the first member.
+        """Groups collectives that serve the same leaves or modules; yields (name, collectives) for each group.
 
-        Members of a group have the same kind (also the kind that an all-reduce stands for), and serve the same leaves,
-        or without leaves the same modules; a module's number is ignored. The name has the leaves or modules, separated
-        by commas, with ``*`` for the number if members differ. Without leaves and modules the name is that of the first
-        instruction.
+        Groups are in the order of their first members. Members have the same kind and the same ``stands_for`` (the kind
+        that an all-reduce replaces). Without leaves they serve the same modules. Leaves or modules that differ only in
+        a number count as the same. The name lists the leaves or modules, separated by commas, with ``*`` for the number
+        if members differ: "block_*/up/kernel". Without leaves and modules the name is that of the first instruction.
         """
         alike = defaultdict(list)
         for collective in collectives:
