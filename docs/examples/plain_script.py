@@ -33,8 +33,8 @@ from flax.training.train_state import TrainState
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(256, use_bias=False)(x))
-        x = nn.relu(nn.Dense(256, use_bias=False)(x))
+        x = nn.relu(nn.Dense(512)(x))
+        x = nn.relu(nn.Dense(512)(x))
         return nn.Dense(10)(x)
 
 
@@ -51,7 +51,7 @@ def step(state, batch):
 
 model, x = Classifier(), batch_of(0)["x"]
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+params = model.init(jax.random.key(0), x)["params"]
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 losses = []
 for number in range(40):
@@ -78,8 +78,8 @@ from xlstm_jax.distributed import (
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(256, use_bias=False)(x))
-        x = nn.relu(nn.Dense(256, use_bias=False)(x))
+        x = nn.relu(nn.Dense(512)(x))
+        x = nn.relu(nn.Dense(512)(x))
         return nn.Dense(10)(x)
 
 
@@ -132,7 +132,7 @@ print(plan)
 
 
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
-counts = [1, 4, 16]
+counts = [1, 2, 4, 8, 16]
 for x_of_bar, count in enumerate(counts):
     plan = plan_sharding(model, {"fsdp": count}, x, tx=tx)
     bottom = 0
