@@ -160,7 +160,7 @@ SIMPLE_LOOPS = (
 )
 # Programs of most pages run a few times, and compile longer: LLVM does not optimise them (level 0). Pages listed here
 # run or time programs often.
-OPTIMIZED = {"tutorials/generation": 1, "howto/slow_step": 3}
+OPTIMIZED = {"howto/slow_step": 3}
 
 
 @cache
