@@ -16,24 +16,26 @@ from jupyter_cache.base import CacheBundleIn
 from jupyter_cache.executors.utils import single_nb_execution
 from myst_nb.core.read import read_myst_markdown_notebook
 
-# The longest pages: seconds to a minute each. Others follow by the length of their code.
+# The longest pages: 10 to 20 seconds each. Others follow by the length of their code.
 LONGEST = (
-    "tutorials/forecasting",
-    "tutorials/generation",
+    "tutorials/machines",
     "tensor_parallel",
-    "forecast",
     "tutorials/diffusion",
     "tutorials/third_party",
-    "tutorials/machines",
+    "tutorials/generation",
     "tutorials/lora",
-    "tutorials/decoder",
-    "howto/out_of_memory",
-    "tutorials/whole_loop",
     "collections",
-    "check_step",
-    "training",
-    "tutorials/wrong_step",
     "tutorials/moe",
+    "coming_from/predecessor_tp",
+    "training",
+    "tutorials/decoder",
+    "check_step",
+    "context_parallel",
+    "tutorials/wrong_step",
+    "tutorials/whole_loop",
+    "tutorials/plain_script",
+    "sharding",
+    "tutorials/vision",
 )
 CELL = "```{code-cell}"
 
