@@ -413,15 +413,16 @@ def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecas
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """Computes the forecast of a compiled step from the compiler's texts and numbers.
+    """Returns the ``Forecast`` of a compiled step: memory, collectives and times, from the compiler's output.
 
     Args:
-      compiled: the compiled step. Of a device without published figures the forecast has no times.
+      compiled: HLO text, buffers and cycles of the step, also of a step that the compiler refuses as too large. Without
+        published rates of the device the forecast has no times.
       flops: FLOP of the step, counted in its jaxpr.
       tokens: tokens in the global batch; None: unknown.
     Raises:
-      CompileError: the compiler refuses the step as too large, although its buffers fit into the chip's memory: then
-        a different memory is exhausted.
+      CompileError: the compiler refuses the step as too large, but the buffers of the step fit into the chip's HBM: the
+        step exceeds a different memory of the chip. (If the buffers do not fit, the forecast says so.)
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
