@@ -524,8 +524,9 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 def shared_flops(program: Program, flops: Flops) -> float:
     """Returns the FLOP per device and step of the matrix products outside of ``shard_map`` in a compiled program.
 
-    The compiler drops the names of some products, inside or outside. Such products count as far as the program's total
-    exceeds the known FLOP: those inside by the jaxpr (``flops``), plus the named products outside.
+    The known FLOP are those inside of ``shard_map``, counted in the jaxpr (``flops``), and those of products outside
+    that the compiler has named. Some products, inside or outside, have lost their names. If the total of the program is
+    above the known FLOP, the difference also counts as outside, up to the FLOP of all products without names.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
     # The compiler drops names when it merges or rewrites products, including products of the model. Only FLOP beyond
