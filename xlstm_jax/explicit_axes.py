@@ -279,7 +279,7 @@ def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
 
 
 def _set_mesh() -> Mesh | None:
-    """Returns the set mesh; None without a set mesh, or while a function is traced."""
+    """Returns the mesh that ``jax.set_mesh`` has set; None if no mesh is set, or while JAX traces a function."""
     if jax.sharding.get_abstract_mesh().empty:
         return None
     try:

@@ -413,15 +413,16 @@ def begin_forecast(call: StepCall, tokens: int | None = None) -> Pending[Forecas
 
 
 def read(compiled: Compiled, flops: Flops, tokens: int | None = None) -> Forecast:
-    """Computes the forecast of a compiled step from the compiler's texts and numbers.
+    """Returns the ``Forecast`` of a compiled step: memory, collectives and times, from the compiler's output.
 
     Args:
-      compiled: the compiled step. Of a device without published figures the forecast has no times.
+      compiled: HLO text, buffers and cycles of the step, also of a step that the compiler refuses as too large. Without
+        published rates of the device the forecast has no times.
       flops: FLOP of the step, counted in its jaxpr.
       tokens: tokens in the global batch; None: unknown.
     Raises:
-      CompileError: the compiler refuses the step as too large, although its buffers fit into the chip's memory: then
-        a different memory is exhausted.
+      CompileError: the compiler refuses the step as too large, but the buffers of the step fit into the chip's HBM: the
+        step exceeds a different memory of the chip. (If the buffers do not fit, the forecast says so.)
     """
     program = parse(compiled.hlo)
     chip = compiled.topology.chip if compiled.topology else chip_of(compiled.device_kind)
@@ -523,8 +524,9 @@ def links_of(compiled: Compiled, chip: Chip) -> Links:
 def shared_flops(program: Program, flops: Flops) -> float:
     """Returns the FLOP per device and step of the matrix products outside of ``shard_map`` in a compiled program.
 
-    The compiler drops the names of some products, inside or outside. Such products count as far as the program's total
-    exceeds the known FLOP: those inside by the jaxpr (``flops``), plus the named products outside.
+    The known FLOP are those inside of ``shard_map``, counted in the jaxpr (``flops``), and those of products outside
+    that the compiler has named. Some products, inside or outside, have lost their names. If the total of the program is
+    above the known FLOP, the difference also counts as outside, up to the FLOP of all products without names.
     """
     outside = executed_flops(program, lambda i: bool(i.op_name) and not in_shard_map(i.op_name))
     # The compiler drops names when it merges or rewrites products, including products of the model. Only FLOP beyond

@@ -292,7 +292,7 @@ def _is_of_boxes(cls: type[Any]) -> bool:
 
 @cache
 def _whole(ndim: int) -> Any:
-    """Returns the tree structure of a ``Sharded`` with default fields, whose array of ``ndim`` dims is not split."""
+    """Returns the ``PyTreeDef`` of a box (``Sharded``) with default fields, for an array of ``ndim`` unsplit dims."""
     return jax.tree.structure(Sharded(0, (None,) * ndim))
 
 

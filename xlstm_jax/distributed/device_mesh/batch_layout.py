@@ -96,11 +96,11 @@ def check_mesh(mesh: object, *, devices: bool = False) -> None:
 
 
 def _how_to_make(mesh: object) -> str:
-    """Returns a sentence for an error: how to make the mesh that the caller meant by ``mesh``, a wrong argument.
+    """Returns a sentence for an error about a wrong argument ``mesh``: how to make a mesh from this argument.
 
-    For a ``NamedSharding`` the sentence names the mesh of the sharding. For an ``AbstractMesh``, axis sizes (with or
-    without names) or a sequence of devices the sentence has a call with these sizes. For any other value the call has
-    an example, {'fsdp': -1}.
+    For a ``NamedSharding`` the sentence is: pass ``sharding.mesh``. For other values the sentence has a call of
+    ``create_device_mesh``: with the axis sizes in ``mesh`` (an ``AbstractMesh``, or sizes with or without names), with
+    the devices in ``mesh`` along a single axis, or for any other value with the example {'fsdp': -1}.
     """
     if isinstance(mesh, jax.sharding.NamedSharding):
         return "Pass the mesh of this sharding, as sharding.mesh."

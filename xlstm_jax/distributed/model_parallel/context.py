@@ -410,11 +410,12 @@ def _in_blocks(
 
 
 def _positions_in_blocks(options: _Options, query: Array, step: int) -> Array:
-    """Returns the positions in the full sequence of the keys that a device has in ring step ``step``, in blocks.
+    """Returns the positions, in the full sequence, of the keys that a device has in step ``step`` of the ring.
 
-    int32 [blocks, tokens of a block]. The keys are those of the device ``step`` places before; for step 0 the positions
-    are also those of the queries. ``query`` [b, t, h, d] gives the number of tokens; an optimization barrier with it
-    keeps XLA from computing positions and masks ahead of the step.
+    int32 [blocks, tokens of a block]: attention is computed block by block. In step 0 a device has the keys of its
+    local tokens, in step i the keys of the device i places before in the ring. ``query`` [b, t, h, d] gives the number
+    of local tokens. An optimization barrier on ``query`` and positions keeps XLA from computing positions and masks
+    ahead of the step.
     """
     # Masks depend on positions alone. In a loop over layers, JAX would compute the masks of all blocks ahead of the
     # loop, as masks need no activation, and keep them: as much memory as all logits.

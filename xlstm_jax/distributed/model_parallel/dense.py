@@ -554,7 +554,9 @@ class RowDense(_SplitDense):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """Returns the sum over the devices: [b, t, f / n] -> [b, t, d], or [b, t / n, d] with ``sequence_dim``.
+        """Returns the sum over the n devices of the local products with the kernel: [b, t, f / n] -> [b, t, d].
+
+        With ``sequence_dim`` each device gets its part of the tokens of the sum, [b, t / n, d].
 
         The bias is added once, to the sum.
         """

@@ -140,11 +140,11 @@ def _own_params(module: nnx.Module) -> list[str]:
 
 
 def _is_checked(module: nnx.Module) -> bool:
-    """Returns whether the class of an unsplit module must change, to check the module's input (``_checked``).
+    """Returns whether an unsplit module gets a class (``_checked``) that raises an error for input with split features.
 
-    True for a module with trained parameters; parameters of submodules do not count. False for an ``nnx.Embed``: its
-    input is tokens, never split features, and a wrapped module recognises an ``nnx.Embed`` by its unchanged method.
-    False also for a module whose class has been changed already.
+    True for a module with trained parameters; parameters of submodules do not count. False for a module whose class has
+    been changed already. False also for an ``nnx.Embed``, for two reasons: its input is tokens, which have no features;
+    and FSDP sends rows of an ``nnx.Embed`` only if the ``__call__`` of the class is unchanged.
     """
     return bool(_own_params(module)) and not isinstance(module, nnx.Embed) and not hasattr(type(module), SPLIT)
 

@@ -385,7 +385,7 @@ def _subclass(cls: type[nn.Module], splitting: _Splitting) -> Any:
 
 
 def _intercepted(plain: Callable[..., Any], splitting: _Splitting) -> Callable[..., Any]:
-    """Returns a method for a model's class that runs ``plain``, and splits the modules that ``plain`` calls.
+    """Returns a method for a model's class: it runs ``plain``, in which chosen modules run as tensor-parallel layers.
 
     ``splitting`` has the user's patterns, which choose the modules. In ``init`` the method checks at its end that every
     pattern matched a module (a ``ValueError`` otherwise). A method called within another method of the model only runs

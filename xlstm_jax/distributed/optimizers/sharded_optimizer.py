@@ -66,9 +66,9 @@ def is_state_box(leaf: PyTree) -> bool:
 def owner_of_state(path: str, params: Mapping[str, Any]) -> Any | None:
     """Returns the entry of ``params`` to which the leaf at ``path`` in an optimizer's state belongs; else None.
 
-    The keys of ``params`` are full paths. The longest key whose names are the last names of ``path`` is chosen:
-    ``0/mu/dense/kernel`` belongs to ``dense/kernel``, not to ``kernel``. For a step counter the result is None. If the
-    parameters are a single leaf, with the key ".", every leaf belongs to it.
+    The keys of ``params`` are full paths. The longest key that is a suffix of ``path``, compared name by name, is
+    chosen: ``0/mu/dense/kernel`` belongs to ``dense/kernel``, not to ``kernel``. For a step counter the result is None.
+    If the parameters are a single leaf, with the key ".", every leaf belongs to it.
     """
     parts = path.split("/")
     # Longest first: `mu/a/kernel` belongs to `a/kernel`, even with another `kernel` at the top. "." is the path of a

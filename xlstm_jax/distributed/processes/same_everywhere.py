@@ -120,8 +120,8 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 def _children(value: Any) -> dict[Any, Any] | None:
     """Returns a dict with the children of ``value`` by name or index, {} for an empty container; None for a leaf.
 
-    Dataclasses, namespaces, mappings, sequences, sets (sorted), partial functions, modules (digests of their source
-    files) and other pytrees have children. The value None is a leaf.
+    Dataclasses, namespaces, mappings, sequences, sets (sorted), partial functions and other pytrees have children. The
+    children of a Python module are digests of its source files. The value None is a leaf, unlike in JAX.
     """
     # Not by JAX's pytree registry alone, which treats configuration dataclasses and namespaces as leaves.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

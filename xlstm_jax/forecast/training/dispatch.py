@@ -122,15 +122,16 @@ def dispatch(forecast: Forecast, plan: ShardingPlan, imbalance: float = 1.0) -> 
 
 
 def _dispatch_of(forecast: Forecast, plan: ShardingPlan, experts: ExpertPlan, imbalance: float) -> Dispatch:
-    """Returns the ``Dispatch`` of a mixture of experts: cost of its all-to-alls, and time of the experts' products.
+    """Returns the ``Dispatch`` of a mixture of experts: times of its all-to-alls and of the experts' matrix products.
 
-    The time of the products is for the mean number of rows per device, or for every slot if the mixture has a capacity;
-    None if the forecast has no chip or no ``tokens``.
+    The time of the products is computed for the mean number of rows per device, not for the busiest device; if the
+    mixture has a capacity, for all slots of the capacity. Without a chip or ``tokens`` in the forecast, the field for
+    this time is None.
 
     Args:
       forecast, plan: forecast of the step, and plan of its model on the same mesh.
       experts: the mixture's entry in ``plan.experts``.
-      imbalance: rows of the busiest device over the mean; stored in the result.
+      imbalance: rows of the busiest device over the mean; copied into the result, and not used for a time.
     """
     serving = [collective for collective in forecast.collectives if serves(collective, experts)]
     seconds = total_seconds((collective.count, collective.alone_s) for collective in serving)

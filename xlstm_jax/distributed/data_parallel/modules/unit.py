@@ -84,7 +84,8 @@ class ShardsItself(Protocol):
     def with_units(self, where: Any, policy: ShardPolicy) -> Any:
         """Returns a copy of the model in which the modules selected by ``where`` are units.
 
-        A unit gathers its parameters to run, with the options ``policy``. ``where`` may be a ``UnitRule``.
+        A unit gathers its parameters when it runs, with the options in ``policy``. ``where`` is the argument of
+        ``shard_modules`` (classes, or a predicate of path and module), or a ``UnitRule``.
         """
         ...
 

@@ -395,7 +395,7 @@ def permute(values: Sequence[jax.Array], axes: Sequence[str], targets: Sequence[
     """Sends ``values`` from device i to device j for each (i, j) in ``targets``, and returns the arrays that arrive.
 
     Devices are numbered along ``axes``, the first axis outermost. The result has the order of ``values``; on a device
-    that is no target it has zeros. Values of equal dtype and varying axes share one collective.
+    that is no target it has zeros. Values with the same dtype and the same varying axes share one collective.
     """
     axes = spread_axes(axes)
     # Grouped by varying axes, too: in one vector all values would get the same type.

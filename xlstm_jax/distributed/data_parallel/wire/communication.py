@@ -228,7 +228,10 @@ class Communication:
         return (gathered, summed) if self.grad_scatter_dtype else (gathered, wide_dtype(summed))
 
     def format_of(self, value: Any) -> str | None:
-        """Returns the name of the 8-bit format in which a gather sends ``value``; None if sent in a plain dtype."""
+        """Returns the name of the packed format, such as "int8", in which a gather sends the array ``value``.
+
+        None if the gather sends ``value`` in a plain dtype.
+        """
         return packed_format(value, self.gather_dtype) if self.gather_dtype else None
 
     def sent_as(self, value: Any) -> str:

@@ -266,10 +266,11 @@ _with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard,
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
     """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
 
-    ``copies`` has the axes of the copies, and computes the mean. The mean is float32 for narrower gradients.
-    ``varying`` are the axes over which the type of the shard varies. Over a tracked axis (``check_vma=True``) not in
-    ``varying`` the result is the sum, not the mean: JAX sums further gradients of the shard (of a penalty on the
-    values, say) over the axis, and the terms of a gradient must be of the same kind.
+    ``copies`` has the axes of the copies, and computes the mean. The result is float32 if ``grad`` is narrower.
+    ``varying`` are the axes over which the type of the shard varies. Exception: along an axis that ``check_vma=True``
+    tracks, and that is not in ``varying``, the result is the sum over the devices instead of the mean. JAX also returns
+    sums over such an axis, for other terms of the gradient (of a penalty on the values, say), and adds the terms.
+    ``sync_gradients`` or ``value_and_grad`` later divides by the number of devices.
     """
     axes, wide = collectives.spread_axes(copies.axes), widened(grad)
     if not axes:

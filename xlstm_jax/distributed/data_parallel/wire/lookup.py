@@ -186,8 +186,10 @@ def _look_up_bwd(
     """Returns (gradient of this device's shard of the table, None for the indices): the backward pass of ``_look_up``.
 
     ``residuals`` are (type of the shard, indices of all devices of the group). ``cotangent`` is the gradient of the
-    rows [..., d] that this device has looked up. Devices send the gradients of rows back to the devices that hold the
-    columns, where the gradients of one row are added. The result is the mean over all devices, and over copies.
+    rows [..., d] that this device has looked up. As in the forward pass, each device of the group (the devices that
+    share the table) computes some columns of all rows of the table: it receives these columns of the gradients from
+    every device, and adds the gradients of equal indices. The result is the mean over all devices of the group, and
+    over the devices with copies of the shard.
     """
     (primal, asked), communication = residuals, lookup.communication
     check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))

@@ -3,7 +3,7 @@
 replicated leaves, 8 x       gradients are summed over 8 devices, as JAX does under check_vma=True, and not divided
 replicated leaves, 1/8 x     gradients are divided twice
 every leaf and loss, 1/8 x   the loss is a sum over examples, or was divided by the global batch
-no multiple                  gradients are not averaged over devices, or shards of different leaves were averaged
+no multiple                  gradients are not averaged over devices, or different shards of a leaf were averaged
 no gradient                  the loss does not depend on the leaf
 
 Leaves with the same cause share a sentence.
