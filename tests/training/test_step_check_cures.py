@@ -107,3 +107,21 @@ def test_check_step_names_zero_gradients_and_a_loss_with_a_sum_as_part(loss, say
     found = check(loss, state, check_vma=False)  # with types on a loss of no parameters is refused
     assert found.verdict == "wrong"
     assert re.search(says, in_one_line(found)), str(found)
+
+
+class LinearAndDead(nn.Module):
+    """The gradient of ``linear`` is 1, whatever the parameters are, and the gradient of ``dead`` is 0."""
+
+    @nn.compact
+    def __call__(self, x):
+        linear, dead = (self.param(name, nn.initializers.ones, (16,)) for name in ("linear", "dead"))
+        return nn.Dense(16)(x).mean(-1) ** 2 + linear.sum() + jax.lax.stop_gradient(dead).sum()
+
+
+def test_check_step_lists_no_leaf_with_a_constant_gradient_among_leaves_without_gradient():
+    mesh, x = mesh_of(1, 8), jax.random.normal(jax.random.key(1), (16, 16))
+    model = shard_modules(LinearAndDead(), nn.Dense, "fsdp", min_weight_size=0)
+    state = create_train_state(model, optax.sgd(1e-3), mesh, jax.random.key(0), x, batch_axes=("fsdp",))
+    step = make_train_step(lambda params, apply_fn, x: apply_fn({"params": params}, x).mean(), mesh, ("fsdp",))
+    check = check_step(step, state, x, jax.random.key(2))
+    assert "'dead'" in str(check) and "'linear'" not in str(check), str(check)

@@ -554,7 +554,8 @@ class Comparison:
         gradients on a single device, is 0 in every entry. Gradients that are 0 by chance do not count: the loss is
         computed with other parameters and draws, and its equations are read. ``key`` is the key of the loss.
         """
-        if not any(leaf.size and not np.any(np.asarray(leaf)) for leaf in expected.grads.values()):
+        zero = {path for path, leaf in expected.grads.items() if leaf.size and not np.any(np.asarray(leaf))}
+        if not zero:
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         # A constant key, as in the comparison, needs no further compilation; without draws it serves both.
@@ -563,7 +564,9 @@ class Comparison:
         elsewhere = (self.one_device.on_full_batch(rng, elsewhere=i) for i, rng in enumerate(keys, start=1))
         if not any(reference.has_gradient for reference in (expected, *elsewhere)):
             return list(report.zero_gradient_lines(list(expected.grads), len(expected.grads)))
-        return list(report.zero_gradient_lines(self.one_device.unconnected(key), len(expected.grads)))
+        # The gradient of a leaf in which the loss is linear depends on nothing, either, but is not 0.
+        unconnected = [path for path in self.one_device.unconnected(key) if path in zero]
+        return list(report.zero_gradient_lines(unconnected, len(expected.grads)))
 
     # ------------------------------------------------------------------------------------------ draws from other keys
 

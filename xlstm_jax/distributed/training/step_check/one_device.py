@@ -303,9 +303,10 @@ class OneDevice:
         return self._traced[key]
 
     def unconnected(self, rng: PyTree) -> list[str]:
-        """Returns the paths of trainable leaves on which the loss does not depend: the gradient is always 0.
+        """Returns the paths of trainable leaves whose gradient depends on neither parameters nor batch.
 
-        Reads the equations of the gradients: a leaf is listed if its gradient depends on neither parameters nor batch.
+        Reads the equations of the gradients. The gradient of a listed leaf is always 0, because the loss does not
+        depend on the leaf, or always the same number, because the loss is linear in the leaf alone.
         """
         trainable_values, weights, batch, collections = self._inputs
         flat, treedef = jax.tree.flatten((trainable_values, batch))
