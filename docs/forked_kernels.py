@@ -1,8 +1,8 @@
 """Sphinx extension that runs each page in a fork of the process that builds the site.
 
-Jupyter starts a new interpreter for each page, which imports JAX, Flax, optax and this library again. The build
-imports the libraries once, and a fork inherits the imports. A fork does not inherit threads, so the build must not
-request a JAX device, which would start threads.
+Jupyter starts a new interpreter for each page, which imports JAX, Flax and optax again. The build has imported these
+libraries already, to read docstrings, and a fork inherits the imports. A fork does not inherit threads, so the build
+must not request a JAX device, which would start threads.
 
 Pages initialise the same small models and draw the same numbers, so pages share compiled programs in a folder.
 Programs that communicate are excluded: loaded from a disk, simulated devices may deadlock (docs/architecture.md).
@@ -11,38 +11,30 @@ Programs that communicate are excluded: loaded from a disk, simulated devices ma
 import asyncio
 import gc
 import hashlib
-import importlib
 import logging
 import multiprocessing
 import os
 import re
 import shutil
 import signal
-import sys
 import warnings
 from functools import wraps
 from pathlib import Path
 
-import flax.nnx  # noqa: F401  imported once, before the forks
+import flax.linen  # noqa: F401  imported once, before the forks
 import jax
-import matplotlib.backends.backend_agg
 import matplotlib.pyplot  # noqa: F401
 import optax  # noqa: F401
 import orbax.checkpoint  # noqa: F401
-import scipy.linalg  # noqa: F401
-from implied_pages import public_names
 from ipykernel.kernelapp import IPKernelApp
 from jax._src import compiler
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
+import xlstm_jax.forecast  # noqa: F401
 from tests.compiled_once import digest_of
 
 PROGRAMS = Path(__file__).parent / "_build" / "programs"  # of this build
 COMMUNICATES = re.compile(r"\b(all-|reduce-scatter|collective-)")
-
-
-for face, name, _ in public_names():
-    getattr(importlib.import_module(face), name)  # the library imports the module of a name at its first use
 
 
 class ForkedProvisioner(LocalProvisioner):
@@ -88,7 +80,6 @@ def _serve(sockets, cwd, env):
     os.environ |= env
     logging.root.handlers.clear()
     warnings.filterwarnings("ignore", "IProgress not found")  # else tqdm draws widgets
-    sys.modules["debugpy"] = None  # the kernel imports the debugger otherwise, though no page is debugged
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX detects a notebook only at import
     compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])

@@ -136,10 +136,6 @@ class WireFormat:
         raise NotImplementedError
 
 
-NOT_SUMMED = (  # end of an error text
-    "which a reduce-scatter cannot sum; only gather_dtype and Replicas(reduce_dtype=...) accept it. Use a floating "
-    "dtype, such as 'bfloat16', or None."
-)
 WIRE_FORMATS: dict[str, WireFormat] = {}  # by the names that users pass; filled by ``formats``
 
 
@@ -186,10 +182,7 @@ class Communication:
         for a dtype that is no float, or for a ``grad_scatter_dtype`` that is an 8-bit format.
         """
         gather = dtype_name(gather_dtype, "gather_dtype", tuple(WIRE_FORMATS))
-        argument = "grad_scatter_dtype"
-        summed = dtype_name(grad_scatter_dtype, argument)
-        if summed in WIRE_FORMATS:  # float8_e4m3fn is a float, and an 8-bit format
-            raise ValueError(f"{argument}={summed}: {summed} travels in blocks with scales, {NOT_SUMMED}")
+        summed = dtype_name(grad_scatter_dtype, "grad_scatter_dtype", refused=WIRE_FORMATS)
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
@@ -251,15 +244,21 @@ class Communication:
 DEFAULT_COMMUNICATION = Communication()
 
 
-def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collection[str] = ()) -> str | None:
+def dtype_name(
+    dtype: DTypeLike | None,
+    argument: str = "dtype",
+    formats: Collection[str] = (),
+    refused: Collection[str] = (),
+) -> str | None:
     """Returns the name of a dtype, so that equal dtypes compare as equal; ``None`` for ``None``.
 
-    ``formats`` are names of 8-bit formats that are accepted as well. ``argument``, the user's argument, is named in
-    errors.
+    ``formats`` are names of 8-bit formats that are accepted as well, and ``refused`` names of floats that are not
+    accepted, such as float8_e4m3fn, an 8-bit format. ``argument``, the user's argument, is named in errors.
 
     Raises:
       TypeError: ``dtype`` is not a dtype.
-      ValueError: ``dtype`` is neither in ``formats`` nor a real or complex float; parameters are cast only to these.
+      ValueError: ``dtype`` is in ``refused``; or neither in ``formats`` nor a real or complex float, as parameters are
+        cast only to floats.
     """
     if dtype is None or (isinstance(dtype, str) and dtype in formats):
         return dtype
@@ -270,7 +269,8 @@ def dtype_name(dtype: DTypeLike | None, argument: str = "dtype", formats: Collec
         raise TypeError(
             f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
         ) from None
-    if jax_dtype.name not in formats and not jnp.issubdtype(jax_dtype, jnp.inexact):
+    is_cast_to = jnp.issubdtype(jax_dtype, jnp.inexact) and jax_dtype.name not in refused
+    if jax_dtype.name not in formats and not is_cast_to:
         raise ValueError(f"{argument}={jax_dtype.name}: {_refusal(jax_dtype.name, formats)}")
     return jax_dtype.name
 
@@ -281,7 +281,10 @@ def _refusal(name: str, formats: Collection[str]) -> str:
     ``formats`` are the 8-bit formats that the argument accepts: () for sums of gradients.
     """
     if name in WIRE_FORMATS and name not in formats:
-        return f"{name} travels in blocks with scales, {NOT_SUMMED}"
+        return (
+            f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
+            "Replicas(reduce_dtype=...) accept it. Use a floating dtype, such as 'bfloat16', or None."
+        )
     return (
         f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
         f"'bfloat16'{', or ' + ', '.join(map(repr, formats)) if formats else ''}, or None."

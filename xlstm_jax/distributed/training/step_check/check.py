@@ -559,8 +559,8 @@ class Comparison:
             return []
         # A gradient may be 0 just for these parameters and draws (ReLU, zero initialisation), so try others.
         # A constant key, as in the comparison, needs no further compilation; without draws it serves both.
-        draws = self.one_device.traced(key).draws
-        keys = constant_like(key), key if draws else constant_like(key)
+        constant = constant_like(key)
+        keys = constant, key if self.one_device.traced(key).draws else constant
         elsewhere = (self.one_device.on_full_batch(rng, elsewhere=i) for i, rng in enumerate(keys, start=1))
         if not any(reference.has_gradient for reference in (expected, *elsewhere)):
             return list(report.zero_gradient_lines(list(expected.grads), len(expected.grads)))

@@ -227,8 +227,11 @@ class OneDevice:
             _, (_, (updated,)) = self._terms(trainable_values, weights, batch, rng, collections)
             return updated
 
-        run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-        return jax.jit(run)(*self._put((trainable_values, weights, batch, collections, rng), self._one))
+        if "collections" not in self._jitted:  # compiled once, with and without `shake`
+            run = jax.shard_map(after, mesh=self._one, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+            self._jitted["collections"] = jax.jit(run)
+        inputs = self._put((trainable_values, weights, batch, collections, rng), self._one)
+        return self._jitted["collections"](*inputs)
 
     def value_fn(self, rng: PyTree) -> Callable[[PyTree], jax.Array]:
         """Returns a function from parameters to the loss of the full batch, for optimizers with line searches.
