@@ -158,10 +158,9 @@ STRIDE = 8
 SIMPLE_LOOPS = (
     "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
 )
-PRESET = "CPU_OPT_PRESET_FAST_COMPILE"  # 4 % less processor time of a page
 # Programs of most pages run a few times, and compile longer: LLVM does not optimise them (level 0). Pages listed here
 # run or time programs often.
-OPTIMIZED = {"howto/slow_step": 3}
+OPTIMIZED = {"howto/slow_step"}
 
 
 @cache
@@ -241,10 +240,9 @@ def _executed(page, text):
 
 def _set_flags(page):
     """Sets XLA's flags for the process of the page."""
-    level = OPTIMIZED.get(page, 0)
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level={level}"
-    if level < 3:
-        os.environ["XLA_FLAGS"] += f" --xla_backend_extra_options={SIMPLE_LOOPS} --xla_cpu_opt_preset={PRESET}"
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+    if page not in OPTIMIZED:
+        os.environ["XLA_FLAGS"] += f" --xla_backend_optimization_level=0 --xla_backend_extra_options={SIMPLE_LOOPS}"
 
 
 def _with_links(text, targets):

@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import warnings
 from functools import wraps
 from pathlib import Path
@@ -80,6 +81,7 @@ def _serve(sockets, cwd, env):
     os.environ |= env
     logging.root.handlers.clear()
     warnings.filterwarnings("ignore", "IProgress not found")  # else tqdm draws widgets
+    sys.modules["debugpy"] = None  # the kernel imports the debugger otherwise, though no page is debugged
     jax._src.pretty_printer.CAN_USE_COLOR = True  # JAX detects a notebook only at import
     compiler.backend_compile_and_load = shared_by_pages(compiler.backend_compile_and_load)
     IPKernelApp.launch_instance(argv=["-f", sockets, f"--IPKernelApp.parent_handle={os.getppid()}"])

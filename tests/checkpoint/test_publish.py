@@ -282,6 +282,7 @@ def test_the_largest_tensors_are_assigned_first():
         assert len(found) == count
         assert sorted(name for names in found for name in names) == sorted(sizes), f"each once, for {count} processes"
         loads = [sum(sizes[name] for name in names) for names in found]
+        assert max(loads) <= max(sum(sizes.values()) / count * 4 / 3, max(sizes.values()))
         for process, names in enumerate(found):
             assert sorted(names, key=lambda name: -sizes[name]) == names, f"process {process} of {count}"
             before_the_last = loads[process] - sizes[names[-1]]

@@ -31,5 +31,5 @@ def test_pages_state_the_numbers_of_removed_and_new_tutorial_lines():
     _, _, *lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0)
     gone, new = (sum(line.startswith(sign) for line in lines) for sign in "-+")
     for name in ("README.md", "docs/index.md", "docs/tutorials/plain_script.md"):
-        said = figures_said(name, r"of (\d+) lines\b.*? (\d+) (?:lines )?go (?:\([^)]*\) )?and (\d+) are new")
+        said = figures_said(name, r"of (\d+) lines\b.*? (\d+) (?:lines )?go and (\d+) are new")
         assert [int(number) for number in said] == [len(before.splitlines()), gone, new], name
