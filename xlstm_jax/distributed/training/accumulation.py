@@ -298,7 +298,7 @@ def accumulate_gradients(
     """
     axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
     options = Accumulation(axes, num_minibatches, accumulation)
-    check_batch(batch, num_minibatches, f"{num_minibatches=}")
+    check_batch(batch, None, num_minibatches)
     loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
     result = accumulated(loss, params, batch, rng, options, None, collections or {})
     value = (result.loss, result.aux) if has_aux else result.loss

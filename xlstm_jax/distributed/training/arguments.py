@@ -27,7 +27,7 @@ from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.formatting import kind_of
 
 STEP = "a step takes (state, batch, rng)"
-NAMES_OF_KEYS = ("rng", "key")  # parts of the name of an argument that is a key
+NAME_OF_KEY = re.compile(r"rng|key|^_*$")  # found in the name of an argument that is a random key
 STATE_FIELDS = ("step", "apply_fn", "params", "tx", "opt_state", "replace")
 ARGUMENTS = ("state", "batch", "rng", "local")  # of a training step
 DONATED = ("state", "local")  # whose memory a step takes over
@@ -84,49 +84,47 @@ EVAL_FN = UserFunction(
 )
 
 
-def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> None:
+def check_loss_fn(loss_fn: Any, taker: str = "make_train_step", called: UserFunction = LOSS_FN) -> UserFunction:
     """Raises a ``TypeError`` unless ``loss_fn`` is a function that accepts the positional arguments of a step's call.
 
-    ``called`` describes the call: the name of the function and its arguments, such as (params, apply_fn, batch, rng).
     Also accepted are a function with a further last argument, for collections, and a loss function without the key, the
-    last of the arguments. A function without a signature passes. A model, a mesh or a class raises. The error names
-    ``taker``, the function to which the user passed ``loss_fn``.
+    last of the arguments. A function without a signature passes. A model, a mesh or a class raises.
+
+    Args:
+      loss_fn: the user's function.
+      taker: the name, for errors, of the function to which the user passed ``loss_fn``.
+      called: describes the call: the name of the function and its arguments, such as (params, apply_fn, batch, rng).
+    Returns:
+      ``LOSS_FN_WITHOUT_KEY`` for a loss function that a step can call without a key, by its signature: for (params,
+      apply_fn, batch), also with a key that has a default, for (params, apply_fn, batch, collections), and for a
+      function without a signature. Else ``called``, as for (params, apply_fn, batch, rng): a fourth argument is a key
+      if its name contains "rng" or "key", or consists of underscores.
     """
-    count = len(called.arguments)
-    if callable(loss_fn) and not hasattr(loss_fn, "apply") and not isinstance(loss_fn, Mesh | AbstractMesh | type):
-        # Some functions (written in C, say) have no signature: errors then show at the call.
-        takes = _signature(loss_fn)
-        # Collections come last; a loss that draws nothing takes no key.
-        counts = (count, count + 1, *[count - 1] * (called is LOSS_FN))
-        if takes and not [number for number in counts if _accepts_call(takes, number, _by_name(takes))]:
-            raise TypeError(
-                f"{taker} calls {called.call_text()}, with {count} arguments in this order, and the {called.name} that "
-                f"it was given is {kind_of(loss_fn)}{takes}. Arguments that it does not need may be called _."
-            )
-        return
-    cure = "write a function that calls apply_fn" if hasattr(loss_fn, "apply") else "pass (loss_fn, mesh, batch_axes)"
-    raise TypeError(f"{taker} takes first a function {called.call_text()}, not {kind_of(loss_fn)}; {cure}.")
-
-
-def needs_key(loss_fn: Callable[..., Any]) -> bool:
-    """Returns whether a loss function cannot be called without a key, by its signature.
-
-    False for (params, apply_fn, batch), also with a key that has a default, for (params, apply_fn, batch, collections),
-    and for a function without a signature. True for (params, apply_fn, batch, rng), since the name of the fourth
-    argument is that of a key (see ``is_key_argument``), and for a function that requires a fifth argument.
-    """
-    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
-    if takes is None or _accepts_call(takes, count, _by_name(takes)):
-        return False
-    return is_key_argument(takes, count) or not _accepts_call(takes, count + 1, _by_name(takes))
+    if not callable(loss_fn) or hasattr(loss_fn, "apply") or isinstance(loss_fn, Mesh | AbstractMesh | type):
+        is_model = hasattr(loss_fn, "apply")
+        cure = "write a function that calls apply_fn" if is_model else "pass (loss_fn, mesh, batch_axes)"
+        raise TypeError(f"{taker} takes first a function {called.call_text()}, not {kind_of(loss_fn)}; {cure}.")
+    count, may_draw = len(called.arguments), called is LOSS_FN
+    # A loss that draws nothing takes no key.
+    if may_draw and accepts_call(loss_fn, count - 1):
+        return LOSS_FN_WITHOUT_KEY
+    # Collections come last: the name shows which of both the fourth argument of a loss is.
+    if accepts_call(loss_fn, count):
+        draws = not may_draw or NAME_OF_KEY.search([*inspect.signature(loss_fn).parameters][count - 1])
+        return called if draws else LOSS_FN_WITHOUT_KEY
+    if accepts_call(loss_fn, count + 1):
+        return called
+    raise TypeError(
+        f"{taker} calls {called.call_text()}, with {count} arguments in this order, and the {called.name} that it was "
+        f"given is {kind_of(loss_fn)}{inspect.signature(loss_fn)}. Arguments that it does not need may be called _."
+    )
 
 
 def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str, PyTree], extra_trees: Any) -> bool:
     """Returns whether a step passes its key ``rng`` to ``loss_fn``, by the signature of ``loss_fn``.
 
     False if ``rng`` is None, or if ``loss_fn`` accepts only a call without a key: such a loss draws nothing, and the
-    key of the step is ignored. True otherwise, also for a function that lacks the argument for ``collections`` or has
-    wrong arguments, which ``check_takes`` reports. For a function without a signature: whether ``rng`` is given.
+    key of the step is ignored. For a function without a signature: whether ``rng`` is given.
 
     Args:
       loss_fn: the user's function.
@@ -134,29 +132,30 @@ def takes_key(loss_fn: Callable[..., Any], rng: PyTree, collections: Mapping[str
       collections: the collections of the state; if there are any, they are a further positional argument.
       extra_trees: dict of further trees, passed as keyword arguments.
     Raises:
-      TypeError: ``loss_fn`` requires a key, and ``rng`` is None.
+      TypeError: ``loss_fn`` requires a key, and ``rng`` is None; or ``loss_fn`` accepts neither the call with the key
+        nor the call without: see ``check_takes``.
     """
-    takes, count = _signature(loss_fn), len(LOSS_FN_WITHOUT_KEY.arguments)
-    if takes is None:
-        return rng is not None
+    count, further = len(LOSS_FN_WITHOUT_KEY.arguments), bool(collections)
+    if rng is not None and accepts_call(loss_fn, count + 1 + further, extra_trees):
+        return True
 
-    def binds(key: int, names: Iterable[str]) -> bool:
-        return _accepts_call(takes, count + key + bool(collections), names)
-
-    # If the names of the trees are wrong, ``check_takes`` reports them.
-    names = extra_trees if binds(1, extra_trees) or binds(0, extra_trees) else _by_name(takes)
-    with_key, without = binds(1, names), binds(0, names)
+    # The call with a key does not fit, or there is no key. If the names of the trees are wrong, `check_takes` reports
+    # them: the calls are then compared as if the names were right.
+    with_key, without = [accepts_call(loss_fn, count + key + further, extra_trees) for key in (1, 0)]
+    if not with_key and not without:
+        with_key, without = [accepts_call(loss_fn, count + key + further) for key in (1, 0)]
     # With collections in the state, (params, apply_fn, batch, rng) is a function that lacks the collections.
-    lacks = bool(collections) and without and not with_key and is_key_argument(takes, count)
-    if rng is not None:
-        return with_key or lacks or not without
-    if lacks or (with_key and not without):
+    lacks = further and without and not with_key
+    lacks = lacks and NAME_OF_KEY.search([*inspect.signature(loss_fn).parameters][count]) is not None
+    if rng is None and (lacks or (with_key and not without)):
         raise TypeError(
             f"the loss function takes a key as argument {count + 1}, and the step was given none: {kind_of(loss_fn)}"
-            f"{takes}. Pass a key, step(state, batch, jax.random.key(0)), or write {LOSS_FN_WITHOUT_KEY.call_text()}, "
-            "which draws nothing."
+            f"{inspect.signature(loss_fn)}. Pass a key, step(state, batch, jax.random.key(0)), or write "
+            f"{LOSS_FN_WITHOUT_KEY.call_text()}, which draws nothing."
         )
-    return False
+    draws = rng is not None and (with_key or lacks or not without)
+    check_takes(loss_fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, extra_trees)
+    return draws
 
 
 def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,16 +171,6 @@ def without_key(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
-def is_key_argument(takes: inspect.Signature, index: int) -> bool:
-    """Returns whether the name of the argument at position ``index`` of a signature is that of a random key.
-
-    True if the name contains "rng" or "key", or consists of underscores. True also if there is no argument at
-    ``index``.
-    """
-    name = [*takes.parameters][index] if index < len(takes.parameters) else ""
-    return not name.strip("_") or re.search("|".join(NAMES_OF_KEYS), name) is not None
-
-
 def check_takes(
     function: Callable[..., Any], called: UserFunction, collections: Mapping[str, PyTree], extra_trees: Any
 ) -> None:
@@ -191,11 +180,11 @@ def check_takes(
     dict ``collections`` of the state, unless this is empty. The entries of ``extra_trees`` are keyword arguments. A
     function without a signature passes.
     """
-    takes, count, further = _signature(function), len(called.arguments), bool(collections)
-    if takes is None or _accepts_call(takes, count + further, extra_trees):
+    count, further = len(called.arguments), bool(collections)
+    if accepts_call(function, count + further, extra_trees):
         return
-    _check_names(takes, called, collections, extra_trees)
-    if not _accepts_call(takes, count + (not further), extra_trees):
+    _check_names(inspect.signature(function), called, collections, extra_trees)
+    if not accepts_call(function, count + (not further), extra_trees):
         return
     if collections:
         raise TypeError(
@@ -206,18 +195,6 @@ def check_takes(
         f"{called.name} takes collections as argument {count + 1}, and the state has none. "
         f"{called.hint_without_collections}."
     )
-
-
-def check_loss_takes(loss_fn: Callable[..., Any], rng: PyTree, state: Any, extra_trees: Any) -> None:
-    """Raises a ``TypeError`` if ``loss_fn`` does not accept the call that a step makes; see ``check_takes``.
-
-    The arguments are (params, apply_fn, batch), the key ``rng`` if the function takes a key, the collections of
-    ``state`` if there are any, and the dict ``extra_trees`` by name. Also raised if the function requires a key and
-    ``rng`` is None.
-    """
-    collections = collections_of(state)
-    draws = takes_key(loss_fn, rng, collections, extra_trees)
-    check_takes(loss_fn, LOSS_FN if draws else LOSS_FN_WITHOUT_KEY, collections, extra_trees)
 
 
 def check_eval_takes(eval_fn: Callable[..., Any], state: Any, extra_trees: Any) -> None:
@@ -238,12 +215,13 @@ def _check_names(
     A step fills some arguments by position, and these do not count: the arguments that ``called`` lists, such as
     (params, apply_fn, batch), and the argument after them if there are ``collections``.
     """
-    if missing := [parameter for parameter in _by_name(takes) if parameter not in extra_trees]:
+    count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
+    required = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if missing := [name for name in required if name not in extra_trees]:
         raise TypeError(
             f"{called.name} takes {missing[0]!r} by name, and the step was not given it: "
             f"step(..., extra_trees={{{missing[0]!r}: tree}})."
         )
-    count, every = len(called.arguments) + bool(collections), [*takes.parameters.values()]
     # Exclude arguments that the step fills by position: a tree of such a name would be passed twice.
     further = {
         parameter.name for i, parameter in enumerate(every) if parameter.kind is parameter.KEYWORD_ONLY or i >= count
@@ -257,25 +235,18 @@ def _check_names(
         )
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a function; None for a function without a signature, such as some written in C."""
+def accepts_call(function: Callable[..., Any], count: int, names: Iterable[str] | None = None) -> bool:
+    """Returns whether a function accepts ``count`` positional arguments and the keyword arguments ``names``.
+
+    None: all keyword-only arguments of the function. Read off the signature; True for a function without a signature,
+    such as some written in C, whose errors show at the call.
+    """
     try:
-        return inspect.signature(function)
+        takes = inspect.signature(function)
     except (TypeError, ValueError):
-        return None
-
-
-def _by_name(takes: inspect.Signature) -> list[str]:
-    """Returns the names of the required keyword-only arguments of a signature, in order."""
-    return [
-        parameter.name
-        for parameter in takes.parameters.values()
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
-    ]
-
-
-def _accepts_call(takes: inspect.Signature, count: int, names: Iterable[str]) -> bool:
-    """Returns whether a signature accepts ``count`` positional arguments and the keyword arguments ``names``."""
+        return True
+    if names is None:
+        names = [name for name, parameter in takes.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
     try:
         # Only positions and names matter to `bind`, so any values do.
         takes.bind(*[None] * count, **dict.fromkeys(names))
@@ -445,37 +416,28 @@ def why_not_its_state(tx: optax.GradientTransformation, opt_state: PyTree, param
 # ------------------------------------------------------------------------------------------------------------ the batch
 
 
-def check_global_batch(batch: PyTree, layout: BatchLayout, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
-    """Raises if devices times minibatches do not divide the rows of a leaf of a global batch; see ``check_batch``.
-
-    The devices are those along the axes by which ``layout`` splits the rows. ``padding`` is a text for the error: how
-    the caller passes weight 0 for padded rows.
-
-    Raises:
-      ValueError: as described; or leaves have different numbers of rows, or no rows, or are in a box; or a list
-        contains numbers.
-      TypeError: a leaf is not an array of numbers.
-    """
-    sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
-    devices = math.prod(sizes.values())
-    divisor = f"the mesh of {sizes}, {devices} devices"
-    if num_minibatches > 1:
-        divisor += f" times {num_minibatches=}, {devices * num_minibatches} minibatches in all,"
-    check_batch(batch, devices * num_minibatches, divisor, padding)
-
-
-def check_batch(batch: PyTree, count: int, divisor: str, padding: str = WEIGHTED) -> None:
+def check_batch(batch: PyTree, layout: BatchLayout | None, num_minibatches: int = 1, padding: str = WEIGHTED) -> None:
     """Checks the leaves of a batch: rows [b, ...] of the same b examples, or scalars, which are not split.
 
+    Devices times minibatches must divide the rows.
+
     Args:
-      count: number that must divide the rows.
-      divisor: description of ``count`` for errors.
+      batch: a global batch, or with ``layout=None`` the batch of a device.
+      layout: splits the rows over the devices along some axes.
+      num_minibatches: number of minibatches of each device.
       padding: description, for errors, of how the caller passes weight 0 for padded rows.
     Raises:
-      ValueError: leaves have different numbers of rows, or no rows, or ``count`` does not divide the rows; a leaf is a
-        parameter in a box; or a list contains numbers. Names the path and both numbers.
+      ValueError: leaves have different numbers of rows, or no rows, or a number of rows that does not divide; a leaf is
+        a parameter in a box; or a list contains numbers. Names the path and both numbers.
       TypeError: a leaf is not an array of numbers.
     """
+    count, divisor = num_minibatches, f"{num_minibatches=}"
+    if layout is not None:
+        sizes = {axis: layout.mesh.shape[axis] for axis in layout.row_axes}
+        count *= math.prod(sizes.values())
+        divisor = f"the mesh of {sizes}, {count // num_minibatches} devices"
+        if num_minibatches > 1:
+            divisor += f" times {num_minibatches=}, {count} minibatches in all,"
     leaves = trees.leaves_with_path(batch)
     for path, leaf in leaves:
         if is_box(leaf):

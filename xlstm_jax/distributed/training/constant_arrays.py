@@ -15,7 +15,7 @@ from typing import Any
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.modules import OF_ARRAYS, ShardsItself
-from xlstm_jax.distributed.training.arguments import collections_of, is_key_argument
+from xlstm_jax.distributed.training.arguments import NAME_OF_KEY, collections_of
 
 BEFORE_KEY = 3  # arguments of a loss before the key: params, apply_fn, batch
 
@@ -42,7 +42,7 @@ def with_constants(fn: Callable[..., Any], state: Any, has_key: bool, *, returns
         return fn
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     given = [parameter for parameter in takes.parameters.values() if parameter.kind in kinds]
-    with_key = len(given) == BEFORE_KEY + 1 and is_key_argument(takes, BEFORE_KEY)
+    with_key = len(given) == BEFORE_KEY + 1 and NAME_OF_KEY.search(given[-1].name) is not None
     others = [parameter for parameter in takes.parameters.values() if parameter.kind not in kinds]
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in others):
         return fn

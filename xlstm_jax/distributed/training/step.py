@@ -24,7 +24,6 @@ from xlstm_jax.distributed.training.arguments import (
     check_loss_fn,
     collections_of,
     frozen_trees,
-    needs_key,
     takes_key,
     without_key,
 )
@@ -133,7 +132,7 @@ def make_train_step(
     mesh = auto_mesh(mesh)
     reads_axes = batch_axes is None and batch_spec is None  # off the first state
     of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
-    check_loss_fn(loss_fn)
+    called = check_loss_fn(loss_fn)
     if learning_rate is not None:
         check_learning_rate(learning_rate)
     if has_aux and metric is not None:
@@ -165,7 +164,7 @@ def make_train_step(
             of_batch,
             arguments_replaced=like,
             counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
-            needed=("state", "batch", *["rng"] * needs_key(loss_fn)),
+            needed=("state", *called.arguments[2:]),  # batch, and rng if the loss takes a key
             donate_argnums=0 if metric is None else (0, 3),
             compiler_options=None if compiler_options is None else resolved_on(mesh, compiler_options),
         )

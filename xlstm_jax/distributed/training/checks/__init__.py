@@ -9,12 +9,11 @@ from functools import partial
 
 from xlstm_jax.distributed.training.arguments import (
     PADDING,
+    check_batch,
     check_call,
     check_eval_takes,
     check_evaluated,
-    check_global_batch,
     check_keys,
-    check_loss_takes,
     check_model,
     check_shapes,
 )
@@ -64,14 +63,11 @@ CHECKS[:] = [
     ),
     TrainingCheck("trace", check_call, ERRORS, reads=("state", "rng", "local", "layout.mesh", "metric", "extra_trees")),
     TrainingCheck("trace", check_optimizer_of_step, "optimizers.md", reads=("state.tx",)),
-    TrainingCheck("trace", check_global_batch, ERRORS, reads=("batch", "layout", "num_minibatches")),
-    TrainingCheck("trace", check_loss_takes, ERRORS, reads=("loss.fn", "rng", "state", "extra_trees")),
+    TrainingCheck("trace", check_batch, ERRORS, reads=("batch", "layout", "num_minibatches")),
     TrainingCheck(
         "trace of an evaluation", check_evaluated, ERRORS, reads=("state", "local", "extra_trees", "layout.mesh")
     ),
-    TrainingCheck(
-        "trace of an evaluation", partial(check_global_batch, padding=PADDING), ERRORS, reads=("batch", "layout")
-    ),
+    TrainingCheck("trace of an evaluation", partial(check_batch, padding=PADDING), ERRORS, reads=("batch", "layout")),
     TrainingCheck("trace of an evaluation", check_eval_takes, ERRORS, reads=("eval_fn", "state", "extra_trees")),
     TrainingCheck("loss", check_axes, ERRORS, reads=("value", "axes", "quantity")),
     TrainingCheck(
