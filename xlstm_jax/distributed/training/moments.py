@@ -7,6 +7,7 @@
 A check raises for a certain mistake, warns of a possible mistake, and changes no number.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
@@ -31,7 +32,7 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import DELETED, looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
 from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
 
@@ -251,7 +252,10 @@ class JittedStep(NamedTuple):
 class JittedCall(NamedTuple):
     """Argument of checks of a call: the step, arguments as passed and by name, and JAX's error, if raised.
 
-    ``is_irregular``: not exactly the needed arguments are passed, by position.
+    Attributes:
+      is_irregular: not exactly the needed arguments are passed, by position.
+      placements: for the moment "placed" the sharding of each leaf of the batch, None for a leaf without; () if no leaf
+        is on a mesh.
     """
 
     step: JittedStep
@@ -259,13 +263,8 @@ class JittedCall(NamedTuple):
     kwargs: dict[str, Any]
     named: dict[str, Any]
     is_irregular: bool
+    placements: tuple[Any, ...] = ()
     error: Exception | None = None
-
-    @property
-    def placements(self) -> tuple[Any, ...]:
-        """The sharding of each leaf of the batch, None for a leaf without; () if no leaf is on a mesh."""
-        shardings = tuple(map(sharding_of, jax.tree.leaves(self.named.get("batch"))))
-        return shardings if [s for s in shardings if isinstance(s, NamedSharding)] else ()
 
 
 class CallInProgram(NamedTuple):
@@ -274,36 +273,19 @@ class CallInProgram(NamedTuple):
     jaxpr: Any
 
 
-def sharding_of(leaf: Any) -> Any:
-    """Returns the sharding of a leaf; None for a tracer, and for a leaf without a sharding, such as a NumPy array."""
-    return None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-
-
 CHECKS: list[TrainingCheck] = []  # filled by ``checks``
 
 
-def checks_at(moment: Moment) -> list[TrainingCheck]:
-    """Returns the registered checks that run at ``moment``, such as "trace", in the order of the table ``CHECKS``."""
-    return [check for check in CHECKS if check.moment == moment]
-
-
-def run_checks(moment: Moment, context: Any) -> None:
+def run_checks(moment: Moment, context: Any, table: Sequence[TrainingCheck] | None = None) -> None:
     """Runs the registered checks of ``moment``, such as "trace", in the order of the table ``CHECKS``.
 
     ``context`` is the object that the checks of the moment read: for "trace" a ``StepTrace``. A check may raise or
-    warn.
+    warn. The function of a check is called with the attributes that its field ``reads`` lists; with the context itself
+    if there are none. ``table`` has the checks to choose from; None: ``CHECKS``.
     """
-    run_rows(checks_at(moment), context)
-
-
-def run_rows(checks: Sequence[TrainingCheck], context: Any) -> None:
-    """Runs ``checks`` in order, except checks that do not apply to ``context``, an object with facts on a step, say.
-
-    A check does not apply if the attribute of the context that its field ``needs`` names is empty or None, or if the
-    attribute that its field ``unless`` names is true. The function of a check is called with the attributes that its
-    field ``reads`` lists; with the context itself if there are none.
-    """
-    for check in checks:
+    for check in CHECKS if table is None else table:
+        if check.moment != moment:
+            continue
         if check.needs and not attrgetter(check.needs)(context):
             continue
         if check.unless and attrgetter(check.unless)(context):
@@ -353,7 +335,7 @@ class CheckedStep:
         self._step = JittedStep(layout, arguments, needed, donated, counting, set())
         self._known: set[object] = set()  # the kinds of the calls so far
         self._runs_outside = False  # True: runs as if no mesh with explicit axes were set
-        self._before_each, self._after_each = checks_at("call"), checks_at("returned")
+        self._checks_of_each_call = [check for check in CHECKS if check.moment in ("call", "returned")]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.checked_call(self.jitted, *args, **kwargs)
@@ -364,26 +346,7 @@ class CheckedStep:
         ``args`` and ``kwargs`` are those of the call. Raises what a check or ``function`` raises; an error of JAX about
         an argument is replaced by an error that names the argument.
         """
-        call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
-        function = self._where_it_compiles(function) if explicit else function
-        # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
-        kind = _kind_of(call, explicit)
-        if is_new := kind not in self._known:
-            run_checks("names", call)
-        run_rows(self._before_each, call)
-        if is_new:
-            run_checks("new call", call)
-        if looks_for_nans():
-            # Exclude metrics and moments: a maximum starts at minus infinity.
-            params = getattr(call.named.get("state"), "params", None)
-            with naming_nans({"batch": call.named.get("batch"), "state.params": params}):
-                returned = self._run(call, function, explicit=explicit, is_new=is_new)
-        else:
-            returned = self._run(call, function, explicit=explicit, is_new=is_new)
-        if is_new:
-            self._known.add(kind)
-        run_rows(self._after_each, call)
-        return returned
+        return self._run(function, args, kwargs, is_call=True)
 
     def _where_it_compiles(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that calls ``function`` under the set mesh, or without a mesh if JAX cannot compile there.
@@ -406,72 +369,81 @@ class CheckedStep:
         return called
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self._run(self._new_call(args, kwargs), self.jitted.lower)
+        return self._run(self.jitted.lower, args, kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        return self._run(self._new_call(args, kwargs), self.jitted.trace)
+        return self._run(self.jitted.trace, args, kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._new_call(args, kwargs), self.jitted.eval_shape)
+        return self._run(self.jitted.eval_shape, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` looks these up before `jitted` is set
             raise AttributeError(name)
         return getattr(self.jitted, name)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the ``JittedCall`` of these arguments: as passed, and by name. Names are not checked."""
-        named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
-        return JittedCall(self._step, args, kwargs, named, bool(kwargs) or len(args) != len(self._step.needed))
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_call: bool = False
+    ) -> Any:
+        """Returns ``function(*args, **kwargs)``, with the checks of the names and of the placement of the batch before.
 
-    def _new_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> JittedCall:
-        """Returns the ``JittedCall`` of these arguments, after a check that their names are those of the step.
+        Where JAX raises, the error is replaced by one that names the argument at fault, if the argument is found. If
+        ``is_call`` (a call of the step, not ``lower``, say), the further checks of a call run before and after, and if
+        the set mesh has explicit axes, arguments and results are placed on the set mesh.
 
         Raises:
           TypeError: a needed argument is missing, or an argument is unknown, passed twice, or beyond the last.
         """
-        call = self._call(args, kwargs)
-        run_checks("names", call)
-        return call
+        # Describe the call for the checks. Names are not checked yet.
+        named = dict(zip(self._step.arguments, args, strict=False)) | kwargs
+        leaves, structure = jax.tree.flatten(named.get("batch"))
+        shardings = tuple([None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None) for leaf in leaves])
+        is_irregular = bool(kwargs) or len(args) != len(self._step.needed)
+        call = JittedCall(self._step, args, kwargs, named, is_irregular)
 
-    def _run(
-        self, call: JittedCall, function: Callable[..., Any], *, explicit: bool = False, is_new: bool = True
-    ) -> Any:
-        """Returns the result of ``function`` for the arguments of ``call``.
-
-        Where JAX raises, the error is replaced by one that names the argument at fault, if the argument is found. If
-        ``explicit`` (the set mesh has explicit axes), arguments and results are placed on the set mesh. If ``is_new``,
-        the placement of the batch is checked before.
-        """
-        if explicit:
-            args, kwargs = on_set_mesh((call.args, call.kwargs))
-            call = call._replace(args=args, kwargs=kwargs)
+        # Most checks depend on the kind of a call alone, and a training makes calls of a single kind: of one number and
+        # one set of names of arguments, one structure and placement of batches, and under one mesh with explicit axes.
+        # Comparing shardings is faster than reading their specs.
+        set_mesh = jax.sharding.get_abstract_mesh()
+        explicit = is_call and AxisType.Explicit in set_mesh.axis_types
+        mesh = set_mesh if explicit else None
+        kind = len(args), tuple(kwargs), type(kwargs.get("extra_trees")), structure, shardings, mesh
+        is_new = not is_call or kind not in self._known
         if is_new:
-            run_checks("placed", call)
-        try:
-            returned = function(*call.args, **call.kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
-            # A step that JAX repeats to find a NaN has donated its arguments itself: `naming_nans` says so.
-            if not (DELETED in str(error) and looks_for_nans()):
-                run_checks("refused", call._replace(error=error))
-            raise
-        if not explicit:
-            return returned
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(returned)):
-            run_checks("in a program", CallInProgram(self.jitted.trace(*call.args, **call.kwargs).jaxpr))
-            # Within a user's program results keep the types of the step; on mixed axes these name no sharding.
-            return typed_like(returned, self._arguments_replaced(*call.args, **call.kwargs))
-        return on_set_mesh(returned)
+            run_checks("names", call)
+        if is_call:
+            run_checks("call", call, self._checks_of_each_call)
+            if is_new:
+                run_checks("new call", call)
 
+        # Under the options of JAX that look for NaNs, an error names the argument that has one. Exclude metrics and
+        # moments: a maximum starts at minus infinity.
+        nans_are_named: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_call and looks_for_nans():
+            params = getattr(named.get("state"), "params", None)
+            nans_are_named = naming_nans({"batch": named.get("batch"), "state.params": params})
+        with nans_are_named:
+            if explicit:
+                function = self._where_it_compiles(function)
+                args, kwargs = on_set_mesh((args, kwargs))
+            if is_new:
+                are_placed = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
+                run_checks("placed", call._replace(placements=shardings if are_placed else ()))
+            try:
+                returned = function(*args, **kwargs)
+            except (TypeError, ValueError, RuntimeError) as error:
+                # A step that JAX repeats to find a NaN has donated its arguments itself: `naming_nans` says so.
+                if not (DELETED in str(error) and looks_for_nans()):
+                    run_checks("refused", call._replace(error=error))
+                raise
+            if explicit and any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(returned)):
+                run_checks("in a program", CallInProgram(self.jitted.trace(*args, **kwargs).jaxpr))
+                # Within a user's program results keep the types of the step; on mixed axes these name no sharding.
+                returned = typed_like(returned, self._arguments_replaced(*args, **kwargs))
+            elif explicit:
+                returned = on_set_mesh(returned)
 
-def _kind_of(call: JittedCall, explicit: bool) -> tuple[Any, ...]:
-    """Returns a hashable key of a call: two calls with equal keys need the checks of new calls only once.
-
-    The key has number and names of the arguments, the structure and shardings of the batch, the type of
-    ``extra_trees``, and, if ``explicit`` (the set mesh has explicit axes), the set mesh.
-    """
-    leaves, structure = jax.tree.flatten(call.named.get("batch"))
-    # Comparing shardings is faster than reading their specs.
-    shardings = tuple(map(sharding_of, leaves))
-    mesh = jax.sharding.get_abstract_mesh() if explicit else None
-    return len(call.args), tuple(call.kwargs), type(call.kwargs.get("extra_trees")), structure, shardings, mesh
+        if is_call:
+            self._known.add(kind)
+            run_checks("returned", call, self._checks_of_each_call)
+        return returned
