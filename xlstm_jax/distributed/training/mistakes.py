@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,7 @@ from xlstm_jax.distributed.data_parallel.modules.holders import recording_holder
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.reasons import Indivisible, Reason, TooSmall, Unwrapped
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
+from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
@@ -44,8 +44,8 @@ from xlstm_jax.distributed.optimizers.transforms import (
     sees_pairs,
 )
 from xlstm_jax.distributed.training.arguments import collections_of
-from xlstm_jax.distributed.training.moments import CreatedState
-from xlstm_jax.distributed.training.varying import Axes, all_named_axes
+from xlstm_jax.distributed.training.moments import CreatedState, TracedStep
+from xlstm_jax.distributed.training.varying import all_named_axes
 from xlstm_jax.formatting import format_bytes, format_fraction, format_mesh, joined, listed
 from xlstm_jax.introspection import warn_user
 from xlstm_jax.private_names import core
@@ -276,13 +276,21 @@ class ModelFacts(NamedTuple):
     holders: Mapping[str, str]
 
 
-def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFacts]) -> None:
+# Functions that return the facts of the model, by the context of a check; ``checks`` replaces the first.
+FACTS: dict[type, Callable[[Any], ModelFacts]] = {CreatedState: lambda context: ModelFacts({}, {})}
+
+
+def warn_of_replicated(context: CreatedState | TracedStep) -> None:
     """Warns if no parameter is split over devices of the mesh, or if at least 5 % of the bytes are not split.
 
-    ``params`` are boxed. If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn.
-    Nothing is split on a mesh of a single device, so nothing warns there. ``look()`` returns the facts of the model for
-    the text. The call may trace the model, and happens only for a warning.
+    ``context`` has the parameters, boxed, and their mesh: of a new state, or of the state of a step. If some parameters
+    are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. Nothing is split on a mesh of a single device,
+    so nothing warns there. For the text of a warning, and only then, ``FACTS`` may trace the model.
     """
+    if isinstance(context, CreatedState):
+        params, mesh = context.params, context.mesh
+    else:
+        params, mesh = context.step.state.params, context.step.layout.mesh
     leaves = dict(trees.sharded_leaves(params))
     # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
     replicated = [path for path, leaf in leaves.items() if not leaf.axes]
@@ -300,7 +308,7 @@ def warn_of_replicated(params: PyTree, mesh: AnyMesh, look: Callable[[], ModelFa
     key = ("replicated", tuple(mesh.shape.items()), shapes)
     if key in _warned:
         return
-    facts = look()
+    facts = FACTS[type(context)](context)
     named = [
         f"'{path}', {format_bytes(nbytes[path])}" + (f" ({facts.reasons[path]})" if path in facts.reasons else "")
         for path in replicated[:LARGEST]
@@ -380,36 +388,18 @@ def warn_of_replicated_trees(extra_trees: PyTree, mesh: AnyMesh) -> None:
             return
 
 
-# Functions that return the facts of the model of a new state; the last is called. Filled by ``checks``.
-FACTS_OF_STATE: list[Callable[[CreatedState], ModelFacts]] = [lambda context: ModelFacts({}, {})]
-
-
-def warn_of_replicated_in_state(context: CreatedState) -> None:
-    """Warns if no parameter of a new state is split, or if at least 5 % of the bytes are not split.
-
-    ``context`` has the parameters, the mesh, and the model for the text of the warning.
-    """
-    warn_of_replicated(context.params, context.mesh, partial(FACTS_OF_STATE[-1], context))
-
-
-def warn_of_replicated_in_step(state: Any, mesh: AnyMesh, trace_again: Callable[[], None]) -> None:
-    """Warns if no parameter of a step's state is split over devices of the mesh, or at least 5 % of the bytes are not.
-
-    If some parameters are split, few replicated bytes (below ``FEW_BYTES``) do not warn. ``trace_again()`` traces the
-    step, to observe the classes of the model's modules for the text; called only for a warning.
-    """
-    warn_of_replicated(state.params, mesh, partial(facts_of_step, state.apply_fn, trace_again))
-
-
-def facts_of_step(apply_fn: Callable[..., Any], trace: Callable[[], None]) -> ModelFacts:
-    """Calls ``trace()``, which traces a step, and returns the classes of the modules that run meanwhile.
+def facts_of_step(context: TracedStep) -> ModelFacts:
+    """Traces a step again, and returns the classes of the modules that run meanwhile.
 
     In the ``ModelFacts``, ``holders`` maps the path of a module to the name of its class; ``reasons`` is {}: the
-    reasons for replicated leaves are not known. The model is the object whose method ``apply_fn`` is.
+    reasons for replicated leaves are not known. The model is the object whose method ``apply_fn`` of the state is.
     """
-    with recording_holders(getattr(apply_fn, "__self__", None)) as holders:
-        trace()
+    with recording_holders(getattr(context.step.state.apply_fn, "__self__", None)) as holders:
+        context.trace_again()
     return ModelFacts({}, holders)
+
+
+FACTS[TracedStep] = facts_of_step
 
 
 def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
@@ -433,17 +423,15 @@ def warn_of_gathered_stacks(stacks: Stacks, mesh: AnyMesh) -> None:
 
 
 def warn_of_idle_axes(
-    mesh: AnyMesh, batch_axes: tuple[str, ...], state: Any, extra_trees: PyTree, jaxpr: core.Jaxpr
+    without_rows: frozenset[str], layout: BatchLayout, state: Any, extra_trees: PyTree, jaxpr: core.Jaxpr
 ) -> None:
     """Warns of mesh axes along which devices repeat the same work.
 
-    Devices along an axis repeat work if the axis is not in ``batch_axes``, splits no leaf of state and ``extra_trees``,
-    is no axis of copies of their shards, and is in no equation of ``jaxpr``, the traced step. Axes of a single device
-    do not warn.
+    ``without_rows`` are the axes of several devices over which ``layout`` does not split the batch. Devices along such
+    an axis repeat work if the axis splits no leaf of state and ``extra_trees``, is no axis of copies of their shards,
+    and is in no equation of ``jaxpr``, the traced step.
     """
-    idle = Axes([axis for axis, size in mesh.shape.items() if size > 1]) - Axes(batch_axes)
-    if not idle:
-        return
+    idle, mesh, batch_axes = without_rows, layout.mesh, layout.axes
     leaves = [leaf for _, leaf in trees.sharded_leaves((state.params, collections_of(state), extra_trees))]
     idle -= {axis for leaf in leaves for axis in (*leaf.axes, *leaf.communication.copied_axes)}
     if not idle or ("idle", mesh, idle) in _warned:

@@ -135,13 +135,15 @@ class StepTrace:
 class TracedStep:
     """Argument of checks after the trace of a step's loss and gradients: the jaxpr, and layers gathered at once.
 
-    ``trace_again()`` traces loss and gradients once more, for checks that observe modules.
+    ``trace_again()`` traces loss and gradients once more, for checks that observe modules. ``axes_without_rows`` are
+    the mesh axes of several devices over which the batch is not split.
     """
 
     step: StepTrace
     jaxpr: core.Jaxpr
     stacks: Stacks
     trace_again: Callable[[], None]
+    axes_without_rows: frozenset[str]
 
 
 class EvaluationTrace(NamedTuple):

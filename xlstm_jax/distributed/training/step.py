@@ -213,7 +213,10 @@ class StepOptions:
             jax.eval_shape(self.on_mesh(self.program(state, batch, extra_trees)), *args)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
-        run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
+        without_rows = frozenset(
+            {axis for axis, size in self.layout.mesh.shape.items() if size > 1} - {*self.layout.axes}
+        )
+        run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again, without_rows))
         return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":

@@ -36,8 +36,7 @@ from xlstm_jax.distributed.training.mistakes import (
     warn_of_idle_axes,
     warn_of_optimizer,
     warn_of_other_schedule,
-    warn_of_replicated_in_state,
-    warn_of_replicated_in_step,
+    warn_of_replicated,
     warn_of_replicated_trees,
 )
 from xlstm_jax.distributed.training.moments import CHECKS, TrainingCheck
@@ -52,7 +51,7 @@ CHECKS[:] = [
     TrainingCheck("values", compare_keys, "processes.md", reads=("rng", "mesh"), needs="in_several_processes"),
     COLLECTIONS_OF_STATE,
     TrainingCheck("state", warn_of_optimizer, "optimizers.md", reads=("tx", "params")),
-    TrainingCheck("state", warn_of_replicated_in_state, MISTAKES, unless="allow_replicated"),
+    TrainingCheck("state", warn_of_replicated, MISTAKES, unless="allow_replicated"),
     TrainingCheck(
         "state",
         warn_of_gathered_stacks,
@@ -94,15 +93,10 @@ CHECKS[:] = [
         "traced",
         warn_of_idle_axes,
         MISTAKES,
-        reads=("step.layout.mesh", "step.layout.axes", "step.state", "step.extra_trees", "jaxpr"),
+        reads=("axes_without_rows", "step.layout", "step.state", "step.extra_trees", "jaxpr"),
+        needs="axes_without_rows",
     ),
-    TrainingCheck(
-        "traced",
-        warn_of_replicated_in_step,
-        MISTAKES,
-        reads=("step.state", "step.layout.mesh", "trace_again"),
-        unless="step.allow_replicated",
-    ),
+    TrainingCheck("traced", warn_of_replicated, MISTAKES, unless="step.allow_replicated"),
     TrainingCheck(
         "traced",
         warn_of_gathered_stacks,

@@ -4,7 +4,7 @@ from xlstm_jax.distributed.data_parallel.modules.holders import recording_holder
 from xlstm_jax.distributed.data_parallel.reasons import Unwrapped
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS
 from xlstm_jax.distributed.plan.planning import plan_sharding
-from xlstm_jax.distributed.training.mistakes import FACTS_OF_STATE, ModelFacts
+from xlstm_jax.distributed.training.mistakes import FACTS, ModelFacts
 from xlstm_jax.distributed.training.moments import CreatedState
 
 
@@ -22,4 +22,4 @@ def facts_of_plan(context: CreatedState) -> ModelFacts:
     return ModelFacts(reasons, holders)
 
 
-FACTS_OF_STATE.append(facts_of_plan)
+FACTS[CreatedState] = facts_of_plan
