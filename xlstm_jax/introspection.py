@@ -34,26 +34,14 @@ _NAMES_OF_BRANCHES = frozenset(name for name, _ in BRANCHES)
 _BETWEEN = {__name__.partition(".")[0], "jax", "flax", "optax", "contextlib", "functools"}
 
 
-def _running_functions() -> list[FrameType]:
-    """Returns the frames of the running functions, innermost first.
-
-    The first frame is that of the caller's caller: of the function that called ``inside_branch``, say.
-    """
-    frame: FrameType | None = sys._getframe(2)  # frame of the caller's caller
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
 def warn_user(text: str) -> None:
     """Emits a Python warning with ``text``, at the line of the user's program that called this package or JAX."""
     # Python 3.12 has `skip_file_prefixes` for this; a number would change with each wrapper on the way.
-    running = _running_functions()
-    packages = [frame.f_globals.get("__name__", "").partition(".")[0] for frame in running]
-    users = next((i for i, package in enumerate(packages) if package not in _BETWEEN), 0)
-    warnings.warn(text, stacklevel=users + 2)  # 1 is this function
+    frame: FrameType | None = sys._getframe(1)
+    stacklevel = 2  # 1 is this function
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, stacklevel = frame.f_back, stacklevel + 1
+    warnings.warn(text, stacklevel=2 if frame is None else stacklevel)
 
 
 def inside_branch() -> bool:
@@ -61,10 +49,12 @@ def inside_branch() -> bool:
 
     A tracer does not contain its branch, so the function searches the frames.
     """
-    for frame in _running_functions():
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name in _NAMES_OF_BRANCHES and (name, os.path.basename(file)) in BRANCHES:
             return True
+        frame = frame.f_back
     return False
 
 
@@ -75,12 +65,13 @@ def inside_map_variables(library_class: type[Any]) -> bool:
     instance of ``library_class``, which belong to the library and take shards, and maps of collections without
     "params", such as the map of Flax's ``scan_with_axes`` over dim names.
     """
-    for frame in _running_functions():
-        maps = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
-        if not maps or isinstance(frame.f_locals["map_in_fn"], library_class):
-            continue
-        if in_filter(frame.f_locals["mapped_collections"], "params"):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        is_map = frame.f_code.co_filename == lift.__file__ and "map_in_fn" in frame.f_code.co_freevars
+        is_of_model = is_map and not isinstance(frame.f_locals["map_in_fn"], library_class)
+        if is_of_model and in_filter(frame.f_locals["mapped_collections"], "params"):
             return True
+        frame = frame.f_back
     return False
 
 
@@ -119,7 +110,11 @@ def is_unchanged(module: nn.Module, method: str, cls: type[nn.Module]) -> bool:
 
 def scans_over_params(cls: type[nn.Module]) -> bool:
     """Returns whether ``nn.scan`` made this class, and ``variable_axes`` has a layer dim for "params"."""
-    variables = closure_of_lifted(vars(cls).get("__call__"))
+    method = vars(cls).get("__call__")
+    # Linen wraps each method once. Around the method of a transformation a second wrapper stands.
+    if not hasattr(getattr(method, "__wrapped__", None), "__wrapped__"):
+        return False
+    variables = closure_of_lifted(method)
     axes = variables.get("trafo_kwargs", {}).get("variable_axes", {}) if variables.get("transform") is lift.scan else {}
     return axes.get("params") is not None
 
@@ -155,12 +150,6 @@ def is_for_shapes(tracer: Any) -> bool:
             return True
         trace = getattr(trace, "parent_trace", None)
     return False
-
-
-def is_batched(value: Any) -> bool:
-    """Returns whether ``value`` is a tracer of ``jax.vmap``: it has the shape of a single example of the batch."""
-    # JAX exports no name for this tracer.
-    return type(value).__name__ == "BatchTracer"
 
 
 def equation_of(tracer: Any) -> tuple[Any, list[Any], int] | None:

@@ -24,6 +24,7 @@ try:
     from jax._src.config import traceback_in_locations_limit
     from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
     from jax._src.distributed import global_state
+    from jax._src.interpreters.batching import BatchTracer
     from jax.extend import core
     from jax.extend.core.primitives import mul_p
     from jax.extend.random import define_prng_impl
@@ -41,6 +42,7 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 __all__ = [
+    "BatchTracer",
     "ClusterEnv",
     "batching",
     "core",

@@ -207,6 +207,13 @@ def test_jaxpr_classes_support_reading_and_rebuilding_programs():
     assert callable(names.batching.primitive_batchers.__setitem__), RELEASE
 
 
+def test_batch_tracer_is_the_class_of_arrays_under_vmap_and_of_no_others():
+    seen = []
+    jax.vmap(lambda x, y: seen.extend([x, y]), (0, None))(jnp.ones(2), 1.0)
+    jax.jit(seen.append)(1.0)
+    assert [isinstance(x, names.BatchTracer) for x in seen] == [True, False, False], RELEASE
+
+
 def test_define_prng_impl_takes_the_used_parameters():
     takes = inspect.signature(names.define_prng_impl).parameters
     assert {"key_shape", "seed", "split", "random_bits", "fold_in", "name", "tag"} <= set(takes), RELEASE

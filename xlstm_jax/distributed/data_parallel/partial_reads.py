@@ -10,7 +10,8 @@ from jax.core import Tracer
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
-from xlstm_jax.introspection import inside_branch, is_batched
+from xlstm_jax.introspection import inside_branch
+from xlstm_jax.private_names import BatchTracer
 
 
 def can_send_parts(box: Sharded) -> bool:
@@ -34,6 +35,6 @@ def bound_split(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...
     if not isinstance(box.value, Tracer) or not all(map(collectives.is_bound, box.axes)):
         return None
     over = collectives.spread_axes(box.axes)
-    if not over or any(map(is_batched, operands)) or inside_branch():
+    if not over or any(isinstance(operand, BatchTracer) for operand in operands) or inside_branch():
         return None
     return next(dim for dim, entry in enumerate(box.names) if entry), over

@@ -21,7 +21,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, do_n
 from xlstm_jax.distributed.data_parallel.modules.unit import shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path
-from xlstm_jax.introspection import inside_map_variables, is_batched
+from xlstm_jax.introspection import inside_map_variables
+from xlstm_jax.private_names import BatchTracer
 
 
 @dataclass(eq=False)
@@ -53,7 +54,7 @@ class LinenRunByRule(LinenRun):
         # Under nn.vmap a leaf is one entry of the parameter, and in an nn.map_variables of the model (nn.WeightNorm) it
         # is not the parameter: a module around these owns the leaf.
         is_foreign = is_in_unit or inside_map_variables(MapOfLeaves)
-        if is_foreign or any(is_batched(leaf.value) for _, leaf in params.values()):
+        if is_foreign or any(isinstance(leaf.value, BatchTracer) for _, leaf in params.values()):
             return result
 
         self._seen[path] = type(module)

@@ -37,7 +37,8 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
 )
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.introspection import inside_branch, is_batched
+from xlstm_jax.introspection import inside_branch
+from xlstm_jax.private_names import BatchTracer
 
 
 def gather_array_with_mean_grads(
@@ -98,7 +99,7 @@ class PrimalType:
 
     @classmethod
     def of(cls, x: jax.Array) -> "PrimalType":
-        return cls(x.shape, x.dtype, collectives.varying_axes(x), is_batched(x))
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), isinstance(x, BatchTracer))
 
 
 # ``wire=None``: the wire of ``communication``. ``path`` is the leaf's path, for errors in the backward pass.
@@ -218,7 +219,7 @@ def check_one_gradient_of_one_batch(
     """
     if not collectives.spread_axes(axes):
         return
-    for_each_example = is_batched(cotangent) and not (primal.batched or of_layers)
+    for_each_example = isinstance(cotangent, BatchTracer) and not (primal.batched or of_layers)
     if for_each_example or running_loss().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
@@ -384,7 +385,8 @@ class RunningLoss:
 
     ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
     this information, around parameters.) Gathers append the paths of leaves gathered within a branch
-    (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``.
+    (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``. ``trace``
+    is the trace in which the loss is called: ``inside_loss`` adds it.
     """
 
     axes: tuple[str, ...] = ()
@@ -394,6 +396,7 @@ class RunningLoss:
     gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
     is_reference: bool = False
     overwrites: bool = False
+    trace: Any = None
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -415,7 +418,8 @@ class RunningLoss:
         # tracers.
         if not self.axes:
             return gather()
-        if inside_branch():
+        # A branch has a trace of its own.
+        if current_trace() != self.trace and inside_branch():
             self.gathered_in_branches.append(path or "a parameter")
         key = (current_trace(), communication)
         # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
@@ -439,11 +443,12 @@ _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=Run
 
 
 def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``.
+    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``, with the trace added.
 
-    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged.
+    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged. The
+    trace of a loss that ``running_loss`` has returned is kept.
     """
-    return set_context(_running_loss, loss)
+    return set_context(_running_loss, replace(loss, trace=current_trace()) if loss.trace is None else loss)
 
 
 def running_loss() -> RunningLoss:
