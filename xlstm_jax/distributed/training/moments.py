@@ -42,7 +42,7 @@ Moment = Literal[
     "state",  # after the parameters of a new state were computed: CreatedState
     "trace",  # when JAX begins to trace a step: StepTrace
     "trace of an evaluation",  # when JAX begins to trace an evaluation: EvaluationTrace
-    "loss",  # after a loss function has returned: LossOfDevice
+    "loss",  # after a loss function has returned, unless the type of the loss shows no mistake: LossOfDevice
     "gradient",  # after the loss of a minibatch was differentiated: Differentiated
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results

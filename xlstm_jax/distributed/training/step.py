@@ -221,17 +221,20 @@ class StepOptions:
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
         program = self.program(state, batch, rng, local, extra_trees)
-        on_mesh = jax.shard_map(program.fn, **program.options)
+        on_mesh, args = jax.shard_map(program.fn, **program.options), program.args
         with recording_stacks() as stacks:
-            result, jaxpr = traced_call(on_mesh, program.args)
+            result, jaxpr = traced_call(on_mesh, args)
 
         def trace_again() -> None:
-            again = self.program(state, batch, rng, local, extra_trees)  # a new function: JAX keeps traces of the first
-            jax.eval_shape(jax.shard_map(again.fn, **again.options), *again.args)
+            def of_batch() -> BatchResult:  # a new program: JAX keeps the trace of the first
+                again = self.program(state, batch, rng, local, extra_trees)
+                return jax.shard_map(again.fn, **again.options)(*again.args)
+
+            jax.eval_shape(of_batch)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         run_checks("traced", TracedStep(trace, jaxpr, stacks, trace_again))
-        return self.updated(state, result, lambda params: on_mesh(params, *program.args[1:]))
+        return self.updated(state, result, lambda params: on_mesh(params, *args[1:]))
 
     def of_state(self, state: Any, rng: jax.Array | None) -> "StepOptions":
         """Returns the options for ``state``: ``self``, or a copy with a loss function that passes constant arrays on.
@@ -268,15 +271,15 @@ class StepOptions:
     def program(
         self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
     ) -> "DeviceProgram":
-        """Returns the program of a device, for loss and gradients of a batch, with arguments and options of the mesh.
+        """Returns the program of a device, a function for loss and gradients of a batch, with arguments and options.
 
         The function takes this device's arrays (params, batch, key, local, collections, extra_trees) and returns a
         ``BatchResult``. ``local`` is the state of the metric on this device, None without a metric. ``extra_trees`` are
         further parameters that the loss reads and that the step does not train, by name.
 
-        The arguments of ``program`` are those of the step: global arrays. Parameters and collections are those of
-        ``state``, and ``apply_fn`` as well. ``key`` is ``rng`` folded with the step number, or ``None`` if ``rng`` is
-        ``None`` or the loss takes no key. Values are not read.
+        The arguments of ``program`` are those of the step: global arrays, whose values are not read. ``state`` has the
+        parameters, the collections and ``apply_fn``. ``key`` is ``rng`` folded with the step number, or ``None`` if
+        ``rng`` is ``None`` or the loss takes no key.
         """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
         mesh, axes, replicated = self.layout.mesh, self.accumulation.axes, PartitionSpec()
@@ -312,19 +315,17 @@ class StepOptions:
             with layout.entered(batch) as batch:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, collections)
 
-        options = {
-            "mesh": mesh,
-            "in_specs": (specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees),
-            "out_specs": BatchResult._make((replicated, of_aux, specs, of_kept)),
-            "check_vma": self.check_vma,
-        }
+        in_specs = specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees
+        out_specs = BatchResult._make((replicated, of_aux, specs, of_kept))
+        options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": self.check_vma}
         return DeviceProgram(on_device, (state.params, batch, key, local, collections, extra_trees), options)
 
 
 class DeviceProgram(NamedTuple):
-    """Function ``fn`` that each device runs on its rows of a batch; ``shard_map(fn, **options)(*args)`` runs them all.
+    """Function ``fn`` that each device runs on its rows of a batch, with arguments and options of ``jax.shard_map``.
 
-    ``args`` are global arrays. ``options`` are mesh, ``in_specs``, ``out_specs`` and ``check_vma``.
+    ``jax.shard_map(fn, **options)(*args)`` runs the function on all devices: ``args`` are global arrays, ``options``
+    are mesh, ``in_specs``, ``out_specs`` and ``check_vma``.
     """
 
     fn: Callable[..., Any]
