@@ -200,7 +200,7 @@ EXCUSED = {
     "introspection.py:warn_user": "its callers have the text",
     "distributed/training/nan_inputs.py:naming_nans": "goes on as it came: JAX's own",
     "distributed/training/gradients.py:explained": "goes on as it came: the loss function's own",
-    "distributed/training/state.py:_updated": "goes on as it came: the optimizer's own",
+    "distributed/training/state.py:updated_state": "goes on as it came: the optimizer's own",
 }
 
 

@@ -41,14 +41,16 @@ def global_norm(tree: PyTree) -> jax.Array:
         that its box does not name. Both errors name the leaf.
     """
     by_axes: dict[frozenset[str], Any] = {}
-    for path, leaf in trees.sharded_leaves(tree):
-        if leaf.is_differentiable:
-            axes = axes_of_values(path, leaf, "global_norm")
-            # Sum before the collective: a single scalar is sent for each set of axes, for any number of leaves. (With
-            # operations of ``lax`` for equal dtypes: operations of ``jnp`` take three times as long to trace.)
-            total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
-            alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
-            by_axes[axes] = jax.lax.add(before, total) if alike else before + total
+    leaves = [(path, leaf) for path, leaf in trees.sharded_leaves(tree) if leaf.is_differentiable]
+    named = {axis for _, leaf in leaves for axis in leaf.axes}
+    is_global = not collectives.manual_axes() and not any(map(collectives.is_bound, named))
+    for path, leaf in leaves:
+        axes = frozenset[str]() if is_global else axes_of_values(path, leaf, "global_norm")
+        # Sum before the collective: a single scalar is sent for each set of axes, for any number of leaves. (With
+        # operations of ``lax`` for equal dtypes: operations of ``jnp`` take three times as long to trace.)
+        total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
+        alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
+        by_axes[axes] = jax.lax.add(before, total) if alike else before + total
     sums = _differentiable_sum(list(by_axes.values()), tuple([tuple(sorted(axes)) for axes in by_axes]))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
 

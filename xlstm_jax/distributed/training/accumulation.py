@@ -16,7 +16,6 @@ minibatches and P bytes of split parameters that are sent in float32:
 A reference on one device uses the same loop, for slices (device, minibatch) of a batch.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -43,16 +42,16 @@ from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run
 # ---------------------------------------------------------------------------------------------------------- minibatches
 
 
-def split_rows(batch: PyTree, *parts: int) -> PyTree:
-    """Returns the batch with each leaf [b, ...] reshaped to [*parts, b / product(parts), ...]; scalars stay unchanged.
+def split_rows(batch: PyTree, count: int) -> PyTree:
+    """Returns the batch with each leaf [b, ...] reshaped to [m, b / m, ...], m being ``count``; scalars stay unchanged.
 
-    The order of the rows is kept: for ``parts`` (m,), ``leaf[i]`` has the rows from i b / m up to (i + 1) b / m,
-    excluded. The product of ``parts`` must divide b.
+    The order of the rows is kept: ``leaf[i]`` has the rows from i b / m up to (i + 1) b / m, excluded. ``count`` must
+    divide b.
     """
-    count = math.prod(parts)
-    return jax.tree.map(
-        lambda x: jnp.reshape(x, (*parts, np.shape(x)[0] // count, *np.shape(x)[1:])) if np.ndim(x) else x, batch
-    )
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = [(count, np.shape(x)[0] // count, *np.shape(x)[1:]) if np.ndim(x) else () for x in leaves]
+    parts = [jnp.reshape(x, shape) if shape else x for x, shape in zip(leaves, shapes, strict=True)]
+    return jax.tree.unflatten(structure, parts)
 
 
 def rows_at(parts: PyTree, index: Scalar) -> PyTree:
@@ -60,7 +59,8 @@ def rows_at(parts: PyTree, index: Scalar) -> PyTree:
 
     ``parts`` is the result of ``split_rows(batch, m)``. Scalars stay unchanged.
     """
-    return jax.tree.map(lambda x: x[index] if np.ndim(x) else x, parts)
+    leaves, structure = jax.tree.flatten(parts)
+    return jax.tree.unflatten(structure, [x[index] if np.ndim(x) else x for x in leaves])
 
 
 class MinibatchResult(NamedTuple):
@@ -351,9 +351,9 @@ def accumulated(
       collections: the collections of the state by name; {} if there are none.
     """
     axes, count = options.axes, options.num_minibatches
-    strategy = STRATEGIES[options.strategy if count > 1 else DEFAULT_ACCUMULATION]
+    strategy = STRATEGIES[options.strategy]
     boxed = trees.map_leaves(split_by_model, params)
-    weights = strategy.weights(boxed, axes)
+    weights = boxed if count == 1 else strategy.weights(boxed, axes)
     minibatches = split_rows(batch, count)
 
     # State passed between minibatches: collections, scales of fp8 products, the state of a metric.
@@ -363,7 +363,7 @@ def accumulated(
     differentiate = local_result
     for carry in carries:
         differentiate = carry.differentiating(differentiate)
-    averages_aux = not [carry for carry in carries if carry.takes_aux]
+    averages_aux = loss.has_aux and not [carry for carry in carries if carry.takes_aux]
 
     def on_minibatch(index: Scalar, states: tuple[PyTree, ...]) -> MinibatchResult:
         # A single minibatch must draw the same numbers as a batch without minibatches.
@@ -376,32 +376,38 @@ def accumulated(
         # Local loss and gradients, and the states for the next minibatch.
         local = differentiate(loss, weights, axes, *rest)
         args = (weights, *rest)
-        run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
+        if local.gathered_in_branches:
+            run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
         states = tuple([carry.next(state, loss, args, local) for carry, state in each])
 
         # Auxiliary numbers: means are averaged like the loss, cells are merged.
-        aux = Auxiliary.of(local.aux if averages_aux else None).scaled(local.scale)
-        floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
-        averaged_over = collectives.axis_size(axes) * count
-        equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
-        run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
+        aux = None
+        if averages_aux:
+            aux = Auxiliary.of(local.aux).scaled(local.scale)
+            floats = lambda weights: Auxiliary.of(loss(weights, *rest).aux).means  # noqa: E731
+            averaged_over = collectives.axis_size(axes) * count
+            equations = lambda: jax.make_jaxpr(floats)(weights)  # noqa: E731
+            run_checks("aux", Averaged(aux.mean_paths, averaged_over, loss.weighted, equations))
 
         # A scan sums these values and needs a fixed carry type: cast them to vary over all axes.
         mean, aux = collectives.to_varying((local.loss, aux), collectives.spread_axes(axes))
-        return MinibatchResult((mean, aux.means), local.grads, local.weight, states, aux.replace(means=[]))
+        means, cells = ([], None) if aux is None else (aux.means, aux.replace(means=[]))
+        return MinibatchResult((mean, means), local.grads, local.weight, states, cells)
 
     start = tuple([carry.start() for carry in carries])
-    mean_result = mean_over(on_minibatch, count, start)
+    mean_result = on_minibatch(0, start) if count == 1 else mean_over(on_minibatch, count, start)
 
     # Reduce over devices: loss and auxiliary numbers first, then the gradients.
     mean, means = mean_result.values
-    aux = mean_result.stacked.merged() if count > 1 else mean_result.stacked
-    mean, aux = aux.replace(means=means).over_devices(mean, axes)
+    if (aux := mean_result.stacked) is None:
+        (mean,) = collectives.pmean([mean], [axes])
+    else:
+        aux = aux.merged() if count > 1 else aux
+        mean, aux = aux.replace(means=means).over_devices(mean, axes)
     # A single minibatch was differentiated by the parameters: its gradients have their boxes and dtypes.
     grads = mean_result.grads if count == 1 else strategy.gradients(mean_result.grads, boxed, axes)
-    grads = averaged(grads, params, axes)
-    result = BatchResult(mean, aux, grads, {})
+    result = BatchResult(mean, aux, averaged(grads, params, axes), {})
     for carry, state in zip(carries, mean_result.carries, strict=True):
         result = carry.finish(state, result)
     return result

@@ -57,7 +57,7 @@ class StepOfState:
     __name__ = "step"
     __wrapped__: CheckedStep  # set by the first call: ``inspect.unwrap`` then finds the options of the step
 
-    def __init__(self, make: Callable[[tuple[str, ...]], CheckedStep], mesh: Mesh | AbstractMesh):
+    def __init__(self, make: Callable[[tuple[str, ...]], Any], mesh: Mesh | AbstractMesh):
         self._make, self._mesh = make, mesh
 
     def of_state(self, state: Any) -> CheckedStep:

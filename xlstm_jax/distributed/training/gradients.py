@@ -138,13 +138,28 @@ def local_result(
         )
     model_axes = frozenset().union(*[leaf_of(leaf).model_axes for leaf in trainable])
     running = RunningLoss(axes, model_axes=model_axes, overwrites=devices is not None)
-    typed_frozen = partial(varying_if_frozen, axes=axes)
+    typed_frozen, spread = partial(varying_if_frozen, axes=axes), collectives.spread_axes(axes)
 
     def scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
         with inside_loss(running), boxes_without_constraints():
             result = loss_fn(put_back(trainable, fill_other=typed_frozen), *rest)
-        mean, scale, weight = _scaled(result, axes)
-        run_checks("loss", LossOfDevice(mean, axes, "the loss"))
+        mean: Any = result.total
+        scale: Scalar = 1
+        weight: Scalar = 1
+        if result.weight is not None:
+            # Differentiate sum * N / W, W being the total weight on the N devices. The gradient is stopped also of a
+            # weight computed from parameters (a soft mask): W is a divisor shared by the devices.
+            if isinstance(result.weight, Tracer):
+                run_checks("loss", LossOfDevice(result.weight, axes, "the weight"))
+            local = jax.lax.stop_gradient(jnp.asarray(result.weight, wide_dtype(jnp.result_type(mean))))
+            (weight,) = collectives.psum([collectives.to_varying(local, spread)], [axes])
+            # The mean over N devices of sum * N / W is the global sum over W. With W = 0 the factor is 0: the inner
+            # where keeps NaN out.
+            scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
+            mean = mean * scale.astype(jnp.result_type(mean))
+        # A type that varies over exactly the axes to average over shows no mistake.
+        if collectives.varying_axes(mean) != frozenset(spread):
+            run_checks("loss", LossOfDevice(mean, axes, "the loss"))
         return mean / devices if devices and devices > 1 else mean, (result.aux, scale, weight, result.collections)
 
     # Cast parameters to varying, so that JAX does not sum their gradients over devices: see the module docstring.
@@ -251,22 +266,3 @@ def averaged(grads: list[Any], params: PyTree, axes: tuple[str, ...]) -> PyTree:
     return jax.tree.unflatten(
         treedef, [rebox(leaf, mean_of[path]) if path in mean_of else rest(leaf) for path, leaf in leaves]
     )
-
-
-def _scaled(loss: Loss, axes: tuple[str, ...]) -> tuple[Any, Scalar, Scalar]:
-    """Returns the triple (loss to differentiate on this device, factor, total weight) of a user's loss.
-
-    With a weight: (sum * N / W, N / W, W), W being the total weight on the N devices along ``axes``; a total of 0 gives
-    the factor 0. Without a weight, for a mean: (mean, 1, 1).
-    """
-    total, weight = loss.total, loss.weight
-    if weight is None:
-        return total, 1, 1
-    if isinstance(weight, Tracer):
-        run_checks("loss", LossOfDevice(weight, axes, "the weight"))
-    # Stop the gradient also of a weight computed from parameters (a soft mask): W is a divisor shared by the devices.
-    local = jax.lax.stop_gradient(jnp.asarray(weight, wide_dtype(jnp.result_type(total))))
-    (weight,) = collectives.psum([collectives.to_varying(local, collectives.spread_axes(axes))], [axes])
-    # The mean over N devices of sum * N / W is the global sum over W; the inner where keeps NaN out.
-    scale = jnp.where(weight != 0, collectives.axis_size(axes) / jnp.where(weight != 0, weight, 1), 0)
-    return total * scale.astype(jnp.result_type(total)), scale, weight

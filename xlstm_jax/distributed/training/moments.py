@@ -31,7 +31,6 @@ from xlstm_jax.distributed.training.arguments import ARGUMENTS
 from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import DELETED, looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
-from xlstm_jax.equations import all_equations
 from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
 from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
@@ -44,7 +43,7 @@ Moment = Literal[
     "state",  # after the parameters of a new state were computed: CreatedState
     "trace",  # when JAX begins to trace a step: StepTrace
     "trace of an evaluation",  # when JAX begins to trace an evaluation: EvaluationTrace
-    "loss",  # after a loss function has returned: LossOfDevice
+    "loss",  # after a loss function has returned, unless the type of the loss shows no mistake: LossOfDevice
     "gradient",  # after the loss of a minibatch was differentiated: Differentiated
     "aux",  # before auxiliary numbers are averaged: Averaged
     "results",  # after the ``shard_map`` of a step or an evaluation was traced: Results
@@ -181,11 +180,14 @@ class Results:
         Types prove it if every ``shard_map`` of the program has ``check_vma=True``, and no equation depends on a
         predicate or writes to a reference, of which types say nothing.
         """
-        for eqn in all_equations(self.jaxpr.jaxpr.eqns):
-            if eqn.primitive.name in BEYOND_TYPES or "_prim" in eqn.params:
-                return True
-            if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
-                return True
+        jaxprs = [self.jaxpr.jaxpr]
+        for jaxpr in jaxprs:  # those in the parameters of equations are added at the end
+            for eqn in jaxpr.eqns:
+                if eqn.primitive.name in BEYOND_TYPES or "_prim" in eqn.params:
+                    return True
+                if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
+                    return True
+                jaxprs += [inner for inner in core.jaxprs_in_params(eqn.params) if inner not in jaxprs]
         return False
 
     @cached_property

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from flax import struct
 from flax.training import train_state
-from jax import Array
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -37,7 +36,7 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import (
     sharded_optimizer,
     trainable,
 )
-from xlstm_jax.distributed.optimizers.transforms import GRAD, GRAD_FN, VALUE, VALUE_FN, sees_pairs, taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import sees_pairs, taking_extra_args
 from xlstm_jax.distributed.training.arguments import collections_of, why_not_its_state
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.moments import AppliedGradients, CreatedState, NewModel, NewVariables, run_checks
@@ -130,7 +129,7 @@ class TrainState(FlaxTrainState):
 
         def updated(state: Self, grads: PyTree) -> Self:
             bare = trees.map_sharded(gradient, state.params, grads)
-            return _replaced(state, _updated(state, bare, mesh, {})[0])
+            return updated_state(state, bare, mesh, {})[0]
 
         # A dim over axes of both types would be gathered over its Auto axes by a type, which names explicit axes alone.
         named = [leaf.names for _, leaf in trees.sharded_leaves(self.params)]
@@ -195,7 +194,8 @@ def init_sharded(
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     # jit cannot split NumPy arrays over devices of several processes.
-    inputs = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, inputs)
+    leaves, structure = jax.tree.flatten(inputs)
+    inputs = jax.tree.unflatten(structure, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves])
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     run_checks("values", NewModel(model, mesh, rng, jax.process_count() > 1))
     return init(rng, inputs)
@@ -238,14 +238,12 @@ def jitted_init(
     out = placed(trees.shardings(made, mesh))
     run_checks("shapes", NewVariables(made, mesh))
     axes = default_batch_axes(made.get("params", {}), mesh) if given_axes is None else given_axes
-
-    def input_sharding(x: Any) -> NamedSharding:
-        splits = np.ndim(x) > 0 and np.shape(x)[0] % num_shards(mesh, axes) == 0
-        split = placed(NamedSharding(mesh, PartitionSpec(axes) if splits else PartitionSpec()))
-        return sharding_of_input(x, split)
-
-    input_shardings = (placed(NamedSharding(mesh, PartitionSpec())), jax.tree.map(input_sharding, inputs))
-    return jax.jit(init, in_shardings=input_shardings, out_shardings=out)
+    # Each input is split along its leading dim, if the devices divide the dim.
+    devices, (leaves, structure) = num_shards(mesh, axes), jax.tree.flatten(inputs)
+    replicated, split = [placed(NamedSharding(mesh, spec)) for spec in (PartitionSpec(), PartitionSpec(axes))]
+    splits = [np.ndim(x) > 0 and np.shape(x)[0] % devices == 0 for x in leaves]
+    each = [sharding_of_input(x, split if fits else replicated) for x, fits in zip(leaves, splits, strict=True)]
+    return jax.jit(init, in_shardings=(replicated, jax.tree.unflatten(structure, each)), out_shardings=out)
 
 
 @outside_set_mesh
@@ -311,15 +309,8 @@ def sharded_opt_state(
     ``params`` are boxed global arrays. ``offload`` says which memory stores the state: device memory by default.
     """
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
-
-    def init(params: PyTree) -> PyTree:
-        # Copy, because a step donates each buffer once, and some optimizers store the parameters themselves. Cast to
-        # strong types, as a step returns them: after a weak type the second step would compile again.
-        leaves, structure = jax.tree.flatten(optimizer.init(params))
-        return jax.tree.unflatten(structure, [jnp.array(x, x.dtype) for x in leaves])
-
     # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
-    init = on_auto_axes(init, mesh)
+    init = on_auto_axes(optimizer.init, mesh)
     out = placed(optimizer.shardings(jax.eval_shape(init, params)))
     return jax.jit(init, out_shardings=out)(params)
 
@@ -368,13 +359,7 @@ def abstract_train_state(
 
 
 def updated_state(
-    state: State,
-    grads: PyTree,
-    loss: Array,
-    value_fn: Callable[[PyTree], Array],
-    grad_fn: Callable[..., PyTree],
-    mesh: Mesh | AbstractMesh,
-    collections: Mapping[str, PyTree],
+    state: State, grads: PyTree, mesh: Mesh | AbstractMesh, collections: Mapping[str, PyTree], **extra_args: PyTree
 ) -> tuple[State, Metrics]:
     """Runs the optimizer on global arrays, outside ``shard_map``. Returns (new state, metrics of the optimizer).
 
@@ -382,48 +367,9 @@ def updated_state(
 
     Args:
       state: the state before the update.
-      grads: the mean gradients, boxed like the parameters.
-      loss: the mean loss.
-      value_fn, grad_fn: compute loss and gradients of the batch at other parameters, for line searches and SAM.
+      grads: the mean gradients without boxes and padding; None for leaves that are not trained.
       mesh: the mesh of the state.
       collections: replace the collections of the state; {}: they are unchanged.
-    """
-    grads = trainable(grads)
-    extra_args = {VALUE: loss, GRAD: grads, VALUE_FN: value_fn, GRAD_FN: grad_fn}
-    after, metrics = _updated(state, grads, mesh, collections, **extra_args)
-    updated = _replaced(state, after)
-    if not collections:
-        return updated, metrics
-    shardings = trees.shardings(after.collections, mesh)
-    return updated.replace(collections=jax.lax.with_sharding_constraint(after.collections, shardings)), metrics
-
-
-def _replaced(state: State, after: Trained) -> State:
-    """Returns ``state`` with the step, parameters and optimizer state of ``after``, and unchanged collections.
-
-    A ``TrainState`` also gets ``sees_boxes=False``: the moments in ``after`` have no boxes (``nn.Partitioned``).
-    """
-    stored: dict[str, Any] = {"sees_boxes": False} if isinstance(state, TrainState) else {}
-    return state.replace(step=after.step, params=after.params, opt_state=after.opt_state, **stored)
-
-
-def _updated(
-    state: FlaxTrainState,
-    grads: PyTree,
-    mesh: Mesh | AbstractMesh,
-    collections: Mapping[str, PyTree],
-    **extra_args: PyTree,
-) -> tuple[Trained, Metrics]:
-    """Runs ``state.tx`` on gradients, from which the caller has already removed boxes and padding.
-
-    Returns the pair of a ``Trained`` (step, parameters, optimizer state and collections after the update) and the
-    metrics of the optimizer. The parameters are boxed as in ``state``.
-
-    Args:
-      state: the state before the update.
-      grads: the mean gradients, global arrays; None for leaves that are not trained.
-      mesh: the mesh of the state.
-      collections: the new collections, for the ``Trained``; {} if they do not change.
       extra_args: further keyword arguments of the optimizer's update, such as the loss.
     Raises:
       ValueError: ``state.opt_state`` is no state of ``state.tx``.
@@ -431,7 +377,7 @@ def _updated(
     optimizer = sharded_optimizer(state.tx, state.params, mesh)
     before = Trained(state.step, state.params, state.opt_state, collections_of(state))
     try:
-        return optimizer.update(grads, before, collections, **extra_args)
+        after, metrics = optimizer.update(grads, before, collections, **extra_args)
     except Exception:  # an optimizer that receives another optimizer's state may raise anything
         # Compare shapes alone, so that no leaf in host memory is read.
         stored = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), value_dtype(x)), state.opt_state)
@@ -439,6 +385,13 @@ def _updated(
         if reason := why_not_its_state(tx, given, trainable(state.params)):
             raise ValueError(reason) from None
         raise
+    fields: dict[str, Any] = {"step": after.step, "params": after.params, "opt_state": after.opt_state}
+    if isinstance(state, TrainState):
+        fields["sees_boxes"] = False  # the new moments have no boxes (``nn.Partitioned``)
+    if collections:
+        shardings = trees.shardings(after.collections, mesh)
+        fields["collections"] = jax.lax.with_sharding_constraint(after.collections, shardings)
+    return state.replace(**fields), metrics
 
 
 # ---------------------------------------------------------------------------------------------------- as people read it

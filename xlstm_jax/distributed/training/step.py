@@ -18,6 +18,7 @@ from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
 from xlstm_jax.distributed.optimizers.norms import global_norm
 from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable, with_trainable
+from xlstm_jax.distributed.optimizers.transforms import GRAD, GRAD_FN, VALUE, VALUE_FN
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
 from xlstm_jax.distributed.training.arguments import (
     ExtraTrees,
@@ -204,13 +205,17 @@ class StepOptions:
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
         trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
-        args = self.arguments(state, batch, rng, local, extra_trees)
-        on_mesh = self.on_mesh(self.program(state, batch, extra_trees))
+        program = self.program(state, batch, rng, local, extra_trees)
+        on_mesh, args = jax.shard_map(program.fn, **program.options), program.args
         with recording_stacks() as stacks:
             result, jaxpr = traced_call(on_mesh, args)
 
         def trace_again() -> None:
-            jax.eval_shape(self.on_mesh(self.program(state, batch, extra_trees)), *args)
+            def of_batch() -> BatchResult:  # a new program: JAX keeps the trace of the first
+                again = self.program(state, batch, rng, local, extra_trees)
+                return jax.shard_map(again.fn, **again.options)(*again.args)
+
+            jax.eval_shape(of_batch)
 
         run_checks("results", Results(result, jaxpr, self.layout.mesh, self.accumulation.axes, collections_of(state)))
         without_rows = frozenset(
@@ -236,11 +241,14 @@ class StepOptions:
         """
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
         metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        loss_and_grads_at = partial(_loss_and_grads_at, state.params, of_params)
-        value_fn, grad_fn = _value_fn(loss_and_grads_at), _grad_fn(loss_and_grads_at)
-        after, of_optimizer = updated_state(
-            state, result.grads, result.loss, value_fn, grad_fn, self.layout.mesh, result.collections
-        )
+        grads, again = trainable(result.grads), partial(_loss_and_grads_at, state.params, of_params)
+        extra_args = {
+            VALUE: result.loss,
+            GRAD: grads,
+            VALUE_FN: partial(_loss_at, again),
+            GRAD_FN: partial(_gradients_at, again),
+        }
+        after, of_optimizer = updated_state(state, grads, self.layout.mesh, result.collections, **extra_args)
         metrics |= of_optimizer
         if self.learning_rate is not None:
             metrics |= learning_rates(self.learning_rate, state.opt_state, state.step)
@@ -248,47 +256,25 @@ class StepOptions:
             return after, metrics, result.aux
         return after, metrics | (_checked_aux(result.aux, metrics) if self.loss.has_aux else {})
 
-    def arguments(
+    def program(
         self, state: Any, batch: PyTree, rng: jax.Array | None, local: PyTree, extra_trees: Mapping[str, PyTree]
-    ) -> tuple[PyTree, ...]:
-        """Returns (params, batch, key, local, collections, extra_trees), the arguments of the function of ``program``.
+    ) -> "DeviceProgram":
+        """Returns the program of a device, a function for loss and gradients of a batch, with arguments and options.
 
-        Parameters and collections are those of ``state``. ``key`` is ``rng`` folded with the step number, or ``None``
-        if ``rng`` is ``None`` or the loss takes no key. ``batch``, ``local`` and ``extra_trees`` are passed on.
-        """
-        # A single key serves the entire run: fold in the step here, the device index in on_device.
-        draws = takes_key(self.loss.fn, rng, collections_of(state), extra_trees)
-        key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)
-        return state.params, batch, key, local, collections_of(state), extra_trees
-
-    def on_mesh(self, program: "DeviceProgram") -> Callable[..., Any]:
-        """Returns a function of global arrays: ``jax.shard_map`` of a device's program, on the mesh of the step.
-
-        ``program`` has the function of a device, and the specs that split the function's arguments and results.
-        """
-        fn, in_specs, out_specs = program
-        return jax.shard_map(
-            fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=self.check_vma
-        )
-
-    def program(self, state: Any, batch: PyTree, extra_trees: Mapping[str, PyTree]) -> "DeviceProgram":
-        """Returns the program of a device, a function for loss and gradients of a batch, with specs for ``shard_map``.
-
-        The function takes this device's arrays (params, batch, rng, local, collections, extra_trees) and returns a
+        The function takes this device's arrays (params, batch, key, local, collections, extra_trees) and returns a
         ``BatchResult``. ``local`` is the state of the metric on this device, None without a metric. ``extra_trees`` are
         further parameters that the loss reads and that the step does not train, by name.
 
-        The arguments of ``program`` are global: ``state`` gives the ``apply_fn``, and all three give the specs. Values
-        are not read.
+        The arguments of ``program`` are those of the step: global arrays, whose values are not read. ``state`` has the
+        parameters, the collections and ``apply_fn``. ``key`` is ``rng`` folded with the step number, or ``None`` if
+        ``rng`` is ``None`` or the loss takes no key.
         """
         # `axes` are the batch axes; `replicated` is the spec of replicated values.
-        collections, axes, replicated, mesh = (
-            collections_of(state),
-            self.accumulation.axes,
-            PartitionSpec(),
-            self.layout.mesh,
-        )
-        layout = self.layout.of_batch(batch)
+        mesh, axes, replicated = self.layout.mesh, self.accumulation.axes, PartitionSpec()
+        collections, layout = collections_of(state), self.layout.of_batch(batch)
+        # A single key serves the entire run: fold in the step here, the device index in on_device.
+        draws = takes_key(self.loss.fn, rng, collections, extra_trees)
+        key = None if rng is None or not draws else jax.random.fold_in(rng, state.step)
         specs, of_kept, of_extra_trees = [
             trees.partition_specs(tree, mesh) for tree in (state.params, collections, extra_trees)
         ]
@@ -319,15 +305,20 @@ class StepOptions:
 
         in_specs = specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((replicated, of_aux, specs, of_kept))
-        return DeviceProgram(on_device, in_specs, out_specs)
+        options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": self.check_vma}
+        return DeviceProgram(on_device, (state.params, batch, key, local, collections, extra_trees), options)
 
 
 class DeviceProgram(NamedTuple):
-    """Function ``fn`` that each device runs on its rows of a batch, with the specs of arguments and result."""
+    """Function ``fn`` that each device runs on its rows of a batch, with arguments and options of ``jax.shard_map``.
+
+    ``jax.shard_map(fn, **options)(*args)`` runs the function on all devices: ``args`` are global arrays, ``options``
+    are mesh, ``in_specs``, ``out_specs`` and ``check_vma``.
+    """
 
     fn: Callable[..., Any]
-    in_specs: PyTree
-    out_specs: PyTree
+    args: tuple[PyTree, ...]
+    options: Mapping[str, Any]
 
 
 def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
@@ -350,37 +341,40 @@ def _loss_and_grads_at(
     return result.loss, trainable(result.grads)
 
 
-def _grad_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[..., PyTree]:
-    """Returns a function (params, call index) -> gradients, which optax's SAM calls (``opaque_mode=True``).
+LossAndGrads = Callable[[PyTree], tuple[jax.Array, PyTree]]
 
-    ``again(params)`` returns (loss, gradients) of the step's batch. The call index has no effect.
+
+def _gradients_at(again: LossAndGrads, params: PyTree, index: jax.Array | int = 0) -> PyTree:
+    """Returns the gradients at ``params``, for optax's SAM (``opaque_mode=True``).
+
+    ``again(params)`` returns (loss, gradients) of the step's batch. ``index``, the number of the call, has no effect:
+    every adversarial step uses the batch of the step.
     """
-
-    def gradients(params: PyTree, index: jax.Array | int = 0) -> PyTree:
-        del index  # Every adversarial step uses the batch of the step.
-        return again(params)[1]
-
-    return gradients
+    del index
+    return again(params)[1]
 
 
-def _value_fn(again: Callable[[PyTree], tuple[jax.Array, PyTree]]) -> Callable[[PyTree], jax.Array]:
-    """Returns a differentiable function params -> loss, which line searches (L-BFGS) call.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss_at(again: LossAndGrads, params: PyTree) -> jax.Array:
+    """Returns the loss at ``params``, for line searches (L-BFGS), which differentiate it.
 
     ``again(params)`` returns (loss, gradients) of the step's batch. The function has a custom gradient rule. If JAX
     differentiated the ``shard_map``, each device would get 1/N of the cotangent, and the means inside would divide by N
     once more.
     """
+    return again(params)[0]
 
-    def times(grad: jax.Array, factor: jax.Array) -> jax.Array:
-        wide = common_dtype(grad.dtype, factor.dtype)
-        return (grad.astype(wide) * factor.astype(wide)).astype(grad.dtype)
 
-    def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
-        return (jax.tree.map(partial(times, factor=cotangent), grads),)
+def _loss_at_fwd(again: LossAndGrads, params: PyTree) -> tuple[jax.Array, PyTree]:
+    return again(params)
 
-    @jax.custom_vjp
-    def value(params: PyTree) -> jax.Array:
-        return again(params)[0]
 
-    value.defvjp(again, backward)
-    return value
+def _loss_at_bwd(again: LossAndGrads, grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
+    def times(grad: jax.Array) -> jax.Array:
+        wide = common_dtype(grad.dtype, cotangent.dtype)
+        return (grad.astype(wide) * cotangent.astype(wide)).astype(grad.dtype)
+
+    return (jax.tree.map(times, grads),)
+
+
+_loss_at.defvjp(_loss_at_fwd, _loss_at_bwd)

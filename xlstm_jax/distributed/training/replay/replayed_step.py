@@ -255,9 +255,9 @@ class Run:
         self, state: Any, batch: PyTree, rng: jax.Array, local: PyTree, extra_trees: PyTree
     ) -> tuple[BatchResult, jax.Array]:
         options = self._options.of_state(state, rng)
-        program = options.program(state, batch, extra_trees)
+        program = options.program(state, batch, rng, local, extra_trees)
         program = watched(program, self.mesh.axis_names, functools.partial(setattr, self, "leaves"))
-        return options.on_mesh(program)(*options.arguments(state, batch, rng, local, extra_trees))
+        return jax.shard_map(program.fn, **program.options)(*program.args)
 
 
 def _update(
@@ -275,9 +275,9 @@ def _update(
     step; with them an optimizer can compute gradients at other parameters.
     """
     options = options.of_state(state, rng)
-    of_params = options.on_mesh(options.program(state, batch, extra_trees))
-    rest = options.arguments(state, batch, rng, local, extra_trees)[1:]
-    return options.updated(state, result, lambda params: of_params(params, *rest))
+    program = options.program(state, batch, rng, local, extra_trees)
+    on_mesh = jax.shard_map(program.fn, **program.options)
+    return options.updated(state, result, lambda params: on_mesh(params, *program.args[1:]))
 
 
 def rolled_mesh(mesh: Mesh, axes: Sequence[str]) -> Mesh:

@@ -89,7 +89,8 @@ def watched(program: DeviceProgram, axes: tuple[str, ...], note: Callable[[list[
         (table,) = collectives.psum([table], [tuple(set(axes) - set(collectives.spread_axes(axes)))])
         return jax.tree.unflatten(jax.tree.structure(like), [result.array for result in results]), table
 
-    return DeviceProgram(fn, program.in_specs, (program.out_specs, PartitionSpec()))
+    out_specs = (program.options["out_specs"], PartitionSpec())
+    return program._replace(fn=fn, options={**program.options, "out_specs": out_specs})
 
 
 def _arrays(tree: PyTree) -> list[tuple[str, Any]]:
