@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import DELETED, looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.equations import all_equations
-from xlstm_jax.explicit_axes import has_explicit_axes, on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
 from xlstm_jax.introspection import TWO_MESHES
 from xlstm_jax.private_names import core
 
@@ -364,7 +364,8 @@ class CheckedStep:
         ``args`` and ``kwargs`` are those of the call. Raises what a check or ``function`` raises; an error of JAX about
         an argument is replaced by an error that names the argument.
         """
-        call, explicit = self._call(args, kwargs), has_explicit_axes(jax.sharding.get_abstract_mesh())
+        call = self._call(args, kwargs)
+        explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
         function = self._where_it_compiles(function) if explicit else function
         # Most checks depend on the kind of a call alone, and a training makes calls of a single kind.
         kind = _kind_of(call, explicit)
