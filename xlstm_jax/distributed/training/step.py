@@ -315,7 +315,7 @@ class StepOptions:
             with layout.entered(batch) as batch:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, collections)
 
-        in_specs = specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees
+        in_specs = specs, layout.specs(batch, spread=True), replicated, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((replicated, of_aux, specs, of_kept))
         return DeviceProgram(on_device, in_specs, out_specs)
 
