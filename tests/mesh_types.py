@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh
 
 from tests.support import AXES, fsdp, plain
 from xlstm_jax.distributed import nnx_model, shard_modules
-from xlstm_jax.explicit_axes import has_explicit_axes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # Sizes, names and types of the axes.
@@ -49,7 +48,7 @@ HOW = {"context": jax.set_mesh, "global": set_globally}
 
 def is_explicit(x: Any) -> bool:
     """Returns whether the type of an array is of a mesh with explicit axes."""
-    return has_explicit_axes(jax.typeof(x).sharding.mesh)
+    return EXPLICIT in jax.typeof(x).sharding.mesh.axis_types
 
 
 def has_types_of(kind: str, tree: Any) -> bool:

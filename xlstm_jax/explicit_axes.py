@@ -30,11 +30,6 @@ AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether any axis of the mesh has the type ``AxisType.Explicit``."""
-    return AxisType.Explicit in mesh.axis_types
-
-
 def with_auto_axes(mesh: AnyMesh) -> AnyMesh:
     """Returns the mesh with each axis of type ``Auto``."""
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))  # pyright: ignore[reportReturnType]
@@ -49,11 +44,11 @@ def placed(shardings: PyTree) -> PyTree:
     >>> placed(split) == split
     True
     >>> with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"))):
-    ...     has_explicit_axes(placed(split).mesh)
-    True
+    ...     placed(split).mesh.axis_types[0]
+    AxisType.Explicit
     """
     around = jax.sharding.get_abstract_mesh()
-    if not has_explicit_axes(around):
+    if AxisType.Explicit not in around.axis_types:
         return shardings
     return jax.tree.map(lambda sharding: _placed(sharding, around), shardings)
 
@@ -94,10 +89,10 @@ def on_auto_axes(
     def converted(*args: Any, **kwargs: Any) -> Any:
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         meshes = [jax.sharding.get_abstract_mesh(), *[jax.typeof(array).sharding.mesh for array in arrays]]
-        explicit = next(filter(has_explicit_axes, dict.fromkeys(meshes)), None)
-        if explicit is None:
+        explicit = [around for around in dict.fromkeys(meshes) if AxisType.Explicit in around.axis_types]
+        if not explicit:
             return function(*args, **kwargs)
-        inside = with_auto_axes(explicit if mesh is None else mesh.abstract_mesh)
+        inside = with_auto_axes(explicit[0] if mesh is None else mesh.abstract_mesh)
         with jax.sharding.use_abstract_mesh(inside):
             auto_args, auto_kwargs = jax.tree.map(_with_auto_type, (args, kwargs))
             results = function(*auto_args, **auto_kwargs)
@@ -127,7 +122,7 @@ def typed_like(results: PyTree, like: PyTree, *, on_mixed_axes: bool = True) -> 
     leaves, structure = jax.tree.flatten(results)
     if isinstance(like, PartitionSpec):
         around = jax.sharding.get_abstract_mesh()
-        if not has_explicit_axes(around):
+        if AxisType.Explicit not in around.axis_types:
             return results
         # A spec names explicit axes alone.
         types = dict(zip(around.axis_names, around.axis_types, strict=True))
@@ -166,7 +161,7 @@ def unsplit_over(x: Any, axes: Container[str]) -> Any:
     ShapedArray(float32[8,4@dp])
     """
     sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) else None
-    if sharding is None or not has_explicit_axes(sharding.mesh):
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
         return x
     # The type names only explicit axes.
     entries = list(map(_axes_of, sharding.spec))
@@ -189,7 +184,7 @@ def sharding_of_input(x: Any, sharding: NamedSharding) -> NamedSharding:
     """
     if isinstance(x, Tracer):
         its = jax.typeof(x).sharding
-        is_there = has_explicit_axes(its.mesh)
+        is_there = AxisType.Explicit in its.mesh.axis_types
     else:
         its = getattr(x, "sharding", None)
         is_there = getattr(x, "committed", True)
@@ -209,7 +204,7 @@ def on_set_mesh(tree: PyTree) -> PyTree:
     The memory of the arrays is shared, not copied. An array on a mesh of different axes is placed on the set mesh only
     if the array is replicated over the same devices. Leaves that are not on a mesh are unchanged.
     """
-    if not has_explicit_axes(jax.sharding.get_abstract_mesh()):
+    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return tree
     return jax.tree.map(_on_set_mesh, tree)
 
@@ -223,11 +218,11 @@ def _on_set_mesh(leaf: Any) -> Any:
     if not _is_on_mesh(leaf):
         return leaf
     sharding = placed(leaf.sharding)
-    if not has_explicit_axes(sharding.mesh) and _is_replicated_on(around := _set_mesh(), sharding):
+    if AxisType.Explicit not in sharding.mesh.axis_types and _is_replicated_on(around := _set_mesh(), sharding):
         sharding = NamedSharding(around, PartitionSpec())
     # Programs return specs with an entry for each dim, and in JAX 0.12 an empty spec for replicated arrays. Arguments
     # get specs in the same form, because the second step would compile again after a different spec.
-    if has_explicit_axes(sharding.mesh):
+    if AxisType.Explicit in sharding.mesh.axis_types:
         entries = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))] if any(sharding.spec) else []
         sharding = sharding.update(spec=PartitionSpec(*entries))
     return _moved(leaf, sharding)
@@ -253,8 +248,7 @@ def outside_set_mesh(function: Function, inside: str | None = None) -> Function:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        around = _set_mesh()
-        if around is None:
+        if jax.sharding.get_abstract_mesh().empty or (around := _set_mesh()) is None:
             return function(*args, **kwargs)
         if inside is not None:
             bound = inspect.signature(function).bind(*args, **kwargs)
@@ -280,8 +274,6 @@ def outside_other_mesh(tree: PyTree) -> AbstractContextManager[Any]:
 
 def _set_mesh() -> Mesh | None:
     """Returns the mesh that ``jax.set_mesh`` has set; None if no mesh is set, or while JAX traces a function."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return None
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # while tracing, where the mesh cannot be changed
@@ -343,7 +335,7 @@ def _mesh_of(leaf: Any) -> AbstractMesh:
 
 def _with_auto_type(leaf: Any) -> Any:
     # Called under the mesh with Auto axes, where a spec without names leaves the sharding to XLA, without a copy.
-    if not has_explicit_axes(_mesh_of(leaf)):
+    if AxisType.Explicit not in _mesh_of(leaf).axis_types:
         return leaf
     return jax.sharding.reshard(leaf, PartitionSpec(*[None] * np.ndim(leaf)))
 

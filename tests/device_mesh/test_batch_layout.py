@@ -43,7 +43,9 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
     assert layout.axes == ("dp", "fsdp", "cp") and layout.row_axes == ROWS
     own = lambda batch: jax.tree.map(lambda x: x[None] if x.ndim else x, batch)  # noqa: E731
     specs = SPEC | {"tokens": P(layout.axes), "label": P(layout.axes)}
-    stacked = jax.shard_map(own, mesh=mesh, in_specs=(layout.in_specs(BATCH),), out_specs=specs, check_vma=False)(BATCH)
+    stacked = jax.shard_map(
+        own, mesh=mesh, in_specs=(layout.specs(BATCH, spread=True),), out_specs=specs, check_vma=False
+    )(BATCH)
     for device in range(8):
         part = layout.part(BATCH, jnp.int32(device))
         assert_each_leaf(
@@ -53,8 +55,8 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
 
 def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
-    assert batch_layout(mesh, None, P(ROWS, "cp")).in_specs(BATCH["tokens"]) == P("fsdp", "cp")
-    assert batch_layout(mesh, ROWS).in_specs({"x": BATCH["tokens"], "n": 1}) == {"x": P(("fsdp",)), "n": P()}
+    assert batch_layout(mesh, None, P(ROWS, "cp")).specs(BATCH["tokens"], spread=True) == P("fsdp", "cp")
+    assert batch_layout(mesh, ROWS).specs({"x": BATCH["tokens"], "n": 1}, spread=True) == {"x": P(("fsdp",)), "n": P()}
 
 
 def test_shard_batch_pads_rows_but_not_tokens(mesh):
@@ -69,7 +71,7 @@ def test_zigzag_layout_of_a_batch_gives_matching_context_positions_in_shard_map(
     batch, layout = to_zigzag({"x": natural}, 2) | {"natural": natural}, batch_layout(mesh, None, P(ROWS, "cp"))
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(layout.in_specs(batch),), out_specs=P(ROWS, "cp"))
+    @partial(jax.shard_map, mesh=mesh, in_specs=(layout.specs(batch, spread=True),), out_specs=P(ROWS, "cp"))
     def as_layers_see_it(batch):
         with layout.of_batch(batch).entered(batch) as tokens:
             return tokens | {"positions": context_positions(8, "cp") + 0 * tokens["natural"]}

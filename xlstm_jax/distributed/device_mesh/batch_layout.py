@@ -16,7 +16,6 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -72,8 +71,9 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     Raises:
       TypeError: ``mesh`` is not a mesh; names its type, and the call that makes a mesh.
     """
-    check_mesh(mesh)
-    return with_auto_axes(mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        check_mesh(mesh)
+    return mesh if set(mesh.axis_types) == {AxisType.Auto} else with_auto_axes(mesh)
 
 
 def check_mesh(mesh: object, *, devices: bool = False) -> None:
@@ -139,7 +139,8 @@ def mesh_axes(mesh: Mesh | AbstractMesh, axis_names: AxisNames, argument: str) -
       ValueError: the mesh lacks an axis; names ``argument``. Or ``axis_names`` is empty, repeats a name, or contains
         something other than names; the error calls the argument ``axis_name``.
     """
-    check_mesh(mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        check_mesh(mesh)
     axes = as_axis_names(axis_names)
     missing = [axis for axis in axes if axis not in mesh.shape]
     if missing:
@@ -162,40 +163,63 @@ class BatchLayout:
       axes: the axes that split any dim of a leaf, in the order of the specs.
       row_axes: the axes that split dim 0.
       spec: a ``PartitionSpec``, or a tree of them that is a prefix of the batch.
-      tokens: the token layout of a step, "contiguous" or "zigzag"; None to take it from the batch, see ``of_batch``.
+      sequence: for layers that exchange tokens between devices (attention): the order of the tokens, and the axes that
+        split tokens (other dims than dim 0) and rows, without axes of size 1.
+      tokens: the token layout of a step, "contiguous" or "zigzag"; None to take it from the batch, see ``of_batch``;
+        in ``sequence`` "contiguous" is in place of None.
     """
 
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
     row_axes: tuple[str, ...]
     spec: PyTree
+    sequence: SequenceLayout
     tokens: str | None = None
 
     def __str__(self) -> str:
         return str(self.axes if self.axes == self.row_axes else self.spec)
 
-    def specs(self, batch: PyTree) -> PyTree:
+    def specs(self, batch: PyTree, *, spread: bool = False) -> PyTree:
         """Returns a tree like ``batch`` with the ``PartitionSpec`` of each leaf, after checks of the shapes.
 
         A scalar has ``PartitionSpec()``. The size of dim 0 is not checked, because on a host it is the number of rows
-        of the process.
+        of the process. With ``spread`` the specs omit axes of size 1, which split nothing, as ``in_specs`` for
+        ``shard_map``.
 
         Raises:
           ValueError: the specs are no prefix of the batch, a leaf has fewer dims than its spec, or the axes of a dim do
             not divide it; names the leaf and both numbers.
         """
         leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
-        shapes = [(path_string(path), np.shape(leaf)) for path, leaf in leaves]
-        pairs = zip(shapes, self._by_leaf(batch), strict=True)
-        return jax.tree.unflatten(treedef, [self._of(path, shape, spec) for (path, shape), spec in pairs])
-
-    def in_specs(self, batch: PyTree) -> PyTree:
-        """Returns a tree like ``batch`` with the ``PartitionSpec`` of each leaf, as ``in_specs`` for ``shard_map``.
-
-        Axes of size 1, which split nothing, are left out of the specs. Raises a ``ValueError`` if the layout does not
-        fit the shapes of the batch.
-        """
-        return jax.tree.map(partial(spread_spec, mesh=self.mesh), self.specs(batch))
+        by_leaf = [self.spec] * len(leaves) if isinstance(self.spec, PartitionSpec) else self._by_leaf(batch)
+        specs: list[PartitionSpec] = []
+        for (path, leaf), spec in zip(leaves, by_leaf, strict=True):
+            shape = np.shape(leaf)
+            if not shape:
+                specs.append(PartitionSpec())
+                continue
+            if not len(spec):
+                raise ValueError(
+                    f"{named_leaf('batch', path_string(path))} of shape {shape} has the spec {spec}, which splits "
+                    f"nothing, and dim 0 of a batch holds examples, split over {self.row_axes}. Split its dim 0 "
+                    "likewise; pass a value that all devices need as a scalar, or in the collections of the state."
+                )
+            if len(spec) > len(shape):
+                raise ValueError(
+                    f"{named_leaf('batch', path_string(path))} of shape {shape} has {len(shape)} dims, and its spec "
+                    f"{spec} is of {len(spec)}. Give each leaf a spec of its own, as batch_spec={{'tokens': P('dp', "
+                    "'cp'), 'label': P('dp')}."
+                )
+            # Skip dim 0: `check_batch` compares the rows, and on a host dim 0 has only the rows of the process.
+            for dim in range(1, len(spec)):
+                if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
+                    raise ValueError(
+                        f"{named_leaf('batch', path_string(path))} of shape {shape} has the spec {spec}: the {count} "
+                        f"devices over {entry_axes(spec[dim])} do not divide dim {dim} of size {shape[dim]}. Pad it to "
+                        f"{next_multiple(shape[dim], count)} (tokens of weight 0, weighted=True), or split another dim."
+                    )
+            specs.append(spread_spec(spec, self.mesh) if spread else spec)
+        return jax.tree.unflatten(treedef, specs)
 
     def part(self, batch: PyTree, device: Any) -> PyTree:
         """Returns the part of a global batch for one device: a tree like ``batch`` with the device's shards.
@@ -231,8 +255,12 @@ class BatchLayout:
             the number of devices does not divide the length of a sequence.
         """
         leaves = flatten_with_path(batch, one_leaf=ReorderedTokens)[0]
-        in_zigzag = [leaf for _, leaf in leaves if isinstance(leaf, ReorderedTokens) and leaf.devices > 1]
+        before_step = [leaf for _, leaf in leaves if isinstance(leaf, ReorderedTokens)]
+        in_zigzag = [leaf for leaf in before_step if leaf.devices > 1]
         tokens = self.tokens or (ZIGZAG if in_zigzag else CONTIGUOUS)
+        layout = replace(self, tokens=tokens, sequence=replace(self.sequence, layout=tokens))
+        if tokens == CONTIGUOUS and not before_step:
+            return layout
         for (path, leaf), spec in zip(leaves, self._by_leaf(batch), strict=True):
             if isinstance(leaf, ReorderedTokens):
                 entry = dict(enumerate(spec)).get(leaf.dim % leaf.ndim)
@@ -240,25 +268,12 @@ class BatchLayout:
                 check_reordered(
                     named_leaf("batch", path), leaf, tokens, num_shards(self.mesh, entry_axes(entry)), split
                 )
-        layout = replace(self, tokens=tokens)
         devices = num_shards(self.mesh, layout.sequence.axes)
         if tokens == ZIGZAG and devices > 1:
             for (path, leaf), dim in zip(leaves, layout._token_dims(batch), strict=True):
                 if dim is not None:
                     check_even(np.shape(leaf)[dim], devices, f"{named_leaf('batch', path)} of shape {np.shape(leaf)}")
         return layout
-
-    @property
-    def sequence(self) -> SequenceLayout:
-        """Token order ("contiguous" or "zigzag") and axes for layers that exchange tokens between devices (attention).
-
-        A ``SequenceLayout`` of the order, the axes that split other dims than dim 0 (the tokens), and the axes that
-        split dim 0 (the rows), both without axes of size 1. If the layout's ``tokens`` is None, the order is
-        "contiguous".
-        """
-        columns = [axis for axis in self.axes if axis not in self.row_axes]
-        axes, rows = [tuple([axis for axis in of if self.mesh.shape[axis] > 1]) for of in (columns, self.row_axes)]
-        return SequenceLayout(self.tokens or CONTIGUOUS, axes, rows)
 
     @contextlib.contextmanager
     def entered(self, batch: PyTree) -> Iterator[PyTree]:
@@ -336,36 +351,6 @@ class BatchLayout:
                 "must be a prefix of the batch. Give each leaf its spec, or one PartitionSpec for all of them."
             ) from None
 
-    def _of(self, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-        """Returns ``spec`` for the leaf at ``path`` of this shape, after checks; ``PartitionSpec()`` for a scalar.
-
-        Raises a ``ValueError`` if the spec of an array is empty or has more entries than the array has dims, or if the
-        devices of an entry do not divide the dim (dim 0 is not checked).
-        """
-        name = named_leaf("batch", path)
-        if not shape:
-            return PartitionSpec()
-        if not len(spec):
-            raise ValueError(
-                f"{name} of shape {shape} has the spec {spec}, which splits nothing, and dim 0 of a batch holds "
-                f"examples, split over {self.row_axes}. Split its dim 0 likewise; pass a value that all devices need "
-                "as a scalar, or in the collections of the state."
-            )
-        if len(spec) > len(shape):
-            raise ValueError(
-                f"{name} of shape {shape} has {len(shape)} dims, and its spec {spec} is of {len(spec)}. Give each leaf "
-                "a spec of its own, as batch_spec={'tokens': P('dp', 'cp'), 'label': P('dp')}."
-            )
-        # Skip dim 0: `check_batch` compares the rows, and on a host dim 0 has only the rows of the process.
-        for dim in range(1, len(spec)):
-            if shape[dim] % (count := num_shards(self.mesh, entry_axes(spec[dim]))):
-                raise ValueError(
-                    f"{name} of shape {shape} has the spec {spec}: the {count} devices over {entry_axes(spec[dim])} do "
-                    f"not divide dim {dim} of size {shape[dim]}. Pad it to {next_multiple(shape[dim], count)} (tokens "
-                    "of weight 0, weighted=True), or split another dim."
-                )
-        return spec
-
 
 def batch_layout(
     mesh: Mesh | AbstractMesh,
@@ -384,7 +369,8 @@ def batch_layout(
         split as a sequence is not 1.
       TypeError: ``batch_spec`` contains something other than a ``PartitionSpec``, or ``mesh`` is not a mesh.
     """
-    check_mesh(mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        check_mesh(mesh)
     if tokens is not None:
         check_layout(tokens)
     if isinstance(batch_axes, PartitionSpec) or (batch_axes is None) == (batch_spec is None):
@@ -394,28 +380,30 @@ def batch_layout(
             "P(('dp', 'fsdp'), 'cp'), or a tree of them."
         )
     if batch_spec is None:
-        axes = mesh_axes(mesh, batch_axes or (), "batch_axes")
-        if tokens == ZIGZAG:
-            check_one_sequence([], f"{batch_axes=}")
-        return BatchLayout(mesh, axes, axes, PartitionSpec(axes), tokens)
-    specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
-    axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
-    rows = {path: entries[0] for path, entries in specs.items() if entries}
-    if not axes:
-        raise ValueError(f"batch_spec={batch_spec} splits nothing; name an axis, as P('fsdp') or P('fsdp', 'cp').")
-    # Rows of different leaves belong to the same examples, and share one weight per row.
-    first = next(iter(rows))
-    for path, of_rows in rows.items():
-        if of_rows != rows[first]:
-            raise ValueError(
-                f"batch_spec splits dim 0, the examples, over {rows[first]} at '{first}' and over {of_rows} at "
-                f"'{path}': the leaves of a device would have different examples. Split dim 0 of all leaves over the "
-                "same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
-            )
-    columns = dict.fromkeys(entry for entries in specs.values() for entry in entries[1:] if entry)
+        axes = of_rows = mesh_axes(mesh, batch_axes or (), "batch_axes")
+        spec, columns = PartitionSpec(axes), []
+    else:
+        specs = {path: _named(path, spec, mesh) for path, spec in leaves_with_path(batch_spec)}
+        axes = tuple(dict.fromkeys(axis for entries in specs.values() for entry in entries for axis in entry))
+        if not axes:
+            raise ValueError(f"batch_spec={batch_spec} splits nothing; name an axis, as P('fsdp') or P('fsdp', 'cp').")
+        # Rows of different leaves belong to the same examples, and share one weight per row.
+        rows = {path: entries[0] for path, entries in specs.items() if entries}
+        first = next(iter(rows))
+        for path, of_rows in rows.items():
+            if of_rows != rows[first]:
+                raise ValueError(
+                    f"batch_spec splits dim 0, the examples, over {rows[first]} at '{first}' and over {of_rows} at "
+                    f"'{path}': the leaves of a device would have different examples. Split dim 0 of all leaves over "
+                    "the same axes; a leaf with an entry for each token has examples before tokens, [b, t]."
+                )
+        of_rows, spec = rows[first], batch_spec
+        columns = list(dict.fromkeys([entry for entries in specs.values() for entry in entries[1:] if entry]))
     if tokens == ZIGZAG:
-        check_one_sequence(list(columns), f"batch_spec={batch_spec}")
-    return BatchLayout(mesh, axes, rows[first], batch_spec, tokens)
+        check_one_sequence(columns, f"{batch_axes=}" if batch_spec is None else f"batch_spec={batch_spec}")
+    of_tokens = [axis for axis in axes if axis not in of_rows]
+    spread = [tuple([axis for axis in split if mesh.shape[axis] > 1]) for split in (of_tokens, of_rows)]
+    return BatchLayout(mesh, axes, of_rows, spec, SequenceLayout(tokens or CONTIGUOUS, *spread), tokens)
 
 
 def check_one_sequence(columns: list[tuple[str, ...]], argument: str) -> None:

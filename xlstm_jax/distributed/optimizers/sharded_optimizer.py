@@ -23,10 +23,10 @@ takes further wrappers.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -44,7 +44,7 @@ from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
-from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import call_update
 
 # -------------------------------------------------------------------------------- arrays of optax, and the stored state
 
@@ -151,8 +151,6 @@ def stored_state(opt_state: PyTree, params: PyTree) -> PyTree:
     parameter's, or without a parameter stay as they are.
     """
     by_path = dict(trees.sharded_leaves(params))
-    if all(leaf.stores_value for leaf in by_path.values()):
-        return opt_state
 
     def stored(path: str, leaf: PyTree) -> PyTree:
         owner = owner_of_state(path, by_path)
@@ -176,9 +174,10 @@ def given_state(opt_state: PyTree) -> PyTree:
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Returns the shardings of an optimizer's state: each leaf is split like its parameter.
 
-    A leaf with a shape unlike its parameter's (a factored moment, a history) is split over the same axes along the
-    largest dim that the axes divide. A leaf without a parameter is replicated. The values of an update do not depend on
-    the shardings.
+    With ZeRO-1 a leaf is also split over the axes along which its parameter has copies. A leaf with a shape unlike its
+    parameter's (a factored moment, a history) is split over the parameter's axes along the largest dim that these axes
+    divide; without such a dim it is replicated. A leaf without a parameter is replicated. A leaf in a ``StateBox`` is
+    split over the axes that the box names. The values of an update do not depend on the shardings.
 
     >>> params = {"w": nn.Partitioned(jnp.ones((8, 2)), names=("fsdp", None))}
     >>> opt_state = optax.sgd(0.1, momentum=0.9).init(unbox(params))
@@ -186,57 +185,29 @@ def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | Ab
     P('fsdp',)
 
     Args:
-      opt_state: arrays or ``ShapeDtypeStruct``, without boxes.
+      opt_state: arrays or ``ShapeDtypeStruct``, without boxes or as stored.
       params: boxed parameters, arrays or abstract.
       mesh: the mesh whose axes the boxes name.
     Returns:
       A tree with a ``NamedSharding`` for every leaf of ``opt_state``.
     """
-    return state_shardings(opt_state, leaves_and_specs(params, mesh), mesh)
-
-
-# For each parameter the leaf, and the spec of its values, which the moments of the parameter share.
-LeavesAndSpecs = Mapping[str, tuple[Sharded, PartitionSpec]]
-
-
-def leaves_and_specs(params: PyTree, mesh: Mesh | AbstractMesh) -> LeavesAndSpecs:
-    """Returns (leaf, spec) for each leaf of boxed parameters, by path.
-
-    The leaf is a ``Sharded``, the library's box. The spec says how the stored values are split over ``mesh``, by the
-    axes in the box, without axes of size 1.
-    """
-    return {path: (leaf, trees.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
-
-
-def state_shardings(opt_state: PyTree, by_path: LeavesAndSpecs, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns the tree of an optimizer's state with a ``NamedSharding`` in place of each leaf.
-
-    A leaf with the shape of its parameter is split like the parameter, and with ZeRO-1 also over the axes along which
-    the parameter has copies. A leaf of another shape is split over the parameter's axes along a dim that these axes
-    divide; without such a dim it is replicated. A leaf without a parameter is replicated. A leaf in a ``StateBox`` is
-    split over the axes that the box names.
-
-    Args:
-      opt_state: the state as stored, arrays or abstract.
-      by_path: the parameters, as ``leaves_and_specs`` returns them.
-      mesh: the mesh of the shardings.
-    """
-
-    def sharding(path: str, leaf: PyTree) -> NamedSharding:
-        value = leaf.value if is_box(leaf) else leaf
-        if value is not leaf and is_state_box(leaf):
-            return NamedSharding(mesh, trees.spread_spec(leaf_of(leaf).names, mesh))
+    # For each parameter the leaf, and the spec of its stored values, without axes of size 1: moments share the spec.
+    by_path = {path: (leaf, trees.spread_spec(leaf.names, mesh)) for path, leaf in trees.sharded_leaves(params)}
+    leaves, structure = trees.flatten_with_path(opt_state)
+    shardings = []
+    for path, leaf in leaves:
+        if isinstance(leaf, StateBox):
+            shardings.append(NamedSharding(mesh, trees.spread_spec(leaf_of(leaf).names, mesh)))
+            continue
         owner, spec = owner_of_state(path, by_path) or (None, PartitionSpec())
-        shape = np.shape(value)
         if owner is not None and any(owner.names):
-            copies = owner.communication.replicas
+            shape, copies = np.shape(leaf.value if is_box(leaf) else leaf), owner.communication.replicas
             if shape != np.shape(owner.value):
                 spec = _spec_of_other_shape(shape, owner, mesh)
             elif copies and copies.splits_optimizer_state:
                 spec = _split_further(spec, shape, copies, mesh)
-        return NamedSharding(mesh, spec)
-
-    return trees.map_leaves_with_path(sharding, opt_state)
+        shardings.append(NamedSharding(mesh, spec))
+    return jax.tree.unflatten(structure, shardings)
 
 
 def _spec_of_other_shape(shape: tuple[int, ...], owner: Sharded, mesh: Mesh | AbstractMesh) -> PartitionSpec:
@@ -326,17 +297,14 @@ Wrapper = Callable[[ShardedOptimizer, PyTree, Mesh | AbstractMesh], ShardedOptim
 
 
 class Placement:
-    """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``."""
+    """Choice of the memory that stores an optimizer's state: device memory here, host memory in ``Offload``.
 
-    def wrap(self, optimizer: ShardedOptimizer, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-        """Returns a ``ShardedOptimizer`` that stores its state in the chosen memory.
+    Attributes:
+      wrap: None for device memory. In a subclass a wrapper: a method that returns a copy of an optimizer whose function
+        ``shardings`` places leaves of the state elsewhere, as ``Offload`` in host memory.
+    """
 
-        This class chooses device memory, and returns ``optimizer`` itself; ``params`` and ``mesh`` are not read. A
-        subclass returns a copy of ``optimizer`` whose function ``shardings`` places leaves of the state elsewhere, as
-        ``Offload`` in host memory. ``params`` are the boxed parameters, arrays or abstract, and ``mesh`` is their mesh.
-        """
-        del params, mesh
-        return optimizer
+    wrap: Wrapper | None = None
 
 
 ON_DEVICES = Placement()
@@ -394,7 +362,7 @@ def parameter_layout() -> ParameterLayout | None:
 
 
 def sharded_optimizer(
-    tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, *wrappers: Wrapper
+    tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh, *wrappers: Wrapper | None
 ) -> ShardedOptimizer:
     """Makes a ``ShardedOptimizer`` (init, update and state shardings for boxed parameters) from an optax transform.
 
@@ -404,53 +372,12 @@ def sharded_optimizer(
       mesh: the mesh of the parameters.
       *wrappers: functions that take a ``ShardedOptimizer``, ``params`` and ``mesh`` and return a changed optimizer;
         applied in order, the last outermost, after the wrappers of the lists ``WRAPPERS`` and ``WRAPPERS_OF_STATES``.
+        None changes nothing.
     """
-    optimizer = _plain(tx, params, mesh)
-    for wrap in WRAPPERS:
-        optimizer = wrap(optimizer, params, mesh)
-    of_any_state = optimizer
-
-    def update(
-        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
-    ) -> tuple[Trained, Metrics]:
-        found, of_this_state = _kinds(before.opt_state), of_any_state
-        for needs, wrap in WRAPPERS_OF_STATES:
-            if needs in found:
-                of_this_state = wrap(of_this_state, params, mesh)
-        return of_this_state.update(grads, before, collections, **extra_args)
-
-    optimizer = optimizer._replace(update=update)
-    for wrap in wrappers:
-        optimizer = wrap(optimizer, params, mesh)
-    return optimizer
-
-
-def _kinds(opt_state: PyTree) -> set[object]:
-    """Returns the classes of all nodes of an optimizer's state, and the memory spaces of its arrays, in a set.
-
-    Classes are node types of the pytree, such as ``tuple`` or ``SkipNonfiniteState``; memory spaces are of type
-    ``jax.memory.Space``.
-    """
-    kinds: set[object] = set()
-    waiting = [opt_state]
-    while waiting:
-        node = waiting.pop()
-        if (below := default_registry.flatten_one_level(node)) is not None:
-            kinds.add(type(node))
-            waiting += below[0]
-        elif isinstance(node, jax.Array):
-            kinds.add(jax.typeof(node).memory_space)
-    return kinds
-
-
-def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | AbstractMesh) -> ShardedOptimizer:
-    """Makes a ``ShardedOptimizer`` from an optax transform, without any wrapper (such as for skipped steps or offload).
-
-    ``params`` are boxed parameters on ``mesh``, arrays or abstract: only boxes, shapes and dtypes are read.
-    """
-    called = taking_extra_args(tx)
-    by_path = leaves_and_specs(params, mesh)
-    padded = [path for path, (leaf, _) in by_path.items() if not leaf.stores_value]
+    # The optimizer without wrappers.
+    shardings = partial(optimizer_state_shardings, params=params, mesh=mesh)
+    layout = ParameterLayout(mesh, params, shardings)
+    padded = [path for path, leaf in trees.sharded_leaves(params) if not leaf.stores_value]
 
     def init(params: PyTree) -> PyTree:
         with set_context(_LAYOUT, layout):
@@ -461,17 +388,17 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         opt_state = jax.tree.unflatten(structure, [jnp.array(x, x.dtype) for x in leaves])
         return stored_state(opt_state, params) if padded else opt_state
 
-    def update(
+    def plain_update(
         grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
     ) -> tuple[Trained, Metrics]:
         bare = trainable(before.params)
         with set_context(_LAYOUT, layout):
-            updates, opt_state = called.update(grads, given_state(before.opt_state), bare, **extra_args)
+            updates, opt_state = call_update(tx, grads, given_state(before.opt_state), bare, **extra_args)
         opt_state = stored_state(opt_state, before.params) if padded else opt_state
         new_params = with_trainable(before.params, optax.apply_updates(bare, updates))
         after = Trained(
             step=before.step + 1,
-            params=_placed_as(new_params, [spec for _, spec in by_path.values()], mesh),
+            params=jax.lax.with_sharding_constraint(new_params, trees.shardings(params, mesh)),
             # Shardings of the new state, whose tree may differ from the initial state's: optax.monitor starts without
             # measures.
             opt_state=jax.lax.with_sharding_constraint(opt_state, shardings(opt_state)),
@@ -479,17 +406,32 @@ def _plain(tx: optax.GradientTransformation, params: PyTree, mesh: Mesh | Abstra
         )
         return after, {}
 
-    def shardings(opt_state: PyTree) -> PyTree:
-        return state_shardings(opt_state, by_path, mesh)
+    # Wrappers of every optimizer.
+    of_any_state = ShardedOptimizer(init, plain_update, shardings)
+    for wrap in WRAPPERS:
+        of_any_state = wrap(of_any_state, params, mesh)
 
-    layout = ParameterLayout(mesh, params, shardings)
-    return ShardedOptimizer(init, update, shardings)
+    def update(
+        grads: PyTree, before: Trained, collections: Mapping[str, PyTree], **extra_args: PyTree
+    ) -> tuple[Trained, Metrics]:
+        # Wrappers of this state: found are the classes of its nodes, as SkipNonfiniteState, and the memories (of type
+        # jax.memory.Space) of its arrays.
+        found: set[object] = set()
+        waiting = [before.opt_state]
+        while waiting:
+            node = waiting.pop()
+            if (below := default_registry.flatten_one_level(node)) is not None:
+                found.add(type(node))
+                waiting += below[0]
+            elif isinstance(node, jax.Array):
+                found.add(jax.typeof(node).memory_space)
+        of_this_state = of_any_state
+        for needs, wrap in WRAPPERS_OF_STATES:
+            if needs in found:
+                of_this_state = wrap(of_this_state, params, mesh)
+        return of_this_state.update(grads, before, collections, **extra_args)
 
-
-def _placed_as(tree: PyTree, specs: Sequence[PartitionSpec], mesh: Mesh | AbstractMesh) -> PyTree:
-    """Returns a tree of global arrays with leaf i, in tree order, constrained to the sharding ``specs[i]`` on the mesh.
-
-    A box is a leaf.
-    """
-    shardings = trees.with_leaves(tree, [NamedSharding(mesh, spec) for spec in specs])
-    return jax.lax.with_sharding_constraint(tree, shardings)
+    optimizer = of_any_state._replace(update=update)
+    for wrapper in filter(None, wrappers):
+        optimizer = wrapper(optimizer, params, mesh)
+    return optimizer

@@ -57,40 +57,18 @@ class Part(NamedTuple):
 
     Attributes:
       name: the function that made the transform, as "scale_by_adam".
-      closure_values: the closure variables of the transform's ``update``, by name.
-      update: the function ``update``; None for a factory, which ``inject_hyperparams`` calls in each update.
-      made_by: the name of the module with ``update``, or with the factory.
+      closure_values: the closure variables of the transform's ``update``, by name; for a method ``update`` the
+        attributes of its object.
+      tx: the transform; None for a factory, which ``inject_hyperparams`` calls in each update.
+      made_by: the name of the module with the transform's ``update``, or with the factory.
+      within: the parts directly inside: a factory, the links of a chain, and transforms in ``closure_values``.
     """
 
     name: str
     closure_values: dict[str, Any]
-    update: Callable[..., Any] | None
+    tx: optax.GradientTransformation | None
     made_by: str
-
-
-def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """Returns the list of transforms in an ``optax.chain``, nested chains flattened; [tx] for any other transform."""
-    # In optax only `chain` closes over variables of these names.
-    inits, updates = closure(tx.init).get("init_fns"), closure(tx.update).get("update_fns")
-    if not (inits and updates):
-        return [tx]
-    return [link for pair in zip(inits, updates, strict=True) for link in links(optax.GradientTransformation(*pair))]
-
-
-def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
-    """Returns the name of the function that made a transform, with inner transforms: ``masked(scale_by_trust_ratio)``.
-
-    With ``flags`` the result also has the options that are True: ``scale_by_adam(nesterov)`` for NAdam.
-    """
-    closure_values = _held(tx)
-    if isinstance(closure_values.get("tx"), TRANSFORMS):  # a transform wrapped by with_extra_args_support
-        return name_of(closure_values["tx"], flags)
-    inside = [name_of(part, flags) for part in _inside(tx, closure_values)]
-    factory = _factory(closure_values)
-    inside += [factory.name] if factory else []
-    inside += sorted(name for name, value in closure_values.items() if value is True) if flags else []
-    own_name = _own_name(tx)
-    return f"{own_name}({', '.join(inside)})" if inside else own_name
+    within: "list[Part]"
 
 
 def parts(tx: optax.GradientTransformation) -> list[Part]:
@@ -101,24 +79,61 @@ def parts(tx: optax.GradientTransformation) -> list[Part]:
     """
     global _last_read
     # Several checks read the parts of one optimizer: before its state is made, and in each trace of a step.
-    if _last_read is None or _last_read[0] is not tx:
-        _last_read = tx, _parts(tx)
-    return _last_read[1]
+    if _last_read is not None and _last_read[0] is tx:
+        return _last_read[1]
+    owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
+    closure_values = dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)
+    if isinstance(closure_values.get("tx"), TRANSFORMS):  # a transform wrapped by with_extra_args_support
+        return parts(closure_values["tx"])
+    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the factory's name.
+    name = getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
+    part = Part(name, closure_values, tx, getattr(tx.update, "__module__", ""), [])
+    found = [part]
+    # A factory, such as `optax.adamw`, that `inject_hyperparams` calls in each update; perhaps in a `partial`.
+    factory: Any = closure_values.get("inner_factory")
+    factory = getattr(factory, "func", factory)
+    if hasattr(factory, "__name__"):
+        part.within.append(Part(factory.__name__, {}, None, getattr(factory, "__module__", ""), []))
+        found += part.within
+    # A variable of any name (`inner`, `adv_optimizer`) may have a transform, in nested lists, tuples and dicts, too. A
+    # chain has the functions of its links in two variables, which have these names in no other transform of optax.
+    waiting = [*reversed(closure_values.values())]
+    inits, updates = closure(tx.init).get("init_fns"), closure_values.get("update_fns")
+    if inits and updates:
+        waiting += map(optax.GradientTransformation, reversed(inits), reversed(updates))
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, TRANSFORMS):  # a transform is a tuple, too
+            below = parts(value)
+            part.within.append(below[0])
+            found += below
+        elif isinstance(value, Mapping | list | tuple):
+            waiting += reversed([*value.values()] if isinstance(value, Mapping) else value)
+    _last_read = tx, found
+    return found
 
 
 _last_read: tuple[optax.GradientTransformation, list[Part]] | None = None
 
 
-def _parts(tx: optax.GradientTransformation) -> list[Part]:
-    closure_values = _held(tx)
-    if isinstance(closure_values.get("tx"), TRANSFORMS):
-        return _parts(closure_values["tx"])
-    result = [Part(_own_name(tx), closure_values, tx.update, getattr(tx.update, "__module__", ""))]
-    if factory := _factory(closure_values):
-        result.append(factory)
-    for part in _within(tx, closure_values):
-        result += _parts(part)
-    return result
+def links(tx: optax.GradientTransformation) -> list[optax.GradientTransformation]:
+    """Returns the list of transforms in an ``optax.chain``, nested chains flattened; [tx] for any other transform."""
+    part = parts(tx)[0]
+    if not part.closure_values.get("update_fns"):
+        return [tx]
+    return [link for below in part.within if below.tx is not None for link in links(below.tx)]
+
+
+def name_of(tx: optax.GradientTransformation, flags: bool = False) -> str:
+    """Returns the name of the function that made a transform, with inner transforms: ``masked(scale_by_trust_ratio)``.
+
+    With ``flags`` the result also has the options that are True: ``scale_by_adam(nesterov)`` for NAdam.
+    """
+    part = parts(tx)[0]
+    inside = [name_of(inner, flags) for inner in _inside(part)]
+    inside += [factory.name for factory in part.within if factory.tx is None]
+    inside += sorted(name for name, value in part.closure_values.items() if value is True) if flags else []
+    return f"{part.name}({', '.join(inside)})" if inside else part.name
 
 
 def sees_pairs(tx: optax.GradientTransformation) -> bool:
@@ -127,32 +142,24 @@ def sees_pairs(tx: optax.GradientTransformation) -> bool:
     True for ``optax.lookahead``, and for a chain or ``inject_hyperparams`` with ``optax.lookahead`` inside, at any
     depth.
     """
-    if LOOKAHEAD not in [part.name for part in parts(tx)]:
-        return False
-    closure_values = _held(tx)
-    if isinstance(closure_values.get("tx"), TRANSFORMS):
-        return sees_pairs(closure_values["tx"])
-    name, factory = _own_name(tx), _factory(closure_values)
-    if name == LOOKAHEAD or (factory and factory.name == LOOKAHEAD):
-        return True
-    return name in HANDS_ON_PAIRS and any(map(sees_pairs, _within(tx, closure_values)))
+    return LOOKAHEAD in [part.name for part in parts(tx)] and _takes_pairs(parts(tx)[0])
 
 
-def around_lookahead(tx: optax.GradientTransformation) -> str | None:
+def _takes_pairs(part: Part) -> bool:
+    return part.name == LOOKAHEAD or (part.name in HANDS_ON_PAIRS and any(map(_takes_pairs, part.within)))
+
+
+def _around_lookahead(part: Part) -> str | None:
     """Returns the name, as "masked", of a transform around ``optax.lookahead`` that passes no pairs of weights on.
 
-    Returns None without such a transform: ``tx`` has no ``optax.lookahead``, or only chains or ``with_slow_params``
+    Returns None without such a transform: ``part`` has no ``optax.lookahead``, or only chains or ``with_slow_params``
     around ``optax.lookahead``.
     """
-    closure_values = _held(tx)
-    if isinstance(closure_values.get("tx"), TRANSFORMS):
-        return around_lookahead(closure_values["tx"])
-    if _own_name(tx) == WITH_SLOW_PARAMS or sees_pairs(tx):
+    if part.name == WITH_SLOW_PARAMS or _takes_pairs(part):
         return None
-    within = _within(tx, closure_values)
-    if any(map(sees_pairs, within)):
-        return _own_name(tx)
-    return next(filter(None, map(around_lookahead, within)), None)
+    if any(map(_takes_pairs, part.within)):
+        return part.name
+    return next(filter(None, map(_around_lookahead, part.within)), None)
 
 
 def after_average(tx: optax.GradientTransformation) -> str | None:
@@ -163,7 +170,7 @@ def after_average(tx: optax.GradientTransformation) -> str | None:
     for link, following in itertools.pairwise(links(tx)):
         if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
             return name_of(following)
-    return next(filter(None, map(after_average, _inside(tx, _held(tx)))), None)
+    return next(filter(None, map(after_average, _inside(parts(tx)[0]))), None)
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
@@ -212,69 +219,19 @@ def decay_mask(part: Part, params: PyTree) -> dict[str, bool] | None:
     return dict(trees.leaves_with_path(taken))
 
 
-def _own_name(tx: optax.GradientTransformation) -> str:
-    # Optax returns closures: "scale_by_adam.<locals>.update_fn" begins with the factory's name.
-    return getattr(tx.update, "__qualname__", type(tx.update).__name__).split(".")[0]
-
-
-def _factory(closure_values: Mapping[str, Any]) -> Part | None:
-    """Returns the factory, such as ``optax.adamw``, that ``inject_hyperparams`` calls in each update, as a ``Part``.
-
-    The ``Part`` has the name and the module of the factory, without closure values and ``update``. A factory in a
-    ``functools.partial`` has the name of the wrapped function. ``closure_values`` are the closure variables of a
-    transform, by name. Returns None if ``inject_hyperparams`` did not make the transform.
-    """
-    made = closure_values.get("inner_factory")
-    made = getattr(made, "func", made)
-    name = getattr(made, "__name__", None)
-    return Part(name, {}, None, getattr(made, "__module__", "")) if name else None
-
-
-def _within(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns all transforms directly inside a transform: links of a chain, and transforms in ``closure_values``.
-
-    ``closure_values`` are the closure variables of ``tx`` by name. A variable of any name (``inner``,
-    ``adv_optimizer``) may have a transform.
-    """
-    transforms = [link for link in links(tx) if link is not tx]
-    for value in closure_values.values():
-        transforms += _transforms_of(value)
-    return transforms
-
-
-def _transforms_of(value: Any) -> list[optax.GradientTransformation]:
-    """Returns the transforms in a value of any type: the value itself, or entries of lists, tuples and dicts, nested.
-
-    Returns [] if the value has no transforms.
-    """
-    # A transform is a tuple, too.
-    if isinstance(value, TRANSFORMS):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [tx for item in value for tx in _transforms_of(item)] if isinstance(value, list | tuple) else []
-
-
-def _inside(tx: optax.GradientTransformation, closure_values: Mapping[str, Any]) -> list[optax.GradientTransformation]:
-    """Returns the transforms to which ``tx`` passes updates, only a level deep; [] for a simple transform.
+def _inside(part: Part) -> list[optax.GradientTransformation]:
+    """Returns the transforms to which a transform passes updates, only a level deep; [] for a simple transform.
 
     The transforms are the links of a chain, the transform inside ``masked`` or another wrapper, or the transforms of
-    ``partition``. ``closure_values`` are the closure variables of ``tx`` by name.
+    ``partition``.
     """
     # `inner` of masked and wrappers, `_opt` of MultiSteps, `transforms` of partition; links of a chain.
-    several = closure_values.get("transforms")
-    inside = [
-        closure_values.get("inner"),
-        closure_values.get("_opt"),
-        *(several.values() if isinstance(several, Mapping) else ()),
-    ]
-    return [part for part in [*inside, *(link for link in links(tx) if link is not tx)] if isinstance(part, TRANSFORMS)]
-
-
-def _held(tx: optax.GradientTransformation) -> dict[str, Any]:
-    """Returns the closure variables of ``tx.update`` by name; for a method ``update``, the attributes of its object."""
-    owner = getattr(tx.update, "__self__", None)  # the update is a method: MultiSteps
-    return dict(vars(owner)) if hasattr(owner, "__dict__") else closure(tx.update)
+    values = part.closure_values
+    several = values.get("transforms")
+    inside = [values.get("inner"), values.get("_opt"), *(several.values() if isinstance(several, Mapping) else ())]
+    if part.tx is not None and values.get("update_fns"):
+        inside += links(part.tx)
+    return [inner for inner in inside if isinstance(inner, TRANSFORMS)]
 
 
 # ------------------------------------------------------------------------------------------------------ extra arguments
@@ -308,8 +265,41 @@ REFUSED = {
 }
 
 
+def call_update(
+    tx: optax.GradientTransformation, updates: PyTree, state: PyTree, params: PyTree = None, /, **extra_args: Any
+) -> tuple[PyTree, PyTree]:
+    """Calls ``tx.update`` with only those extra arguments that ``tx`` accepts; returns (updates, new state).
+
+    The first extra arguments to go are those that the signature of ``tx.update`` lacks, then those that a transform
+    within ``tx`` rejects.
+
+    Raises:
+      TypeError: an argument is missing in the call of a transform; names both.
+      ValueError: a transform beside ``skip_nonfinite`` rejects ``value``, the loss.
+    """
+    takes, passed = _parameters(tx.update), dict(extra_args)
+    if takes is not None and VAR_KEYWORD not in [parameter.kind for parameter in takes]:
+        names = {parameter.name for parameter in takes if parameter.kind is not parameter.POSITIONAL_ONLY}
+        passed = {name: x for name, x in extra_args.items() if name in names}
+    while True:
+        try:
+            return tx.update(updates, state, params, **passed)
+        except TypeError as error:
+            # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does not
+            # show: call them, and drop the arguments that they reject.
+            refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
+            if refused is None or refused[1] not in passed:
+                raise _with_names(error, extra_args, passed) from error
+            if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in parts(tx)):
+                raise ValueError(
+                    "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
+                    "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
+                ) from error
+            del passed[refused[1]]
+
+
 def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Makes a transform that passes on only the extra arguments that ``tx`` accepts.
+    """Makes a transform that passes on only the extra arguments that ``tx`` accepts, as ``call_update`` does.
 
     Replaces ``optax.with_extra_args_support``, which passes either all extra arguments or none.
 
@@ -321,25 +311,7 @@ def taking_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransfo
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        takes, passed = _parameters(tx.update), dict(extra_args)
-        if takes is not None and VAR_KEYWORD not in [parameter.kind for parameter in takes]:
-            names = {parameter.name for parameter in takes if parameter.kind is not parameter.POSITIONAL_ONLY}
-            passed = {name: x for name, x in extra_args.items() if name in names}
-        while True:
-            try:
-                return tx.update(updates, state, params, **passed)
-            except TypeError as error:
-                # Transforms within `tx` (links of a chain, the transform in MultiSteps) have signatures that `tx` does
-                # not show: call them, and drop the arguments that they reject.
-                refused = UNEXPECTED.search(str(error)) or UNCONSUMED.search(str(error))
-                if refused is None or refused[1] not in passed:
-                    raise _with_names(error, extra_args, passed) from error
-                if refused[1] == VALUE and any(part.name == "skip_nonfinite" for part in parts(tx)):
-                    raise ValueError(
-                        "a transform beside skip_nonfinite takes no value=, so skip_nonfinite would not see the loss. "
-                        "Put it around the whole optimizer: skip_nonfinite(optax.chain(...))."
-                    ) from error
-                del passed[refused[1]]
+        return call_update(tx, updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -408,11 +380,11 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
         # Arguments that the update requires, and that neither optax nor a step provides.
-        further = (_parameters(part.update) or [])[NUM_USUAL_ARGS:] if part.update else []
+        further = (_parameters(part.tx.update) or [])[NUM_USUAL_ARGS:] if part.tx is not None else []
         named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
         if needed := [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]:
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
-    if LOOKAHEAD in {part.name for part in transforms} and (around := around_lookahead(tx)):
+    if LOOKAHEAD in {part.name for part in transforms} and (around := _around_lookahead(transforms[0])):
         raise ValueError(
             f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
             f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "

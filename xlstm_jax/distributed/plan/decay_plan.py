@@ -21,7 +21,7 @@ from rich.console import RenderableType
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import call_update
 from xlstm_jax.distributed.plan.leaf_plan import LeafPlan
 from xlstm_jax.distributed.plan.section import Section, WhenRead
 from xlstm_jax.distributed.plan.uniform_arrays import evaluate
@@ -87,7 +87,7 @@ def _verdicts(tx: optax.GradientTransformation, params: PyTree, count: int) -> l
     """
     init = jax.make_jaxpr(tx.init)(params)
     state = jax.eval_shape(tx.init, params)
-    update = jax.make_jaxpr(taking_extra_args(tx).update)(params, state, params)
+    update = jax.make_jaxpr(partial(call_update, tx))(params, state, params)
     verdicts: list[tuple[str, str]] = [("?", f"no update in the first {MAX_STEPS} steps")] * count
     open_leaves = set(range(count))
     runs = [(0.0, 1.0), (0.0, 2.0), (0.5, 1.0)]  # gradient, parameter

@@ -167,7 +167,7 @@ class _Evaluation:
         # Each device has a local metric state, so the state is split over every axis of the batch.
         mesh, of_local = self.layout.mesh, PartitionSpec(self.layout.axes)
         layout = self.layout.of_batch(batch)
-        in_specs = (trees.partition_specs(variables, mesh), layout.in_specs(batch), of_local)
+        in_specs = (trees.partition_specs(variables, mesh), layout.specs(batch, spread=True), of_local)
         on_device = partial(self._on_device, state.apply_fn, layout)
         on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=of_local, check_vma=self.check_vma)
         returned, jaxpr = traced_call(on_mesh, (variables, batch, local))

@@ -303,7 +303,7 @@ class StepOptions:
             with layout.entered(batch) as batch:
                 return accumulated(loss, params, batch, rng, self.accumulation, local, collections)
 
-        in_specs = specs, layout.in_specs(batch), replicated, of_aux, of_kept, of_extra_trees
+        in_specs = specs, layout.specs(batch, spread=True), replicated, of_aux, of_kept, of_extra_trees
         out_specs = BatchResult._make((replicated, of_aux, specs, of_kept))
         options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": self.check_vma}
         return DeviceProgram(on_device, (state.params, batch, key, local, collections, extra_trees), options)

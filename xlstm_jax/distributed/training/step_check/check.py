@@ -33,6 +33,7 @@ from xlstm_jax.distributed.data_parallel.gather import wrong_averages_pass
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout, num_shards
+from xlstm_jax.distributed.model_parallel.sequence_layout import CONTIGUOUS, SequenceLayout
 from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.constant_arrays import with_constants
@@ -207,7 +208,7 @@ def _likely_layout(params: PyTree, batch: PyTree, mesh: Mesh, batch_spec: PyTree
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in model_axes)
     rows = [np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)]
     axes = axes if all(count % num_shards(mesh, axes) == 0 for count in rows) else ()
-    return BatchLayout(mesh, axes, axes, PartitionSpec(axes))
+    return BatchLayout(mesh, axes, axes, PartitionSpec(axes), SequenceLayout(CONTIGUOUS, (), axes))
 
 
 # ---------------------------------------------------------------------------------------------- compared in which order

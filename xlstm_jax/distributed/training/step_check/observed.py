@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import true_value
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.optimizers.sharded_optimizer import owner_of_state, trainable
-from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import call_update
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.state import State
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
@@ -121,7 +121,7 @@ def _of_own_optimizer(step: Callable[..., Any], state: Any, step_args: PyTree, g
     params, opt_state = jax.device_put((before, _as_seen(fresh.opt_state)), one_device)
 
     def updated(grads: PyTree) -> tuple[PyTree, PyTree]:
-        return taking_extra_args(state.tx).update(grads, opt_state, params)
+        return call_update(state.tx, grads, opt_state, params)
 
     collections, old = collections_of(after), _by_path(before)
     moved = _by_path(jax.tree.map(jnp.subtract, trainable(after.params), before))

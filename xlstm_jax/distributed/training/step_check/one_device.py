@@ -437,7 +437,7 @@ class OneDevice:
         ``minibatches``.
         """
         devices, axes = self.devices, trees.spread_spec([self.axes], self.mesh)
-        of_batch = self.layout.in_specs(self.batch)
+        of_batch = self.layout.specs(self.batch, spread=True)
         collections = self._inputs[3]
         of_live, of_rest = (list(map(_spec_of_model, leaves)) for leaves in (self._leaves, self._rest))
         of_weights = _Weights(of_live, of_live, of_rest, self._of_others)

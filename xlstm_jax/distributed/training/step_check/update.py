@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import true_value
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
 from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
-from xlstm_jax.distributed.optimizers.transforms import taking_extra_args
+from xlstm_jax.distributed.optimizers.transforms import call_update
 from xlstm_jax.distributed.training.step_check.comparison import LeafCheck, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.draws import traced
 from xlstm_jax.distributed.training.step_check.observed import copies_differ
@@ -388,7 +388,7 @@ class OneDeviceOptimizer:
             extra: dict[str, Any] = {"value": value, "grad": grads} if has_value else {}
             if has_value and value_fn is not None:
                 extra |= {"value_fn": value_fn, "grad_fn": gradients}
-            return taking_extra_args(self.tx).update(grads, state, params, **extra)
+            return call_update(self.tx, grads, state, params, **extra)
 
         jitted = jax.jit(update)
         try:
