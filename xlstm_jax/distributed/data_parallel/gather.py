@@ -126,8 +126,8 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
 
     ``grads`` are pairs (path, gradient in its box), ``axes`` the bound data axes. Axes over which a gradient is
     averaged already are left out: axes of its leaf's gather, and axes of an earlier average. A gradient that is a sum
-    over an axis is divided. The results are passed to ``remember``, so that ``sync_gradients`` does not average them
-    again.
+    over an axis is divided. Results that are tracers are remembered, so that ``sync_gradients`` does not average these
+    again (``averaged_axes``).
 
     Raises:
       ValueError: a gradient was averaged before and then changed; names the leaf.
@@ -137,12 +137,15 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
     averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for path, box in grads:
-            known = averaged_axes(box.value)
-            left = [axis for axis in axes if axis not in known.union(box.reduced_axes)]
+            known = averaged_axes(box.value) if _averages.known else frozenset()
+            copied = box.communication.replicas.axes if box.communication.replicas else ()
+            # The backward pass of the gather has averaged over the gathered axes and the axes of copies.
+            reduced = known.union(set(box.axes).difference(box.model_axes), copied)
+            left = [axis for axis in axes if axis not in reduced]
             # The gradient is already a sum over the model's own axes, and over tracked axes (of copies, too) missing in
             # its type: JAX has summed the cotangent over those, since the leaf does not vary there.
             varying = collectives.varying_axes(box.value)
-            may_be = [axis for axis in (*left, *box.communication.copied_axes) if axis not in known]
+            may_be = [axis for axis in (*left, *copied) if axis not in known]
             summed = [a for a in may_be if a in box.model_axes or (a not in varying and collectives.is_tracked(a))]
             count = collectives.axis_size(summed)
             if count > 1:
@@ -150,9 +153,12 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
             values.append(box.value / count if count > 1 else box.value)
             # Over the model's own axes the gradient is already a sum, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
-            averaged.append(known.union(box.reduced_axes, axes))
+            averaged.append(reduced.union(axes))
         synced = collectives.pmean(values, axes_left)
-    remember(synced, averaged)
+    # Remembered by weak references: a tracer must not outlive its trace. Tracers of ended traces are dropped here.
+    alive = [(average, over) for average, over in _averages.known if average() is not None]
+    traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
+    _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
     return synced
 
 
@@ -196,18 +202,6 @@ def averaged_axes(value: jax.Array) -> frozenset[str]:
         if average() is value:
             return axes
     return frozenset()
-
-
-def remember(values: Sequence[jax.Array], axes: Sequence[frozenset[str]]) -> None:
-    """Stores that ``values[i]`` is an average over the axes ``axes[i]``, so that ``averaged_axes`` returns the axes.
-
-    Only tracers are stored, by weak reference; other arrays are ignored. Entries of tracers that no longer exist are
-    removed.
-    """
-    # Weak references: a tracer must not outlive its trace. References to tracers of ended traces are dropped here.
-    alive = [(average, over) for average, over in _averages.known if average() is not None]
-    traced = [(value, over) for value, over in zip(values, axes, strict=True) if isinstance(value, Tracer)]
-    _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
 
 
 def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:

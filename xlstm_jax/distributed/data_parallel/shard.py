@@ -9,6 +9,7 @@ the shapes in training.
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,7 +28,6 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     frozen,
     is_box,
     leaf_of,
-    split_along,
     split_by_model,
     true_value,
 )
@@ -134,28 +134,44 @@ def box_params(
     # Leaves that share collectives share the order of axes: ``order_as`` has the leaf whose order a leaf takes.
     marks = sent_together({path: leaves[path] for path in dims}, communication) if communication.options else {}
     order_as = {path: next(iter(marks)) if path in marks else path for path in dims}
-    sizes = dict.fromkeys(order_as.values(), 0)
-    for path, of in order_as.items():
-        sizes[of] += leaves[path].stored_bytes
-    default_orders = [tuple(axis_sizes)] * len(sizes)
-    orders = axis_orders(list(sizes.values()), default_orders, axis_sizes, communication.inter_host_axes)
-    order_of = dict(zip(sizes, orders, strict=True))
-
-    def boxed(path: str, leaf: Any) -> Any:
+    order_of = dict.fromkeys(order_as.values(), tuple(axis_sizes))
+    if len(axis_sizes) > 1:  # an extension may give leaves other orders, by the bytes that each sends
+        sizes = dict.fromkeys(order_of, 0)
+        for path, of in order_as.items():
+            sizes[of] += leaves[path].stored_bytes
+        orders = axis_orders(list(sizes.values()), list(order_of.values()), axis_sizes, communication.inter_host_axes)
+        order_of = dict(zip(sizes, orders, strict=True))
+    boxed: list[Any] = []
+    for path, leaf in given_leaves:
         leaf = split_by_model(leaf, axis_sizes)
         leaf = leaf if policy.trainable else frozen(leaf)
         if path not in dims:
-            return leaf
+            boxed.append(leaf)
+            continue
+        # The stored form of the leaf, in which the axes divide the dim, and the part of it for the box.
         box, axes = leaf_of(leaf), order_of[order_as[path]]
         to_split = LeafToSplit(box.value, box.names, dims[path], box.store)
         if mode := UNEVEN[policy.uneven]:
             to_split = mode.prepare_for_split(to_split, math.prod(axis_sizes.values()))
-        if take is not None:
-            to_split = to_split._replace(value=take(to_split.value, to_split.dim, axes))
-        split = split_along(box, to_split, axes, communication)
-        return split.replace(marks=split.marks | {marks[path]}) if path in marks else split
-
-    return jax.tree.unflatten(treedef, [boxed(path, leaf) for path, leaf in given_leaves])
+        value = to_split.value if take is None else take(to_split.value, to_split.dim, axes)
+        # The box: the axes as the name of the dim, outermost first, and the options of the wrapper.
+        names = list(to_split.names)
+        names[to_split.dim] = axes_entry(axes)
+        # A second wrapper keeps the copies of the first, but for those along axes that now split the leaf.
+        if replicas := communication.replicas or box.communication.replicas:
+            replicas = replicas.without({axis for entry in names for axis in entry_axes(entry)})
+        boxed.append(
+            Sharded(
+                value,
+                tuple(names),
+                communication=replace(communication, replicas=replicas),
+                store=to_split.store,
+                model_axes=box.model_axes,
+                trainable=box.trainable,
+                marks=box.marks | {marks[path]} if path in marks else box.marks,
+            )
+        )
+    return jax.tree.unflatten(treedef, boxed)
 
 
 def _choice(box: Sharded, axis_sizes: dict[str, int], policy: ShardPolicy) -> ShardChoice:
@@ -211,15 +227,16 @@ def with_unit(variables: PyTree, before: PyTree) -> PyTree:
       variables: the variables after the module has boxed its leaves.
       before: the same variables before.
     """
-
-    def mark(path: str, leaf: Any, old: Any) -> Any:
-        box, was = leaf_of(leaf), leaf_of(old)
-        # A box that had a unit before, and has the same axes now, belongs to a wrapped module inside this module.
-        is_new = box.axes != was.axes or not was.unit_depth
-        is_new = is_new and (box.gathered_axes != () or not box.axes)
-        return leaf.replace(unit_depth=path.count("/")) if isinstance(leaf, Sharded) and is_new else leaf
-
-    return trees.map_leaves_with_path(mark, variables, before)
+    with_path, treedef = trees.flatten_with_path(variables)
+    leaves = [leaf for _, leaf in with_path]
+    for i, ((path, leaf), old) in enumerate(zip(with_path, treedef.flatten_up_to(before), strict=True)):
+        if isinstance(leaf, Sharded):
+            box, was = leaf_of(leaf), leaf_of(old)
+            # A box that had a unit before, and has the same axes now, belongs to a wrapped module inside this module.
+            is_new = not was.unit_depth or box.axes != was.axes
+            if is_new and (not box.model_axes or box.gathered_axes):
+                leaves[i] = leaf.replace(unit_depth=path.count("/"))
+    return jax.tree.unflatten(treedef, leaves)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
