@@ -317,8 +317,8 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     # The mesh is set because logical names are resolved to axes of the current mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         try:
-            leaves, treedef = flatten_with_path(tree)
-            return jax.tree.unflatten(treedef, [spread_spec(leaf_of(leaf).names, mesh) for _, leaf in leaves])
+            leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+            return jax.tree.unflatten(treedef, [spread_spec(leaf_of(leaf).names, mesh) for leaf in leaves])
         except KeyError:  # an axis that the mesh does not have
             raise _unknown_axis(sharded_leaves(tree), mesh) from None
 
