@@ -108,7 +108,7 @@ class Sharded(QuickBox):
     @property
     def stores_value(self) -> bool:
         """True if the stored array is the value itself; False if the store adds padding, say."""
-        return self.store == UNCHANGED_STORE
+        return self.store is UNCHANGED_STORE or self.store == UNCHANGED_STORE  # an unpickled store is another object
 
     @property
     def true_shape(self) -> tuple[int, ...]:
@@ -490,12 +490,13 @@ def gather_leaf(
     Raises:
       ValueError: an axis of copies is not bound, or a dtype of the options does not fit the leaf; names the leaf.
     """
+    # Options that the call leaves open are those of the box. Options that do not fit raise here, with the leaf's path.
     if communication != leaf.communication:
         communication = communication.filled_from(leaf.communication)
     if not set(axes).isdisjoint(leaf.axes):
         if communication.replicas:
             collectives.check_bound(communication.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
+        communication.dtypes(leaf.value, path)
     # A loss that reads a parameter twice (a tied embedding) gathers it once, and JAX adds the gradients of both reads
     # before a single reduce-scatter. Outside of a loss the facts are a default, which outlives every trace and must not
     # hold tracers.
