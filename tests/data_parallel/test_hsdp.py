@@ -25,10 +25,11 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, split_along
-from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.shard import box_params
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.training.accumulation import STRATEGIES
 
 AXES, BATCH = ("dp", "fsdp"), data()
@@ -117,9 +118,9 @@ def test_shard_optimizer_state_divides_the_moments_by_the_number_of_replicas():
 
 def test_second_wrapper_keeps_the_replicas_of_the_first_wrapper():
     box = Sharded(jnp.ones((8, 8)), ("x", None), communication=Communication.of(None, None, Replicas(("dp", "y"))))
-    kept = LeafToSplit(box.value, box.names, 1, UNCHANGED_STORE)
-    assert split_along(box, kept, ("fsdp",), DEFAULT_COMMUNICATION).communication == box.communication
-    assert split_along(box, kept, ("y",), DEFAULT_COMMUNICATION).communication.copied_axes == ("dp",)
+    for axis, copied in (("fsdp", ("dp", "y")), ("y", ("dp",))):
+        twice = box_params({"w": box}, {axis: 2}, ShardPolicy(axis, min_weight_size=0))["w"]
+        assert twice.names == ("x", axis) and twice.communication.copied_axes == copied
 
 
 def test_replicas_raise_for_an_axis_in_axis_name_or_missing_from_the_mesh():

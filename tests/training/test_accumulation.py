@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import Model, assert_same_params, data, equations, fsdp, mesh_of, on_mesh, weighted_loss
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
+from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.training.accumulation import STRATEGIES, MinibatchResult, mean_over

@@ -29,15 +29,14 @@ Eight files lead a parameter through a step, some 1,250 lines of code; read in t
   store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
   leaf.py                  a leaf: stored array, axes of each dim, communication, store, trainable or frozen
   wire/gather_array.py     the gather of an array, and the gradient of the gather
-  shard.py                 leaves are split and boxed; ``policy`` chooses the dim
+  shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
   modules/linen_module.py  units of Linen
 
-Then, as needed: ``gather`` (trees of leaves, averages of gradients), ``wire/copies`` (copies of shards; a new kind is a
-subclass in a new file), ``boxes`` (boxes of Flax), ``trees`` (walks, shardings), ``modules/shard_modules`` and
-``modules/linen_run`` (units chosen from outside, without changes to the model's source). ``training`` goes on with
-``gradients`` and ``step``.
+Then, as needed: ``wire/copies`` (copies of shards; a new kind is a subclass in a new file), ``boxes`` (boxes of Flax),
+``trees`` (walks, shardings), ``modules/shard_modules`` and ``modules/linen_run`` (units chosen from outside, without
+changes to the model's source). ``training`` goes on with ``gradients`` and ``step``.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
@@ -49,13 +48,17 @@ from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # regi
 from xlstm_jax.distributed.data_parallel.extensions.packed import PackSmall
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
-from xlstm_jax.distributed.data_parallel.gather import gather_params, sync_gradients
 from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.rename import rename_leaves, stack_layers, unstack_layers
-from xlstm_jax.distributed.data_parallel.shard import shard_params, split_array_over_mesh
+from xlstm_jax.distributed.data_parallel.shard import (
+    gather_params,
+    shard_params,
+    split_array_over_mesh,
+    sync_gradients,
+)
 from xlstm_jax.distributed.data_parallel.trees import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
 from xlstm_jax.distributed.data_parallel.wire import formats  # noqa: F401  # registers them

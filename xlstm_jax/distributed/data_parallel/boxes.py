@@ -10,8 +10,8 @@ separate file, and appends an instance to ``READERS``. The core calls the method
 *Constraints.* Where a mesh is set, Flax constrains the value of a box whenever the box is read. ``nn.DenseGeneral``
 reads a box before the value has the dims of the names: it initialises a flat matrix in a box with the names of the
 kernel, and reshapes. JAX refuses this constraint (and inside ``shard_map`` every constraint along a manual axis). So
-initialisers that run under ``boxes_without_constraints`` make boxes without constraints, and ``with_flax_box`` converts
-the boxes of the result back to Flax's.
+initialisers that run under ``boxes_without_constraints`` make boxes without constraints, and ``trees.with_mesh_names``
+converts the boxes of the result back to Flax's.
 
 *Fast flatten.* Each call of a jitted function flattens and unflattens every box of a state.
 ``flax.struct.dataclass`` registers classes by ``jax.tree_util.register_dataclass``: JAX then reads each field
@@ -128,34 +128,24 @@ class _Named(Unconstrained, meta.Partitioned[Any]):
 
 
 # For each class of boxes the class without constraints, and the other way round.
-_UNCONSTRAINED_BOX_OF: dict[type[Any], type[Any]] = {}
-_FLAX_BOX_OF: dict[type[Any], type[Any]] = {}
+UNCONSTRAINED_BOX_OF: dict[type[Any], type[Any]] = {}
+FLAX_BOX_OF: dict[type[Any], type[Any]] = {}
 
 
 def read_without_constraints(boxes: type[Any], unconstrained: type[Any]) -> None:
     """Registers ``unconstrained`` to replace the box class ``boxes`` inside ``boxes_without_constraints``.
 
-    Both are classes with the same fields; ``unbox`` of ``unconstrained`` sets no sharding constraint. ``with_flax_box``
-    converts boxes back.
+    Both are classes with the same fields; ``unbox`` of ``unconstrained`` sets no sharding constraint. The variables of
+    ``model.init`` get the class ``boxes`` back, from ``trees.with_mesh_names``.
     """
-    _UNCONSTRAINED_BOX_OF[boxes], _FLAX_BOX_OF[unconstrained] = unconstrained, boxes
+    UNCONSTRAINED_BOX_OF[boxes], FLAX_BOX_OF[unconstrained] = unconstrained, boxes
 
 
 read_without_constraints(nn.Partitioned, _Named)
 
 
-def with_flax_box(leaf: Any) -> Any:
-    """Returns ``leaf`` in Flax's box, with equal fields, if ``boxes_without_constraints`` has made the leaf's box.
-
-    Any other leaf is returned unchanged.
-    """
-    return _in_box_of(leaf, _FLAX_BOX_OF)
-
-
-def _in_box_of(leaf: Any, classes: dict[type[Any], type[Any]]) -> Any:
-    cls = classes.get(type(leaf))
-    if cls is None:
-        return leaf
+def in_box_of(cls: type[Any], leaf: Any) -> Any:
+    """Returns the boxed ``leaf`` in a box of the class ``cls``, with equal fields."""
     return cls(**{field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
 
@@ -167,7 +157,8 @@ class _Initialiser:
     plain: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _in_box_of(self.plain(*args, **kwargs), _UNCONSTRAINED_BOX_OF)
+        value = self.plain(*args, **kwargs)
+        return in_box_of(UNCONSTRAINED_BOX_OF[type(value)], value) if type(value) in UNCONSTRAINED_BOX_OF else value
 
 
 def _boxing_without_constraints(

@@ -19,7 +19,6 @@ boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -27,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from flax.core import meta
+from flax.core.tracers import current_trace
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.boxes import QuickBox, reader
-from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit, Store
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Wire
 from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     gather_dims,
@@ -41,6 +41,7 @@ from xlstm_jax.distributed.data_parallel.wire.gather_array import (
     with_equal_type,
     with_summed_gradient,
 )
+from xlstm_jax.introspection import inside_branch
 from xlstm_jax.program_names import GATHER_SCOPE
 
 # --------------------------------------------------------------------------------------------------------- one leaf
@@ -100,11 +101,6 @@ class Sharded(QuickBox):
         return tuple([axis for axis in axes if axis not in self.model_axes]) if self.model_axes else axes
 
     @property
-    def reduced_axes(self) -> tuple[str, ...]:
-        """Axes over which the backward pass of the gather averages: gathered axes and axes of copies."""
-        return self.gathered_axes + self.communication.copied_axes
-
-    @property
     def is_differentiable(self) -> bool:
         """True for floats that are not frozen. Integers, bools and PRNG keys take no gradient."""
         return self.trainable and jnp.issubdtype(value_dtype(self.value), jnp.inexact)
@@ -112,7 +108,7 @@ class Sharded(QuickBox):
     @property
     def stores_value(self) -> bool:
         """True if the stored array is the value itself; False if the store adds padding, say."""
-        return self.store == UNCHANGED_STORE
+        return self.store is UNCHANGED_STORE or self.store == UNCHANGED_STORE  # an unpickled store is another object
 
     @property
     def true_shape(self) -> tuple[int, ...]:
@@ -282,18 +278,14 @@ BOXES = (meta.Partitioned, SplitVariable)  # boxes with axis names
 
 def is_box(leaf: Any) -> bool:
     """Returns whether ``leaf`` is in a box with axis names: ``nn.Partitioned``, ``Sharded`` or a split NNX variable."""
-    return _is_of_boxes(type(leaf))  # type: ignore[arg-type]  # mypy: a class might not be hashable
+    # Tree walks call this for each node, and ``isinstance`` with Flax's box, an abstract class, is slow.
+    cls = type(leaf)
+    if cls not in _IS_BOX:
+        _IS_BOX[cls] = issubclass(cls, BOXES)
+    return _IS_BOX[cls]
 
 
-@cache  # tree walks call this for each node, and ``isinstance`` with Flax's box, an abstract class, is slow
-def _is_of_boxes(cls: type[Any]) -> bool:
-    return issubclass(cls, BOXES)
-
-
-@cache
-def _whole(ndim: int) -> Any:
-    """Returns the ``PyTreeDef`` of a box (``Sharded``) with default fields, for an array of ``ndim`` unsplit dims."""
-    return jax.tree.structure(Sharded(0, (None,) * ndim))
+_IS_BOX: dict[type[Any], bool] = {}  # by class, filled by ``is_box``
 
 
 def is_library_box(leaf: Any) -> bool:
@@ -317,7 +309,10 @@ def leaf_of(leaf: Any) -> Sharded:
         return leaf
     if not is_box(leaf):
         ndim = getattr(leaf, "ndim", None)
-        return _whole(np.ndim(leaf) if ndim is None else ndim).unflatten((leaf,))
+        ndim = np.ndim(leaf) if ndim is None else ndim
+        if ndim not in _UNSPLIT:
+            _UNSPLIT[ndim] = jax.tree.structure(Sharded(0, (None,) * ndim))
+        return _UNSPLIT[ndim].unflatten((leaf,))
     if isinstance(leaf, SplitVariable):
         return leaf.as_sharded
     ndim = np.ndim(leaf.value)
@@ -330,6 +325,10 @@ def leaf_of(leaf: Any) -> Sharded:
     return (
         leaf if (leaf.names, leaf.model_axes) == (names, mesh_axes) else leaf.replace(names=names, model_axes=mesh_axes)
     )
+
+
+# By number of dims, filled by ``leaf_of``: the ``PyTreeDef`` of a ``Sharded`` with default fields, for a bare value.
+_UNSPLIT: dict[int, Any] = {}
 
 
 # -------------------------------------------------------------------------------------------- changed leaves for trees
@@ -357,7 +356,7 @@ def split_by_model(leaf: Any, gathered: Collection[str] = ()) -> Any:
     is_foreign = not isinstance(leaf, Sharded)
     if is_foreign and (marks := marks_of_rules(leaf)):  # the model uses unsharded parameters
         return box.replace(marks=box.marks | marks) if box.axes else box.value
-    if not box.axes:
+    if not any(box.names):
         return leaf
     model_axes = tuple([axis for axis in (box.axes if is_foreign else box.model_axes) if axis not in gathered])
     return box if model_axes == box.model_axes else box.replace(model_axes=model_axes)
@@ -413,33 +412,6 @@ def with_last_names(leaf: Any, ndim: int) -> Any:
     return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
-def split_along(box: Sharded, to_split: LeafToSplit, axes: tuple[str, ...], communication: Communication) -> Sharded:
-    """Returns a ``Sharded`` that holds the array of ``to_split``, with ``axes`` as the name of dim ``to_split.dim``.
-
-    The array must be in the form in which the box shall hold it: nothing is cut here.
-
-    Args:
-      box: the leaf before the split, from which fields such as ``trainable`` and ``marks`` are taken.
-      to_split: the array, the axes of each dim so far, the dim to split, and the store.
-      axes: the axes that split the dim, outermost first.
-      communication: the communication options for the box; without ``replicas`` those of ``box`` are kept. The new box
-        has no copies along axes that split the leaf.
-    """
-    names = list(to_split.names)
-    names[to_split.dim] = axes_entry(axes)
-    split = {axis for entry in names for axis in entry_axes(entry)}
-    replicas = communication.replicas or box.communication.replicas
-    return Sharded(
-        to_split.value,
-        tuple(names),
-        communication=replace(communication, replicas=replicas).not_copied_along(split),
-        store=to_split.store,
-        model_axes=box.model_axes,
-        trainable=box.trainable,
-        marks=box.marks,
-    )
-
-
 # ----------------------------------------------------------------------------------------- which module gathers a leaf
 
 
@@ -469,7 +441,7 @@ def true_value(leaf: Any) -> Any:
 
     ``leaf`` is a box or a bare value, and holds the full (replicated or global) array, not a shard.
     """
-    box = leaf_of(leaf)
+    box = leaf if isinstance(leaf, Sharded) else leaf_of(leaf)
     return box.value if box.stores_value else box.store.read(box.value, (False,) * np.ndim(box.value))
 
 
@@ -478,7 +450,7 @@ def stored_value(leaf: Any, value: Any) -> Any:
 
     The format may have padding, for example. ``leaf`` is a box or a bare value; a bare value is stored unchanged.
     """
-    box = leaf_of(leaf)
+    box = leaf if isinstance(leaf, Sharded) else leaf_of(leaf)
     return value if box.stores_value else box.store.write(value, np.shape(box.value))
 
 
@@ -518,36 +490,55 @@ def gather_leaf(
     Raises:
       ValueError: an axis of copies is not bound, or a dtype of the options does not fit the leaf; names the leaf.
     """
-    communication = communication.filled_from(leaf.communication)
-    if set(leaf.axes) & set(axes):
-        collectives.check_bound(communication.copied_axes, caller=f"gather_params, replicas of '{path}'")
-        communication.dtypes(leaf.value, path)  # raises here, with the leaf's path
+    # Options that the call leaves open are those of the box. Options that do not fit raise here, with the leaf's path.
+    if communication != leaf.communication:
+        communication = communication.filled_from(leaf.communication)
+    if not set(axes).isdisjoint(leaf.axes):
+        if communication.replicas:
+            collectives.check_bound(communication.copied_axes, caller=f"gather_params, replicas of '{path}'")
+        communication.dtypes(leaf.value, path)
+    # A loss that reads a parameter twice (a tied embedding) gathers it once, and JAX adds the gradients of both reads
+    # before a single reduce-scatter. Outside of a loss the facts are a default, which outlives every trace and must not
+    # hold tracers.
+    loss, key = running_loss(), None
+    if loss.axes:
+        if current_trace() != loss.trace and inside_branch():  # a branch has a trace of its own
+            loss.gathered_in_branches.append(path or "a parameter")
+        key, full = earlier_gather(leaf, axes, communication, wire)
+        if full is not None:
+            return full
+    if together is not None:
+        full, names = together()
+    else:
+        shard = leaf.value if leaf.trainable and not leaf.model_axes else shard_to_gather(leaf, axes, path)
+        full, names = gather_dims(shard, leaf.names, axes, communication, path, wire)
+    # The array alone, without marks, padding and further axes, is the result as it is.
+    if leaf.marks or any(names) or not leaf.stores_value:
+        full = as_gathered(leaf, full, names, axes, communication)
+    if loss.axes:
+        loss.gathers.append((leaf.value, key, full))
+    return full
 
-    def gather() -> Any:
-        if together is not None:
-            value, names = together()
-        else:
-            value, names = gather_dims(shard_to_gather(leaf, axes, path), leaf.names, axes, communication, path, wire)
-        return as_gathered(leaf, value, names, axes, communication)
 
-    return running_loss().gathered_once(leaf.value, _of_gather(leaf, axes, communication, wire), gather, path)
+def earlier_gather(
+    leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None = None
+) -> tuple[Any, Any]:
+    """Returns (key of the gather, its result), for a gather of the leaf that the running loss has run before.
 
+    The result is None if the loss has not run such a gather, and outside of a loss. Gathers of the same shard object
+    with equal keys have the same result; ``RunningLoss.gathers`` has the key of each gather. The key has the trace, the
+    box of ``leaf`` without its array, the axes, the options, and the class of ``wire``. An array made within a
+    transformation (``nn.remat``, ``lax.scan``) does not exist outside of the transformation or in another one, so each
+    transformation gathers separately.
 
-def is_gathered(leaf: Sharded, axes: tuple[str, ...], communication: Communication) -> bool:
-    """Returns whether the running loss has already gathered the leaf over ``axes`` with these options.
-
-    ``communication`` are the options after ``filled_from`` has read missing options from the leaf's box. False outside
-    of a loss.
+    ``communication`` are the options after ``filled_from`` has read missing options from the leaf's box.
     """
-    return running_loss().has_gathered(leaf.value, _of_gather(leaf, axes, communication, None))
-
-
-def _of_gather(leaf: Sharded, axes: tuple[str, ...], communication: Communication, wire: Wire | None) -> Any:
-    """Returns a cache key: gathers of the same shard with equal keys have the same result.
-
-    The key has the box of ``leaf`` without its array, the axes, the options, and the class of ``wire``.
-    """
-    return leaf.replace(value=None), axes, communication, type(wire)
+    key = current_trace(), leaf.replace(value=None), axes, communication, type(wire)
+    # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
+    for gathered_shard, gather_key, full in running_loss().gathers:
+        if gathered_shard is leaf.value and gather_key == key:
+            return key, full
+    return key, None
 
 
 def shard_to_gather(leaf: Sharded, axes: tuple[str, ...], path: str) -> Any:

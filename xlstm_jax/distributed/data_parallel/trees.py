@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, keystr
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.boxes import reader, with_flax_box
+from xlstm_jax.distributed.data_parallel.boxes import FLAX_BOX_OF, in_box_of, reader
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     is_box,
@@ -32,16 +32,17 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     value_dtype,
 )
 
-# Nodes that count as one leaf although they are pytrees: a predicate of a node, or a class of nodes.
-OneLeaf = Callable[[Any], bool] | type[Any]
 
-
-def flatten_with_path(tree: PyTree, one_leaf: OneLeaf = is_box) -> tuple[list[tuple[str, Any]], Any]:
+def flatten_with_path(
+    tree: PyTree, one_leaf: Callable[[Any], bool] | type[Any] = is_box
+) -> tuple[list[tuple[str, Any]], Any]:
     """Returns the list of (path, leaf) in tree order, with paths as ``blocks/mlp/kernel``, and the tree structure.
 
-    ``one_leaf`` is a predicate of a node, or a class of nodes, that count as one leaf: boxes by default.
+    ``one_leaf`` is a predicate of nodes, or the class of the nodes, that count as one leaf: boxes by default.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_predicate(one_leaf))
+    # Of a class this method is ``isinstance``, as a function of the instance.
+    is_leaf = one_leaf.__instancecheck__ if isinstance(one_leaf, type) else one_leaf
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [(path_string(path), leaf) for path, leaf in leaves], treedef
 
 
@@ -56,20 +57,17 @@ def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
     Bare values and boxes of Flax are converted by ``leaf_of``; the tree is unchanged. Paths are as
     ``blocks/mlp/kernel``.
     """
-    return [(path, leaf_of(leaf)) for path, leaf in leaves_with_path(tree)]
+    return [(path, leaf_of(leaf)) for path, leaf in flatten_with_path(tree)[0]]
 
 
-def map_leaves(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_leaf: OneLeaf = is_box) -> PyTree:
+def map_leaves(
+    fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree, one_leaf: Callable[[Any], bool] = is_box
+) -> PyTree:
     """Returns ``jax.tree.map(fn, tree, *other_trees)`` with boxes as leaves, or the nodes that ``one_leaf`` selects.
 
     ``fn`` gets the boxes themselves; ``other_trees`` have a box or a bare value for each leaf of ``tree``.
     """
-    return jax.tree.map(fn, tree, *other_trees, is_leaf=_predicate(one_leaf))
-
-
-def _predicate(one_leaf: OneLeaf) -> Callable[[Any], bool]:
-    # Of a class this method is ``isinstance``, as a function of the instance.
-    return one_leaf.__instancecheck__ if isinstance(one_leaf, type) else one_leaf
+    return jax.tree.map(fn, tree, *other_trees, is_leaf=one_leaf)
 
 
 def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
@@ -154,15 +152,20 @@ def with_mesh_names(variables: PyTree) -> PyTree:
     axes gets a ``Sharded`` box with these axes; a leaf whose logical names map to no axis becomes bare. Leaves of other
     collections lose boxes of logical names, and are replicated; boxes with axes stay, as boxes of Flax.
     """
-
-    def named(leaf: Any, is_param: bool) -> Any:
-        if is_param:
-            return split_by_model(with_flax_box(leaf))
-        return leaf.unbox() if reader().has_rules_for(leaf) else with_flax_box(leaf)
-
     # Names in collections belong to parameters: without a further collection there are none.
-    names = reader().names_from_collections(variables) if len(variables) > 1 else variables
-    return {name: map_leaves(partial(named, is_param=name == "params"), tree) for name, tree in names.items()}
+    variables = reader().names_from_collections(variables) if len(variables) > 1 else variables
+    named = {}
+    for name, tree in variables.items():
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+        for i, leaf in enumerate(leaves):
+            # In a box of Flax again, if ``boxes_without_constraints`` has made the box.
+            of_flax = in_box_of(FLAX_BOX_OF[type(leaf)], leaf) if type(leaf) in FLAX_BOX_OF else leaf
+            if name == "params":
+                leaves[i] = split_by_model(of_flax)
+            else:
+                leaves[i] = leaf.unbox() if reader().has_rules_for(leaf) else of_flax
+        named[name] = jax.tree.unflatten(treedef, leaves)
+    return named
 
 
 def readable(tree: PyTree) -> PyTree:
@@ -314,8 +317,8 @@ def partition_specs(tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     # The mesh is set because logical names are resolved to axes of the current mesh.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         try:
-            leaves, treedef = flatten_with_path(tree)
-            return jax.tree.unflatten(treedef, [spread_spec(leaf_of(leaf).names, mesh) for _, leaf in leaves])
+            leaves, treedef = jax.tree.flatten(tree, is_leaf=is_box)
+            return jax.tree.unflatten(treedef, [spread_spec(leaf_of(leaf).names, mesh) for leaf in leaves])
         except KeyError:  # an axis that the mesh does not have
             raise _unknown_axis(sharded_leaves(tree), mesh) from None
 

@@ -71,9 +71,8 @@ def from_zigzag(batch: PyTree, devices: int, dim: int = 1) -> PyTree:
     def natural(array: Any, length: int) -> Any:
         return reordered(array, np.argsort(zigzag_order(length, devices)), dim)
 
-    arrays = trees.map_leaves(
-        lambda x: x.value if isinstance(x, ReorderedTokens) else x, batch, one_leaf=ReorderedTokens
-    )
+    is_reordered = lambda node: isinstance(node, ReorderedTokens)  # noqa: E731
+    arrays = trees.map_leaves(lambda x: x.value if is_reordered(x) else x, batch, one_leaf=is_reordered)
     return _of_tokens(arrays, natural, dim)
 
 

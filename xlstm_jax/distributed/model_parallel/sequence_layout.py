@@ -142,7 +142,7 @@ def in_natural_order(batch: PyTree) -> PyTree:
             return leaf
         return reordered(leaf.value, np.argsort(zigzag_order(leaf.shape[leaf.dim], leaf.devices)), leaf.dim)
 
-    return trees.map_leaves(natural, batch, one_leaf=ReorderedTokens)
+    return trees.map_leaves(natural, batch, one_leaf=lambda node: isinstance(node, ReorderedTokens))
 
 
 def reordered(array: Any, order: np.ndarray, dim: int) -> Any:

@@ -26,8 +26,8 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
+from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name

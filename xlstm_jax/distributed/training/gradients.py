@@ -24,8 +24,8 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
-from xlstm_jax.distributed.data_parallel.gather import mean_gradients
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
+from xlstm_jax.distributed.data_parallel.shard import mean_gradients
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss

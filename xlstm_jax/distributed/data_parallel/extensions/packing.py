@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from xlstm_jax.common_types import DType, PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension, Gathered, Parcel, SplitShard
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered, shard_to_gather
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, earlier_gather, shard_to_gather
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
@@ -122,7 +122,7 @@ def packed_gathers(
         options = options_of[name]
         dim = _gathered_dim(leaf, axes)
         # A leaf that the loss has gathered before is not sent again.
-        if dim is not None and not is_gathered(leaf, axes, options):
+        if dim is not None and earlier_gather(leaf, axes, options)[1] is None:
             options.dtypes(leaf.value, path)  # raises here, with the leaf's path
             held = entry_axes(leaf.names[dim])
             shards[name] = shard_to_send(PrimalType.of(leaf.value), dim, held, options, leaf.trainable)

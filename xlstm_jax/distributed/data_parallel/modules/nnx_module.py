@@ -7,7 +7,7 @@ A split variable stores axis names, communication options, and the policy of the
 replaced by a subclass of the same name; nothing else changes. When a public method is entered, ``gathered`` replaces
 the values of the variables below the module, except variables of units within, by unsharded values, which are dropped
 when the method returns. A split variable read at any other time gathers itself; the reads within a loss share one
-gather (``RunningLoss.gathered_once``). ``nnx.split`` keeps classes, so units survive when ``nnx.jit``, ``nnx.remat`` or
+gather (``leaf.earlier_gather``). ``nnx.split`` keeps classes, so units survive when ``nnx.jit``, ``nnx.remat`` or
 ``nnx.scan`` splits and merges a model.
 """
 

@@ -387,7 +387,8 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
         return variables | unsharded
     if mode == "manual":
         return with_unit(box_shards(variables, policy), variables) | unsharded
-    if missing := [axis for axis in policy.communication.copied_axes if axis not in mesh.shape]:
+    copies = policy.communication.replicas
+    if copies and (missing := [axis for axis in copies.axes if axis not in mesh.shape]):
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
     if is_planning():

@@ -22,7 +22,7 @@ A value gathered in a ``WireFormat`` has the leaf's dtype.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -189,13 +189,6 @@ class Communication:
         """Returns the options of ``self``, with each option at its default (None, say) taken from ``other`` instead."""
         own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **own_options})
-
-    def not_copied_along(self, axes: Collection[str]) -> "Communication":
-        """Returns the options with ``replicas`` restricted to axes not in ``axes``: the leaf is split over ``axes``.
-
-        ``replicas`` (the axes along which shards have copies) becomes None if no axis remains.
-        """
-        return replace(self, replicas=self.replicas.without(axes)) if self.replicas else self
 
     @property
     def copied_axes(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ gathers. The variable is read while a model is traced, never while a step runs.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.tracers import current_trace
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
@@ -37,7 +36,6 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
 )
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.introspection import inside_branch
 from xlstm_jax.private_names import BatchTracer
 
 
@@ -138,9 +136,11 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 
     ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects.
     """
+    sent = shard_as_sent(x, communication)
+    if wire is None and communication.gather_dtype is None:
+        return collectives.all_gather(sent, dim, axes)
     wire = wire or communication.wire(x, dim, axes)
-    sent = wire.send(shard_as_sent(x, communication))
-    return wire.receive(collectives.all_gather(sent, wire.along(dim), axes))
+    return wire.receive(collectives.all_gather(wire.send(sent), wire.along(dim), axes))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -178,7 +178,8 @@ def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
     cast, and nothing is packed in an 8-bit format: the caller does so by ``Wire.send``. If the type were not cast here,
     JAX would cast the type behind the gather, and the transpose of this cast would sum unsharded gradients.
     """
-    x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
+    if communication.replicas:
+        x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
     return x if is_prng_key(x) else x.astype(communication.dtypes(x)[0])
 
 
@@ -385,8 +386,8 @@ class RunningLoss:
 
     ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
     this information, around parameters.) Gathers append the paths of leaves gathered within a branch
-    (``lax.cond``) to ``gathered_in_branches``, and (shard, (trace, options), gathered value) to ``gathers``. ``trace``
-    is the trace in which the loss is called: ``inside_loss`` adds it.
+    (``lax.cond``) to ``gathered_in_branches``, and (shard, key, gathered value) to ``gathers``: ``leaf.earlier_gather``
+    defines the key. ``trace`` is the trace in which the loss is called: ``inside_loss`` adds it.
     """
 
     axes: tuple[str, ...] = ()
@@ -402,41 +403,6 @@ class RunningLoss:
     def batch_axes(self) -> tuple[str, ...]:
         """Axes over which the batch of the loss or evaluation is split; () outside of both."""
         return self.axes or self.evaluated_axes
-
-    def gathered_once(self, shard: Any, communication: Any, gather: Callable[[], Any], path: str) -> Any:
-        """Returns ``gather()`` for the leaf at ``path``, or the result of an earlier gather of the same shard.
-
-        An earlier result is returned if ``shard`` is the same object, ``communication`` (any key of the gather's
-        options) is equal, and the trace is the same. Outside of a loss ``gather`` is always called. Inside a branch
-        (``lax.cond``) the path is appended to ``self.gathered_in_branches``.
-
-        A loss that reads a parameter twice (a tied embedding) then gathers it once, and JAX adds the gradients of both
-        reads before a single reduce-scatter. An array made within a transformation (``nn.remat``, ``lax.scan``) does
-        not exist outside of the transformation or in another one, so each transformation gathers separately.
-        """
-        # Outside of a loss, `self` is the context variable's default, which outlives every trace and must not hold
-        # tracers.
-        if not self.axes:
-            return gather()
-        # A branch has a trace of its own.
-        if current_trace() != self.trace and inside_branch():
-            self.gathered_in_branches.append(path or "a parameter")
-        key = (current_trace(), communication)
-        # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
-        for gathered_shard, gather_key, full in self.gathers:
-            if gathered_shard is shard and gather_key == key:
-                return full
-        full = gather()
-        self.gathers.append((shard, key, full))
-        return full
-
-    def has_gathered(self, shard: Any, how: Any) -> bool:
-        """Returns whether ``gathered_once`` has stored a result for this ``shard`` object in the current trace.
-
-        ``how`` is the ``communication`` of ``gathered_once``: only a gather with an equal key counts.
-        """
-        key = (current_trace(), how)
-        return any(gathered_shard is shard and gather_key == key for gathered_shard, gather_key, _ in self.gathers)
 
 
 _running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled

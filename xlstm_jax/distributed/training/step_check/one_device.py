@@ -29,8 +29,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import named_wires
-from xlstm_jax.distributed.data_parallel.gather import gather_params
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, true_value
+from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, is_prng_key, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
