@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.tracers import current_trace
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
