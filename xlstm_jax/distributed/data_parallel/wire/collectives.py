@@ -297,12 +297,10 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     tracked = {axis for axis in axes if is_tracked(axis)}
     if not tracked:
         return tree
-
-    def cast(value: jax.Array) -> jax.Array:
-        missing = tuple(sorted(tracked - varying_axes(value)))
-        return lax.pcast(value, missing, to="varying") if missing else value
-
-    return jax.tree.map(cast, tree)
+    values, treedef = jax.tree.flatten(tree)
+    missing = [tuple(sorted(tracked - varying_axes(value))) for value in values]
+    cast = [lax.pcast(x, over, to="varying") if over else x for x, over in zip(values, missing, strict=True)]
+    return jax.tree.unflatten(treedef, cast)
 
 
 def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:
