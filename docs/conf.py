@@ -41,6 +41,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 import executed_pages  # noqa: E402  # in this folder, like the extension "drawings"
 import make_inventories  # noqa: E402
+import spared_work  # noqa: E402
 from implied_pages import (  # noqa: E402
     AT_THE_TOP,
     gallery_with_pages,
@@ -83,6 +84,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_inline_tabs",
     "drawings",
+    "spared_work",
     "forked_kernels",
     "kept_reports",
     "anchors",
@@ -181,8 +183,13 @@ def run_pages(app, env, names):
     pages = {
         name: _executed(name, text) for name, text in texts.items() if _runs(name, text)
     }
-    executed_pages.run(app, pages, _set_flags)
+    executed_pages.run(app, pages, _set_flags, _parse_modules)
     names[:] = [name for first in range(STRIDE) for name in names[first::STRIDE]]
+
+
+def _parse_modules():
+    """Parses the modules of the public names once, in the process from which Sphinx forks."""
+    spared_work.parse_modules([getattr(sys.modules[face], name) for face, name, _ in public_names()])
 
 
 def read_for_the_site(app, page, source):

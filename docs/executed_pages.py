@@ -40,13 +40,14 @@ LONGEST = (
 CELL = "```{code-cell}"
 
 
-def run(app, pages, prepare):
+def run(app, pages, prepare, meanwhile):
     """Runs pages that the cache lacks.
 
     Args:
         app: Sphinx's application.
         pages: Text of each page by name, as MyST-NB reads it.
         prepare: Called with the name of a page before the page runs, in the process that runs the page.
+        meanwhile: Called in the process of the build while pages run.
     """
     rank = {name: place for place, name in enumerate(LONGEST)}
     waiting = sorted(
@@ -61,6 +62,7 @@ def run(app, pages, prepare):
     ]
     for process in processes:
         process.start()
+    meanwhile()
     for process in processes:
         process.join()
 
