@@ -12,7 +12,7 @@ from jax import lax
 
 from tests.support import AXES, KEPT, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, plan_sharding, scan_layers, unbox
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
 from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS, WireFormat
 
 NAME = "bfloat16_stochastic"
@@ -123,20 +123,24 @@ class Counting(Extension):
         return args, kwargs
 
 
-def test_custom_extension_is_called_when_units_gather(monkeypatch):
+@pytest.fixture
+def own_extensions():
+    registered = list(EXTENSIONS)
+    yield
+    register(registered)
+
+
+def test_custom_extension_is_called_when_units_gather(monkeypatch, own_extensions):
     monkeypatch.setattr(Counting, "calls", [])
-    EXTENSIONS.append(Counting)
-    try:
-        state, step, _ = gradients(fsdp(), True)
-        step(state, BATCH, jax.random.key(1))
-    finally:
-        EXTENSIONS.remove(Counting)
+    register([*EXTENSIONS, Counting])
+    state, step, _ = gradients(fsdp(), True)
+    step(state, BATCH, jax.random.key(1))
     assert Counting.calls.count("Dense") > 1
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_units_gather_with_exact_gradients_without_any_extension(monkeypatch, check_vma):
-    monkeypatch.setattr("xlstm_jax.distributed.data_parallel.extension.EXTENSIONS", [])
+def test_units_gather_with_exact_gradients_without_any_extension(own_extensions, check_vma):
+    register([])
     state, step, _ = gradients(fsdp(), check_vma)
     params = unbox(jax.tree.map(np.asarray, state.params))
     want = train_on_one_device(Deep(), KEPT, params, mean_loss, BATCH)[1]

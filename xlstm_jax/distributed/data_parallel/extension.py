@@ -26,7 +26,7 @@ split, and ``reorder_axes``, when the leaves of the entire model are available. 
 ``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -283,7 +283,21 @@ class Parcel(Protocol):
         ...
 
 
-EXTENSIONS: list[type[Extension]] = []  # filled by ``extensions``, in the order of its lines
+EXTENSIONS: list[type[Extension]] = []  # the registered extensions, in the order of the lines in ``extensions``
+COLLECTIONS: list[str] = []  # the collections, beside "params", that registered extensions read; each once
+# By hook: the classes of modules to which the registered extensions that override the hook apply; ``object`` for every
+# module. For other modules no extension is looked up. Extensions with ``collections`` are left out: a unit with these
+# collections asks its instances.
+MODULES: dict[str, tuple[type[Any], ...]] = dict.fromkeys(("changed_arguments", "computes", "initialising"), ())
+
+
+def register(extensions: Iterable[type[Extension]]) -> None:
+    """Registers ``extensions`` in the given order, instead of the extensions that are registered already."""
+    EXTENSIONS[:] = extensions
+    COLLECTIONS[:] = dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections])
+    for hook in MODULES:
+        classes = [cls for cls in with_hook(hook) if not cls.collections]
+        MODULES[hook] = tuple([module for cls in classes for module in (cls.modules or (object,))])
 
 
 def with_hook(name: str) -> list[type[Extension]]:
@@ -297,27 +311,11 @@ def with_hook(name: str) -> list[type[Extension]]:
 def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """Returns the registered extension classes that override the method ``name``, and apply to ``module``.
 
-    An extension applies if ``module`` is an instance of a class in its ``modules``, or if its ``modules`` is empty. The
-    order is the order of registration (``EXTENSIONS``).
+    An extension applies if it has no ``collections``, and ``module`` is an instance of a class in its ``modules``, or
+    its ``modules`` is empty. The order is the order of registration (``EXTENSIONS``).
     """
-    return [cls for cls in EXTENSIONS if name in cls.hooks and (not cls.modules or isinstance(module, cls.modules))]
-
-
-def extensions_of(collections: Collection[str]) -> list[Extension]:
-    """Returns a list with a new instance of each registered extension that applies to a unit.
-
-    ``collections`` are the names of the unit's collections. An extension applies if its ``collections`` is empty, or
-    has a name in common with the argument.
-    """
-    return [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(collections)]
-
-
-def collections_of_extensions() -> list[str]:
-    """Returns the names of the collections, beside "params", that registered extensions read when a unit is entered.
-
-    Each name occurs once, in the order in which the extensions are registered.
-    """
-    return list(dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections]))
+    classes = [cls for cls in with_hook(name) if not cls.collections]
+    return [cls for cls in classes if not cls.modules or isinstance(module, cls.modules)]
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:
@@ -445,14 +443,6 @@ def recording_parts() -> Iterator[dict[str, PartialGather]]:
         yield partial_gathers
 
 
-def computes(module: Any, method: str) -> bool:
-    """Returns whether an extension may compute the result of ``method`` of the unit ``module`` without a gather.
-
-    The extension may still decline in the call: then ``computed_from_shards`` returns ``None``.
-    """
-    return [] != [cls for cls in with_hook_for("computes", module) if cls().computes(module, method)]
-
-
 def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
     """Returns the result of a unit's ``method``, computed from shards by the first extension that can do so.
 
@@ -478,7 +468,7 @@ def arguments_from(
     stands for new instances of the registered extensions that read no collection.
     """
     if extensions is None:
-        extensions = [cls() for cls in EXTENSIONS if "changed_arguments" in cls.hooks and not cls.collections]
+        extensions = [cls() for cls in with_hook_for("changed_arguments", module)]
     for extension in extensions:
         if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             args, kwargs = extension.changed_arguments(module, method, args, kwargs)

@@ -21,7 +21,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     is_nnx,
     methods_to_lift,
 )
-from xlstm_jax.distributed.data_parallel.modules.linen_run import runs_apart
+from xlstm_jax.distributed.data_parallel.modules.linen_run import RUNS_AROUND
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
@@ -196,7 +196,9 @@ class _Run:
         module: Any = context.module
         cls: Any = type(module)
         name, path = context.method_name, "/".join(module.path[self.root :]) if module.scope else ""
-        if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())) or runs_apart(self):
+        if not path or name not in ("__call__", *(("setup", "attend") if cls is nn.Embed else ())):
+            return method(*args, **kwargs)
+        if self in RUNS_AROUND.get():
             return method(*args, **kwargs)
         if isinstance(module, ColumnDense | RowDense | SplitEmbed):
             if isinstance(module, ColumnDense | RowDense) and args:

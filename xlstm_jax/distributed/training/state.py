@@ -23,9 +23,10 @@ from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.extension import reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
-from xlstm_jax.distributed.data_parallel.modules import recording_stacks
+from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.optimizers.lookahead import with_slow_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import (
@@ -229,7 +230,7 @@ def jitted_init(
             variables = trees.with_mesh_names(model.init(rng, *inputs, **kwargs))
             if trainable is not None or frozen_dtype is not None:
                 variables = with_frozen(model, variables, trainable, frozen_dtype)
-            if "params" in variables:
+            if "params" in variables and len(mesh.shape) > 1:
                 variables = {**variables, "params": reorder_axes(variables["params"], dict(mesh.shape))}
             return variables
 
@@ -288,7 +289,7 @@ def create_train_state(
     tx = with_slow_params(tx) if sees_pairs(tx) else tx
     mesh = auto_mesh(mesh)
     # A wrapper that gathers several layers at once is noticed only while the model is initialised.
-    with recording_stacks() as stacks:
+    with set_context(RECORDED_STACKS, Stacks()) as stacks:
         freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
         variables = dict(init_sharded(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs))
     params = variables.pop("params", {})

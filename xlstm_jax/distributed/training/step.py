@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.modules import recording_stacks
+from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
@@ -207,7 +208,7 @@ class StepOptions:
         run_checks("trace", trace)
         program = self.program(state, batch, rng, local, extra_trees)
         on_mesh, args = jax.shard_map(program.fn, **program.options), program.args
-        with recording_stacks() as stacks:
+        with set_context(RECORDED_STACKS, Stacks()) as stacks:
             result, jaxpr = traced_call(on_mesh, args)
 
         def trace_again() -> None:

@@ -4,7 +4,7 @@ To remove a feature, delete the line and the file.
 """
 
 from xlstm_jax.deferred import import_with_nnx
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS
+from xlstm_jax.distributed.data_parallel.extension import register
 from xlstm_jax.distributed.data_parallel.extensions import (  # noqa: F401  # these register themselves
     logical_names,  # a reader of names of dims
     padding,  # a store, and a mode of ``uneven``
@@ -16,12 +16,14 @@ from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import Rec
 from xlstm_jax.distributed.data_parallel.extensions.rows import RowLookups
 from xlstm_jax.distributed.data_parallel.link_balance import LinkBalance
 
-EXTENSIONS[:] = [
-    Fp8Products,
-    RecurrentCarries,
-    RowLookups,
-    PieceReaders,
-    LinkBalance,
-    PackedGathers,
-]
+register(
+    [
+        Fp8Products,
+        RecurrentCarries,
+        RowLookups,
+        PieceReaders,
+        LinkBalance,
+        PackedGathers,
+    ]
+)
 import_with_nnx("xlstm_jax.distributed.data_parallel.extensions.nnx_rows")  # registers itself

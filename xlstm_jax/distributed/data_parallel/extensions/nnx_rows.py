@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_split
@@ -32,4 +32,4 @@ class NnxRowLookups(Extension):
         return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
 
-EXTENSIONS.append(NnxRowLookups)
+register([*EXTENSIONS, NnxRowLookups])

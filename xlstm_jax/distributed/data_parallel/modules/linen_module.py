@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,12 +22,12 @@ from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel.extension import (
+    COLLECTIONS,
+    EXTENSIONS,
+    MODULES,
     Extension,
     arguments_from,
-    collections_of_extensions,
     computed_from_shards,
-    computes,
-    extensions_of,
     initialising,
 )
 from xlstm_jax.distributed.data_parallel.modules import unit
@@ -181,9 +182,7 @@ def with_gathers(target: Any, methods: list[str] | None, policy: ShardPolicy) ->
     gathers the module's parameters, calls ``target``, and drops the gathered parameters.
     """
     gather, shard = MapOfLeaves(_gathered, policy), functools.partial(shard_here, policy)
-    new = nn.map_variables(
-        target, ["params", *collections_of_extensions()], gather, shard, mutable=True, methods=methods
-    )
+    new = nn.map_variables(target, ["params", *COLLECTIONS], gather, shard, mutable=True, methods=methods)
     if methods is not None:
         # Linen makes an __init__ for each class, without decorators around the target's __init__.
         new.__init__ = target.__init__
@@ -268,8 +267,9 @@ def _only_when_bound(plain: Method, gathering: Method, policy: ShardPolicy) -> M
             return plain(self, *args, **kwargs)
         if running(policy.axes) != "plain":
             check_not_inside_reader(self)
-        with initialising(self, plain.__name__):
-            return run_in_unit(self, plain.__name__, gathering, policy, args, kwargs, _returned)
+        name = plain.__name__
+        with initialising(self, name) if isinstance(self, MODULES["initialising"]) else nullcontext():
+            return run_in_unit(self, name, gathering, policy, args, kwargs, _returned)
 
     return method
 
@@ -299,7 +299,7 @@ def run_in_unit(
         return gathering(module, *args, **kwargs)
 
     with inside_unit(module, policy.axes):
-        run = from_shards if computes(module, name) else gathering
+        run = from_shards if isinstance(module, MODULES["computes"]) else gathering
         return unit.entered(LINEN, module.name or type(module).__name__, run, module, args, kwargs)
 
 
@@ -347,20 +347,55 @@ def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]
     return nn.intercept_methods(intercept)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
+class Stacks:
+    """Record of stacked layers (``nn.scan``) that run inside a unit, which gathers all layers' weights at once.
+
+    ``layers`` maps the name of the layer's module (its class, without a name) to the class name of the layer:
+    {"blocks": "Block"}. Scans of functions are not recorded, since their layers cannot be identified here.
+    """
+
+    layers: dict[str, str] = dataclasses.field(default_factory=dict)
+    scan: type[nn.Module] | None = None  # the class that ``nn.scan`` has made, until a unit or the layer is entered
+
+
+RECORDED_STACKS: ContextVar[Stacks | None] = ContextVar("RECORDED_STACKS", default=None)  # set to record stacks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RunningUnit:
-    """Record of a unit whose method runs: its path in the model, for leaf names in errors, and its extensions."""
+    """Record of a unit whose method runs.
+
+    Attributes:
+      path: the path of the unit in the model, for leaf names in errors.
+      extensions: the extensions of the unit.
+      collections: the collections of the unit, beside "params", that extensions read.
+    """
 
     path: tuple[str, ...]
-    extensions: list[Extension] = dataclasses.field(compare=False)
+    extensions: list[Extension]
+    collections: list[str]
 
     def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         """Returns the result of ``method``, called with arguments that the unit's extensions may have changed.
 
         This is an interceptor for ``nn.intercept_methods``: Linen calls it for methods of the unit and of modules
-        inside.
+        inside. A scan over layers (``nn.scan``) inside the unit is added to ``RECORDED_STACKS``, if the layer is not a
+        unit itself: then this unit gathers the weights of all layers at once.
         """
-        args, kwargs = arguments_from(self.extensions, context.module, context.method_name, args, kwargs)
+        module, name = context.module, context.method_name
+        if self.collections or isinstance(module, MODULES["changed_arguments"]):
+            args, kwargs = arguments_from(self.extensions, module, name, args, kwargs)
+        stacks, cls = RECORDED_STACKS.get(), type(module)
+        if stacks is None or name == "setup":
+            return method(*args, **kwargs)
+        # Flax runs a function of the scan before the scan. The layer is the next module of its class that is called; if
+        # it is a unit, ``inside_unit`` has deleted the scan before.
+        if scans_over_params(cls):
+            stacks.scan = cls
+        elif stacks.scan and name == "__call__" and cls in stacks.scan.__mro__:
+            stacks.layers[module.name or cls.__name__] = cls.__name__
+            stacks.scan = None
         return method(*args, **kwargs)
 
 
@@ -372,14 +407,14 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
     where its parameter is a shard over ``axes``, Linen raises a shape error; the context replaces this error by
     ``closed_over_error``, which names the leaf and the cure.
     """
-    recorded = active_interceptors_of(Stacks)
-    for stacks in recorded:
-        stacks.units_entered += 1
-        stacks.units_running += 1
     scope: Any = module.scope
-    extensions = extensions_of([name for name in collections_of_extensions() if not scope.is_collection_empty(name)])
+    present = [name for name in COLLECTIONS if not scope.is_collection_empty(name)]
+    # An extension that reads collections has an instance only in a unit with one of them.
+    extensions = [cls() for cls in EXTENSIONS if not cls.collections or not set(cls.collections).isdisjoint(present)]
+    if stacks := RECORDED_STACKS.get():
+        stacks.scan = None
     try:
-        with nn.intercept_methods(RunningUnit(module.path, extensions).intercept):
+        with nn.intercept_methods(RunningUnit(module.path, extensions, present).intercept):
             yield
     except ScopeParamShapeError as error:
         params = module.variables.get("params", {}) if running(axes) == "manual" else {}
@@ -388,9 +423,6 @@ def inside_unit(module: nn.Module, axes: tuple[str, ...]) -> Iterator[None]:
             if unit.split_over(leaf, axes) and f"generate shape {np.shape(leaf.value)}," in str(error):
                 raise unit.closed_over_error("/".join((*module.path, path)), leaf, axes) from None
         raise
-    finally:
-        for stacks in recorded:
-            stacks.units_running -= 1
 
 
 def _returned(module: nn.Module, method: str, result: Any) -> Any:
@@ -424,60 +456,3 @@ def check_not_inside_reader(module: nn.Module) -> None:
                 "which would take norms of shards. Wrap a module that contains both, and call "
                 f"nn.{kind}(nn.{layer}(...)) of the plain class inside."
             )
-
-
-# ------------------------------------------------------------------------------------------------- scans over layers
-
-
-@dataclasses.dataclass(eq=False)
-class Stacks:
-    """Record of stacked layers (``nn.scan``) that run inside a unit, which gathers all layers' weights at once.
-
-    ``layers`` maps the name of each scan to the class of its layer. Scans of functions are not recorded, since their
-    layers cannot be identified here.
-    """
-
-    layers: dict[str, str] = dataclasses.field(default_factory=dict)
-    units_entered: int = 0
-    units_running: int = 0
-    _scan: tuple[type[nn.Module], int] | None = None  # last entered scan, and ``units_entered`` at that time
-
-    def record_stack(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Returns the result of ``method``, called unchanged; adds scans over layers to ``self.layers``.
-
-        This is an interceptor for ``nn.intercept_methods``. ``layers`` maps the name of the layer's module (its class,
-        without a name) to the class name of the layer: {"blocks": "Block"}. A scan (``nn.scan``) is added if it runs
-        inside a unit (a module that gathers its parameters to run), and the layer is not a unit itself: then the unit
-        gathers the weights of all layers at once. The layer is the next called module of the scanned class.
-        """
-        cls, units = type(context.module), self.units_entered
-        if self.units_running and scans_over_params(cls):
-            # The layer of this scan will be the next module of its class that is called.
-            self._scan = cls, units
-        elif self._scan and context.method_name == "__call__" and cls in self._scan[0].__mro__:
-            if self._scan[1] == units:  # no unit was entered since, so the layer is not a unit
-                self.layers[context.module.name or cls.__name__] = cls.__name__
-            self._scan = None
-        return method(*args, **kwargs)
-
-
-@contextmanager
-def recording_stacks() -> Iterator[Stacks]:
-    """Enters a context that records scans over layers in a new ``Stacks``, and yields the ``Stacks``.
-
-    Each ``nn.scan`` is recorded that runs in the context inside a unit (a module that gathers its parameters to run),
-    and whose layer is no unit: the unit gathers the weights of all layers at once.
-    """
-    stacks = Stacks()
-    with nn.intercept_methods(stacks.record_stack):
-        yield stacks
-
-
-def forget_stack(path: str) -> None:
-    """Removes the layers at ``path`` from each active ``Stacks``, the record of scanned layers gathered all at once.
-
-    ``shard_modules`` calls the function when the layer is a unit itself, which gathers one layer at a time. A record
-    has layers by the last name of their path; a name that is not recorded is ignored.
-    """
-    for stacks in active_interceptors_of(Stacks):
-        stacks.layers.pop(path.rpartition("/")[-1], None)

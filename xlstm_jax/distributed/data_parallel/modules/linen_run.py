@@ -11,22 +11,23 @@ method then runs on a copy of the module, which runs ``setup`` again, so XLA rem
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from flax import linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from xlstm_jax.distributed.data_parallel.extension import arguments_from, initialising
+from xlstm_jax.distributed.data_parallel.extension import MODULES, arguments_from, initialising
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LINEN,
+    RECORDED_STACKS,
     MapOfLeaves,
     active_interceptors_of,
     class_and_fields,
-    forget_stack,
     inside_unit,
     methods_to_lift,
     run_in_unit,
@@ -35,6 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.formatting import path_pattern
 from xlstm_jax.introspection import inside_map_variables
 
@@ -54,13 +56,6 @@ class Selection:
 
     def __repr__(self) -> str:
         return f"larger_than({self.size})"
-
-    def takes(self, path: str, module: nn.Module, by_size: bool) -> bool:
-        """Returns whether a module becomes a unit: ``predicate(path, module)``, or ``by_size`` without a predicate.
-
-        ``by_size`` says whether the parameters of the module have more values than ``size``, as the caller has found.
-        """
-        return bool(self.predicate(path, module)) if self.predicate else by_size
 
 
 @dataclass(frozen=True)
@@ -124,31 +119,17 @@ def _intercepted(plain: Method, sharding: Sharding) -> Method:
     return method
 
 
+# The objects of interceptors, such as a ``LinenRun``, for which the running modules are no part of their model.
+RUNS_AROUND: ContextVar[Sequence[Any]] = ContextVar("RUNS_AROUND", default=())
+
+
 def apart_from_model() -> AbstractContextManager[None]:
     """Returns a context for modules that a sharded model's method runs although they are no part of the model.
 
     Modules that run in the context are not sharded: the model's ``LinenRun`` neither splits nor gathers their
     parameters.
     """
-    return nn.intercept_methods(_OutsideModelMarker().intercept)
-
-
-class _OutsideModelMarker:
-    """Marker on Linen's stack of interceptors: a ``LinenRun`` below the marker ignores modules that run above."""
-
-    def intercept(self, method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        """Returns the result of ``method``, called unchanged: the place on Linen's interceptor stack is the marker."""
-        return method(*args, **kwargs)
-
-
-def runs_apart(run: Any) -> bool:
-    """Returns whether the running module is no part of the model of ``run``, the object of an active interceptor.
-
-    This is so if ``apart_from_model`` was entered after ``run``.
-    """
-    interceptors = active_interceptors_of(object)
-    # Innermost first: a marker before this run says that the module is not part of the model.
-    return _OutsideModelMarker in map(type, interceptors[: interceptors.index(run)])
+    return set_context(RUNS_AROUND, active_interceptors_of(object))
 
 
 @dataclass(eq=False)
@@ -174,12 +155,11 @@ class LinenRun:
         if module.scope is None or not is_public(name, LINEN):
             return method(*args, **kwargs)
         # Linen inspects the setup of modules made by nn.scan before they are called.
-        if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root:
-            return method(*args, **kwargs)
-        if runs_apart(self):
+        if not hasattr(type(module), name) or module.path[: len(self.root)] != self.root or self in RUNS_AROUND.get():
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
-        args, kwargs = arguments_from(None, module, name, args, kwargs)
+        if isinstance(module, MODULES["changed_arguments"]):
+            args, kwargs = arguments_from(None, module, name, args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         at_path = [entered_cls for entered_path, entered_cls in self._open_modules if entered_path == path]
         if [other for other in at_path if issubclass(cls, other) or issubclass(other, cls)]:
@@ -187,11 +167,24 @@ class LinenRun:
         self._open_modules.append((path, cls))
         try:
             if module.is_initializing():
-                with initialising(module, name):
+                with initialising(module, name) if isinstance(module, MODULES["initialising"]) else nullcontext():
                     return self._initialise(path, module, functools.partial(method, *args, **kwargs))
-            if not self._gathers(path, module):
+            # The predicate first: without it the parameters of all modules inside are read.
+            predicate = self.sharding.selection.predicate
+            if predicate and not predicate(path, module):
                 return method(*args, **kwargs)
-            forget_stack(path)
+            # For each split parameter, without those of units inside: whether its box names this module as its unit.
+            # ``unit_depth`` counts the names of the leaf's path below its unit.
+            model_split = [
+                leaf.unit_depth == 1 + name.count("/")
+                for _, name, leaf in parameters(module)
+                if any(map(policy.has_axis, leaf.axes)) and is_gathered_here(f"params/{name}", leaf)
+            ]
+            # Without a predicate the boxes choose the units.
+            if not model_split or not (predicate or any(model_split)):
+                return method(*args, **kwargs)
+            if stacks := RECORDED_STACKS.get():
+                stacks.layers.pop(path.rpartition("/")[-1], None)  # a layer that is a unit is gathered by itself
             user_method = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
 
             # Operation names contain the method's name; a forecast reads modules from them.
@@ -207,23 +200,6 @@ class LinenRun:
         finally:
             self._open_modules.pop()
 
-    def _gathers(self, path: str, module: nn.Module) -> bool:
-        """Returns whether the module at ``path`` is a unit with split parameters that ``apply`` must gather here.
-
-        With a predicate, the predicate chooses units. Without, the boxes of the parameters name the unit that gathers
-        them. Parameters of units inside the module do not count.
-        """
-        selection = self.sharding.selection
-        if not selection.takes(path, module, True):  # before the parameters of all modules within are read
-            return False
-        # True if the box names this module: ``unit_depth`` counts the names of the leaf's path below its unit.
-        model_split = [
-            leaf.unit_depth == 1 + name.count("/")
-            for _, name, leaf in parameters(module)
-            if any(map(self.sharding.policy.has_axis, leaf.axes)) and is_gathered_here(f"params/{name}", leaf)
-        ]
-        return bool(model_split) and selection.takes(path, module, any(model_split))
-
     def _initialise(self, path: str, module: nn.Module, method: Callable[[], Any]) -> Any:
         """Returns the result of ``method``, a method of ``module`` in ``init``; splits a chosen module's parameters.
 
@@ -235,33 +211,32 @@ class LinenRun:
             ``nn.map_variables`` of the model.
         """
         selection, policy = self.sharding.selection, self.sharding.policy
-        with inside_unit(module, policy.axes) if selection.takes(path, module, False) else nullcontext():
+        predicate = selection.predicate
+        with inside_unit(module, policy.axes) if predicate and predicate(path, module) else nullcontext():
             result = method()
         self._seen[path] = type(module)
-        by_size, leaves = True, None
-        if not selection.predicate:
-            leaves = self._leaves(module)
+        is_chosen = predicate is None or bool(predicate(path, module))
+        # The parameters of the module and its submodules, by path in the model, as "h_0/mlp/kernel".
+        leaves = {
+            "/".join((*place[len(self.root) :], name)): leaf
+            for place, name, leaf in (parameters(module) if is_chosen else ())
+        }
+        if predicate is None:
             # Inside nn.scan: the sizes of one layer.
             own = [leaf for name, leaf in leaves.items() if self._unit_of.get(name, path) == path]
             # A cell would gather at every step of its loop; the RNN around it gathers once.
-            by_size = sum([math.prod(leaf.true_shape) for leaf in own]) > selection.size
-            by_size = by_size and not isinstance(module, nn.RNNCellBase)
-        if selection.takes(path, module, by_size) and not (
-            inside_map_variables(MapOfLeaves) and self._is_left_out(path)
-        ):
+            is_chosen = sum([math.prod(leaf.true_shape) for leaf in own]) > selection.size
+            is_chosen = is_chosen and not isinstance(module, nn.RNNCellBase)
+        if is_chosen and not (inside_map_variables(MapOfLeaves) and self._is_left_out(path)):
             # Units inside were left earlier, and keep their parameters.
-            leaves = self._leaves(module) if leaves is None else leaves
             self._has_units, self._unit_of = True, dict.fromkeys(leaves, path) | self._unit_of
-            forget_stack(path)
+            if stacks := RECORDED_STACKS.get():
+                stacks.layers.pop(path.rpartition("/")[-1], None)
             # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
             with_gathers(do_nothing, None, policy)(module)
         if len(self._open_modules) == 1 and not path and not self._has_units:
             self._refuse(module)
         return result
-
-    def _leaves(self, module: nn.Module) -> dict[str, Sharded]:
-        """Returns the parameters of a module and its submodules, each as a ``Sharded``, by path as "h_0/mlp/kernel"."""
-        return {"/".join((*place[len(self.root) :], name)): leaf for place, name, leaf in parameters(module)}
 
     def _is_left_out(self, path: str) -> bool:
         """Returns True or raises, for the module at ``path``, which is inside an ``nn.map_variables`` of the model.

@@ -13,7 +13,7 @@ from typing import Any
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import collections_of_extensions
+from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, is_within, note_units
 from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, active_interceptors_of
@@ -108,7 +108,7 @@ def _map_params(module: nn.Module, change: Callable[[PyTree], PyTree]) -> None:
     replicated collections that extensions read.
     """
     unchanged = MapOfLeaves(lambda variables: variables)
-    nn.map_variables(do_nothing, ["params", *collections_of_extensions()], unchanged, change, mutable=True)(module)
+    nn.map_variables(do_nothing, ["params", *COLLECTIONS], unchanged, change, mutable=True)(module)
 
 
 def _split(policy: ShardPolicy, new: Collection[str], variables: PyTree) -> PyTree:

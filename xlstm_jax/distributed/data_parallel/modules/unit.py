@@ -16,6 +16,7 @@ Entering and leaving depend on where the module runs:
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -26,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, collections_of_extensions, named_wires, with_hook
+from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS, Extension, named_wires, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     SPLIT_BY_RULES,
@@ -49,7 +50,12 @@ from xlstm_jax.distributed.data_parallel.shard import (
     plan_params,
     with_unit,
 )
-from xlstm_jax.distributed.data_parallel.trees import map_leaves, map_leaves_with_path, sharded_leaves, split_arrays
+from xlstm_jax.distributed.data_parallel.trees import (
+    flatten_with_path,
+    map_leaves_with_path,
+    sharded_leaves,
+    split_arrays,
+)
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.explicit_axes import unsplit_over
 from xlstm_jax.formatting import kind_of
@@ -179,14 +185,15 @@ def named_input(system: ModuleSystem, args: Any, kwargs: Any) -> tuple[Any, Any]
     floats in each keyword argument are named. Later arguments, such as a mask, are often shared by the layers: keeping
     a copy per layer would take more memory.
     """
-
-    def named(x: Any) -> Any:
-        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-        return checkpoint_name(x, BLOCK_INPUT) if is_float else x
-
-    # A box among the arguments is a parameter, and a library object is not an activation.
     first, rest = (args[:1], args[1:]) if args else (kwargs, ())
-    first = map_leaves(named, first, one_leaf=lambda node: isinstance(node, (*BOXES, *system.objects)))
+    # A box among the arguments is a parameter, and a library object is not an activation.
+    one_leaf = (lambda node: isinstance(node, (*BOXES, *system.objects))) if system.objects else is_box
+    leaves, treedef = flatten_with_path(first, one_leaf)
+    named = [
+        checkpoint_name(x, BLOCK_INPUT) if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) else x
+        for _, x in leaves
+    ]
+    first = jax.tree.unflatten(treedef, named)
     return (first + rest, kwargs) if args else (args, first)
 
 
@@ -212,38 +219,11 @@ def gather_here(
       ValueError: a leaf is a global array where a shard was expected; or the ``shard_map`` or the mesh lacks an axis of
         the unit (``running``).
     """
+    is_manual = running(policy.axes) == "manual"
     # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
     communication = replace(policy.communication, replicas=None)
-
-    def gathered(stored: str, leaf: Any) -> Any:
-        box = leaf_of(leaf)
-        if stored in replaced:
-            return replaced[stored](box)
-        if not is_box(leaf) or not is_gathered_here(stored, box):
-            return leaf
-        path, value = path_in_model(module, stored), box.value
-        # A concrete global array was not passed through the shard_map. Global arrays of an outer jit are tracers, whose
-        # types get lost in a scan of Linen; ``linen_module`` recognises those by their shapes.
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
-            raise closed_over_error(path, box, policy.axes)
-        extension, wire = wires.get(stored, (None, None))
-        axes = _with_axes_of_rules(policy, box) if SPLIT_BY_RULES in box.marks else policy.axes
-        full = gather_leaf(box, axes, communication, path, wire, together.get(stored))
-        if extension is not None:
-            extension.on_gathered(stored, full)
-        return full
-
-    def take_out(path: str, leaf: Any) -> Any:
-        box = leaf_of(leaf)
-        if not is_box(leaf) or not is_gathered_here(path, box):
-            return leaf
-        if isinstance(box, PlannedLeaf):
-            return box.gathered(policy.axes)
-        # A box over other axes stays for the wrapper over those axes.
-        return unsplit_over(read_value(box), policy.axes) if all(map(policy.has_axis, box.axes)) else leaf
-
-    if running(policy.axes) != "manual":
-        return map_leaves_with_path(take_out, variables)
+    # Extensions may send leaves in other formats, replace leaves, or gather leaves together. Elsewhere nothing is sent.
+    extensions = extensions if is_manual else ()
     wires = {
         path: (extension, wire)
         for extension in extensions
@@ -257,7 +237,7 @@ def gather_here(
         for path, read in extension.value_replacements().items()
     }
     together: dict[str, Callable[[], Any]] = {}
-    if communication.options and (hooks := with_hook("gathers")):
+    if is_manual and communication.options and (hooks := with_hook("gathers")):
         to_gather = {
             stored: (path_in_model(module, stored), box)
             for stored, box in sharded_leaves(variables)
@@ -265,8 +245,32 @@ def gather_here(
         }
         for cls in hooks:
             together |= cls().gathers(to_gather, policy.axes, communication)
-    with jax.named_scope(GATHER_SCOPE):
-        return map_leaves_with_path(gathered, variables)
+
+    def as_module_reads(stored: str, leaf: Any) -> Any:
+        box = leaf_of(leaf)
+        if stored in replaced:
+            return replaced[stored](box)
+        if not is_box(leaf) or not is_gathered_here(stored, box):
+            return leaf
+        if not is_manual and isinstance(box, PlannedLeaf):
+            return box.gathered(policy.axes)
+        if not is_manual:
+            # A global array is only unboxed. A box over other axes stays for the wrapper over those axes.
+            return unsplit_over(read_value(box), policy.axes) if all(map(policy.has_axis, box.axes)) else leaf
+        # A concrete global array was not passed through the shard_map. Global arrays of an outer jit are tracers, whose
+        # types get lost in a scan of Linen; ``linen_module`` recognises those by their shapes.
+        path, value = path_in_model(module, stored), box.value
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and split_over(box, policy.axes):
+            raise closed_over_error(path, box, policy.axes)
+        extension, wire = wires.get(stored, (None, None))
+        axes = _with_axes_of_rules(policy, box) if SPLIT_BY_RULES in box.marks else policy.axes
+        full = gather_leaf(box, axes, communication, path, wire, together.get(stored))
+        if extension is not None:
+            extension.on_gathered(stored, full)
+        return full
+
+    with jax.named_scope(GATHER_SCOPE) if is_manual else nullcontext():
+        return map_leaves_with_path(as_module_reads, variables)
 
 
 def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
@@ -379,9 +383,8 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     Raises:
       ValueError: the mesh lacks an axis of the unit or of ``replicas``; or only some axes of the unit are bound.
     """
-    passing = collections_of_extensions()
-    unsharded = {name: tree for name, tree in variables.items() if name in passing}
-    variables = {name: tree for name, tree in variables.items() if name not in passing}
+    unsharded = {name: tree for name, tree in variables.items() if name in COLLECTIONS}
+    variables = {name: tree for name, tree in variables.items() if name not in COLLECTIONS}
     mode, mesh = running(policy.axes), jax.sharding.get_abstract_mesh()
     if mode == "plain" or not jax.tree.leaves(variables):
         return variables | unsharded

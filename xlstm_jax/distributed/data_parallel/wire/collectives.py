@@ -158,16 +158,6 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def check_bound(axes: Sequence[str], *, caller: str) -> None:
-    """Raises a ``ValueError`` if a mesh axis in ``axes`` is not bound (by ``shard_map``, say).
-
-    The error names the first such axis and ``caller``, the user's function, and lists the bound axes.
-    """
-    unbound = [axis for axis in axes if not is_bound(axis)]
-    if unbound:
-        raise ValueError(unbound_message(unbound[0], caller))
-
-
 def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
     """Returns a user's ``axis_name``, the name of an axis or a sequence of names, as a tuple, after checks of the axes.
 
@@ -175,8 +165,19 @@ def bound_axes(axis_name: AxisNames, *, caller: str) -> tuple[str, ...]:
     function. Raises a ``ValueError`` as well for no axis, a repeated axis, an entry that is no string, or a set.
     """
     axes = as_axis_names(axis_name)
-    check_bound(axes, caller=caller)
+    unbound = [axis for axis in axes if not is_bound(axis)]
+    if unbound:
+        raise ValueError(unbound_message(unbound[0], caller))
     return axes
+
+
+def check_bound(axes: tuple[str, ...], *, caller: str) -> None:
+    """Raises a ``ValueError`` if a mesh axis in ``axes`` is not bound (by ``shard_map``, say); () is accepted.
+
+    The error names the first such axis and ``caller``, the user's function, and lists the bound axes.
+    """
+    if axes:
+        bound_axes(axes, caller=caller)
 
 
 def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
@@ -187,8 +188,7 @@ def bound_or_none(axes: tuple[str, ...], *, caller: str) -> tuple[str, ...]:
     """
     if not manual_axes() and not any(map(is_bound, axes)):
         return ()
-    check_bound(axes, caller=caller)
-    return axes
+    return bound_axes(axes, caller=caller)
 
 
 def unbound_message(axis: str, caller: str) -> str:
@@ -297,12 +297,10 @@ def to_varying(tree: PyTree, axes: Collection[str]) -> PyTree:
     tracked = {axis for axis in axes if is_tracked(axis)}
     if not tracked:
         return tree
-
-    def cast(value: jax.Array) -> jax.Array:
-        missing = tuple(sorted(tracked - varying_axes(value)))
-        return lax.pcast(value, missing, to="varying") if missing else value
-
-    return jax.tree.map(cast, tree)
+    values, treedef = jax.tree.flatten(tree)
+    missing = [tuple(sorted(tracked - varying_axes(value))) for value in values]
+    cast = [lax.pcast(x, over, to="varying") if over else x for x, over in zip(values, missing, strict=True)]
+    return jax.tree.unflatten(treedef, cast)
 
 
 def zeros_of_type(abstract: jax.ShapeDtypeStruct, dtype: DType) -> jax.Array:

@@ -120,7 +120,9 @@ def _gather_bwd(
 ) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
-    check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
+    # In no other case would a mean over the devices be wrong.
+    if isinstance(cotangent, BatchTracer) or running_loss().axes:
+        check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
     return _scattered(cotangent, dim, axes, communication, primal), None
 
 
@@ -153,23 +155,17 @@ def _scattered(
     The backward pass of a gather: a reduce-scatter along ``dim`` with the mean over ``axes``, then the mean over copies
     of the shard. ``primal`` has the type of the shard, and the result has this type.
     """
-    terms = terms_to_scatter(behind_barrier_on_cpu(cotangent, axes), axes, communication, primal)
+    # On CPU the product that makes a narrow matrix passes an optimization barrier, for speed. JAX computes the gradient
+    # of a weight matrix as a matrix product, followed by a transpose. If nothing else reads the product, XLA drops the
+    # transpose and swaps the operands of the product. In bfloat16 the fast product routines of the CPU do not accept
+    # this form, and the step of a decoder takes twice as long; in float32 the step is as fast. The first ``.T`` cancels
+    # the transpose of JAX, so that XLA finds no transpose between product and barrier.
+    if cotangent.ndim == 2 and cotangent.dtype.itemsize < 4 and collectives.spread_axes(axes):
+        cotangent = jax.lax.platform_dependent(
+            cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g
+        )
+    terms = terms_to_scatter(cotangent, axes, communication, primal)
     return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
-
-
-def behind_barrier_on_cpu(cotangent: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns the cotangent unchanged. On CPU a matrix narrower than 32 bits passes an optimization barrier, for speed.
-
-    JAX computes the gradient of a weight matrix as a matrix product, followed by a transpose. If nothing else reads the
-    product, XLA drops the transpose and swaps the operands of the product. In bfloat16 the fast product routines of the
-    CPU do not accept this form, and the step of a decoder takes twice as long; in float32 the step is as fast.
-
-    The function returns ``barrier(cotangent.T).T``. The first ``.T`` cancels the transpose of JAX, so that XLA finds no
-    transpose between product and barrier. If all ``axes`` have size 1, the cotangent passes no barrier.
-    """
-    if cotangent.ndim != 2 or cotangent.dtype.itemsize >= 4 or not collectives.spread_axes(axes):
-        return cotangent
-    return jax.lax.platform_dependent(cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g)
 
 
 def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
@@ -427,10 +423,10 @@ def running_loss() -> RunningLoss:
 
 
 @contextlib.contextmanager
-def set_context(variable: ContextVar[Any], value: Any) -> Iterator[None]:
-    """Context manager: sets a context variable to ``value``, and restores the earlier value at the end."""
+def set_context(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    """Context manager: sets a context variable to ``value``, yields ``value``, and restores the earlier value after."""
     token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
         variable.reset(token)
