@@ -449,24 +449,27 @@ def check_batch(batch: PyTree, layout: BatchLayout | None, num_minibatches: int 
             )
         if not isinstance(leaf, jax.Array) and (reason := why_no_array(leaf)):
             raise TypeError(f"{named_leaf('batch', path)} is {reason}")
-    rows = [(named_leaf("batch", path), np.shape(leaf)) for path, leaf in leaves if np.ndim(leaf)]
+    rows = [(path, np.shape(leaf)) for path, leaf in leaves if np.ndim(leaf)]
     if len(rows) < len(leaves):
         _check_no_list_of_numbers(batch)
-    for name, shape in rows:
-        examples, rest = shape[0], shape[0] % count
-        if examples != rows[0][1][0]:
+    for path, shape in rows:
+        examples, rest, (first_path, first_shape) = shape[0], shape[0] % count, rows[0]
+        if examples == first_shape[0] and examples > 0 and not rest:
+            continue
+        name = named_leaf("batch", path)
+        if examples != first_shape[0]:
             raise ValueError(
-                f"{name} of shape {shape} holds {examples} examples, but {rows[0][0]} of shape {rows[0][1]} holds "
-                f"{rows[0][1][0]}. All leaves of a batch have the rows of the same examples; what has none is a scalar."
+                f"{name} of shape {shape} holds {examples} examples, but {named_leaf('batch', first_path)} of shape "
+                f"{first_shape} holds {first_shape[0]}. All leaves of a batch have the rows of the same examples; what "
+                "has none is a scalar."
             )
         if examples == 0:
             raise ValueError(f"{name} of shape {shape} holds no examples; the mean over none is not a number.")
-        if rest:
-            raise ValueError(
-                f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
-                f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
-                f"{padding}), or choose a divisor of {examples}."
-            )
+        raise ValueError(
+            f"{name} of shape {shape} holds {examples} examples, which {divisor} does not divide; the last {rest} "
+            f"would be dropped. Pad the batch to {examples - rest + count} examples (with weight 0, "
+            f"{padding}), or choose a divisor of {examples}."
+        )
 
 
 def _check_no_list_of_numbers(batch: PyTree) -> None:
