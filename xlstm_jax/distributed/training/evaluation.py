@@ -107,35 +107,27 @@ def make_eval_step(
         parameters, or ``eval_fn`` did not return a dict, or its keyword arguments do not match ``extra_trees``.
     """
     mesh = auto_mesh(mesh)
-    if batch_axes is None and batch_spec is None:
-        # The first state gives the axes. A step over all axes, made and dropped here, raises for the other arguments.
-        over_axes = partial(
-            make_eval_step,
-            eval_fn,
-            mesh,
-            metric=metric,
-            layout=layout,
-            check_vma=check_vma,
-            compiler_options=compiler_options,
-        )
-        over_axes(mesh.axis_names)
-        return StepOfState(over_axes, mesh)
-    of_batch = batch_layout(mesh, batch_axes, batch_spec, layout)
+    reads_axes = batch_axes is None and batch_spec is None  # off the first state
+    of_batch = batch_layout(mesh, mesh.axis_names if reads_axes else batch_axes, batch_spec, layout)
     check_loss_fn(eval_fn, "make_eval_step", EVAL_FN)
     if not isinstance(metric, PureMetric):
         raise TypeError(f"metric={kind_of(metric)} is no PureMetric; pass WeightedMean(), or several as a Compose.")
 
-    evaluation = _Evaluation(eval_fn, metric, of_batch, check_vma)
-    watched = replace(evaluation, is_watched=True)
-    return CheckedStep(
-        evaluation.step,
-        of_batch,
-        ARGUMENTS,
-        arguments_replaced=lambda state, batch, local, **_: local,
-        counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
-        donate_argnums=ARGUMENTS.index("local"),
-        compiler_options=resolved_on(mesh, compiler_options),
-    )
+    def step_of(of_batch: BatchLayout) -> CheckedStep:
+        evaluation = _Evaluation(eval_fn, metric, of_batch, check_vma)
+        watched = replace(evaluation, is_watched=True)
+        return CheckedStep(
+            evaluation.step,
+            of_batch,
+            ARGUMENTS,
+            arguments_replaced=lambda state, batch, local, **_: local,
+            counting=partial(counting_padding, watched.step, metric, of_batch.row_axes),
+            donate_argnums=ARGUMENTS.index("local"),
+            compiler_options=resolved_on(mesh, compiler_options),
+        )
+
+    made = step_of(of_batch)
+    return StepOfState(lambda axes: step_of(batch_layout(mesh, axes, tokens=layout)), mesh) if reads_axes else made
 
 
 @dataclass(frozen=True, eq=False)
