@@ -121,6 +121,7 @@ CASES: dict[str, Case] = {
     "ours, best options": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, best options, within hosts": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS | WITHIN_HOSTS),
     "ours, combined": Case("ours", "staged", xla_options=BEST_FOR_JIT, options=OURS),
+    "ours, options, one axis": Case("ours", "flat", tuned=True, options=OURS),
     "ours, one axis": Case("ours", "flat", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, one axis, combined": Case("ours", "flat", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, ahead": Case("ours", "staged", xla_options=BEST_AHEAD, options=OURS | {"prefetch": True}),
@@ -150,6 +151,7 @@ OF_KERNEL = (
     "ours, combined",
 )
 OF_KERNEL += ("ours, best options, within hosts", "ours, one axis", "ours, one axis, combined", "ours, ahead")
+OF_KERNEL += ("ours, options, one axis",)
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
 # Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.

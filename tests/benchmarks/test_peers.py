@@ -108,7 +108,8 @@ def test_peers_parser_accepts_modified_sizes_and_exits_for_unknown_sizes_or_dims
     assert SIZES[name] == dataclasses.replace(SIZES["decoder_small"], layers=3, vocab_size=1000)
     cases = "ours, kernel", "ours, options, kernel"
     assert peers.sides_of(name, "v6e:2x4")["ours"] == cases
-    assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, "ours, options, more VMEM, kernel")
+    of_v5e = "ours, options, more VMEM, kernel", "ours, options, one axis, kernel"
+    assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, *of_v5e)
     assert peers.sides_of("vit_L16", "v6e:2x4") == peers.ON_TPUS
     for wrong, told in {"decoder_2B": "is none of", "decoder_small,depth=3": "no dim", "1.3B,layers": "no dim"}.items():
         with in_case(wrong=wrong, told=told), pytest.raises(SystemExit):
