@@ -304,7 +304,7 @@ class Placement:
         ``shardings`` places leaves of the state elsewhere, as ``Offload`` in host memory.
     """
 
-    wrap: Wrapper | None = None
+    wrap: Any = None  # a ``Wrapper`` where a subclass has one
 
 
 ON_DEVICES = Placement()
