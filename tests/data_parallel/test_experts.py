@@ -246,10 +246,10 @@ def test_gradients_of_nnx_experts_match_a_single_device(threshold, mesh):
 
 
 def test_guard_expert_gradients_are_doubled_without_model_axes(mesh, params, monkeypatch):
-    from xlstm_jax.distributed.data_parallel import shard
+    from xlstm_jax.distributed.training import gradients
 
     state = state_of(wrapped(), mesh)
-    monkeypatch.setattr(shard, "leaf_of", lambda leaf: leaf_of(leaf).replace(model_axes=()))
+    monkeypatch.setattr(gradients, "leaf_of", lambda leaf: leaf_of(leaf).replace(model_axes=()))
     state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=False)(state, X, jax.random.key(2))
     want = jax.grad(loss_fn)(params, PLAIN.apply, X, None)
     np.testing.assert_allclose(unbox(state.opt_state)["up"], 2 * want["up"], rtol=1e-4, atol=1e-6)

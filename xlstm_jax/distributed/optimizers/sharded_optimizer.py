@@ -280,7 +280,7 @@ class ShardedOptimizer(NamedTuple):
     """Optimizer of boxed parameters on a mesh. Its functions are called while a program on global arrays is traced.
 
     Attributes:
-      init: takes the parameters; returns the initial state, as stored, in new buffers.
+      init: takes the parameters; returns the initial state, as stored.
       update: takes gradients without boxes and padding (``trainable``), the parts before the update,
         the collections that the step computed, and the extra arguments of optax (``optimizers.transforms``). Returns
         the parts after the update, and metrics of the step.
@@ -382,10 +382,6 @@ def sharded_optimizer(
     def init(params: PyTree) -> PyTree:
         with set_context(_LAYOUT, layout):
             opt_state = tx.init(trainable(params))
-        # Copy, because a step donates each buffer once, and some optimizers store the parameters themselves. Cast to
-        # strong types, as a step returns them: after a weak type the second step would compile again.
-        leaves, structure = jax.tree.flatten(opt_state)
-        opt_state = jax.tree.unflatten(structure, [jnp.array(x, x.dtype) for x in leaves])
         return stored_state(opt_state, params) if padded else opt_state
 
     def plain_update(

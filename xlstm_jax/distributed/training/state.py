@@ -310,8 +310,15 @@ def sharded_opt_state(
     ``params`` are boxed global arrays. ``offload`` says which memory stores the state: device memory by default.
     """
     optimizer = sharded_optimizer(tx, params, mesh, offload.wrap)
+
+    def init(params: PyTree) -> PyTree:
+        # Copy, because a step donates each buffer once, and some optimizers store the parameters themselves. Cast to
+        # strong types, as a step returns them: after a weak type the second step would compile again.
+        leaves, structure = jax.tree.flatten(optimizer.init(params))
+        return jax.tree.unflatten(structure, [jnp.array(x, x.dtype) for x in leaves])
+
     # Only a trace of tx.init shows the shapes of the state; the sharding of each leaf follows from the shapes.
-    init = on_auto_axes(optimizer.init, mesh)
+    init = on_auto_axes(init, mesh)
     out = placed(optimizer.shardings(jax.eval_shape(init, params)))
     return jax.jit(init, out_shardings=out)(params)
 
