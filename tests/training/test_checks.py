@@ -94,10 +94,7 @@ def test_each_stage_has_checks_and_each_check_has_a_docs_page():
 
 
 def test_checks_run_at_each_stage_of_training(monkeypatch):
-    """Guard of the first test: its steps reach all moments.
-
-    Exceptions are failures, calls in a program of the user, and gathers in a branch of ``lax.cond``.
-    """
+    """Guard of the first test: its steps reach all moments except failures, and calls in a program of the user."""
     met = set()
     rows = [
         TrainingCheck(moment, lambda _, moment=moment: met.add(moment), "training.md") for moment in get_args(Moment)
@@ -108,7 +105,7 @@ def test_checks_run_at_each_stage_of_training(monkeypatch):
         step(*args)
     state = state_of(fsdp(nn.Dense)(4))
     state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params))  # as a custom step calls it
-    assert met == set(get_args(Moment)) - {"failure", "refused", "in a program", "gradient"}
+    assert met == set(get_args(Moment)) - {"failure", "refused", "in a program"}
 
 
 def test_checks_of_a_kind_of_call_run_once_and_of_each_call_every_time(monkeypatch):

@@ -376,8 +376,7 @@ def accumulated(
         # Local loss and gradients, and the states for the next minibatch.
         local = differentiate(loss, weights, axes, *rest)
         args = (weights, *rest)
-        if local.gathered_in_branches:
-            run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
+        run_checks("gradient", Differentiated(local.gathered_in_branches, loss, args, axes))
         each = zip(carries, states, strict=True)
         states = tuple([carry.next(state, loss, args, local) for carry, state in each])
 
