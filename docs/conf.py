@@ -7,6 +7,7 @@ links to pages of their docstrings; and the files at the top of the repository b
 
 import gc
 import hashlib
+import importlib
 import logging
 import os
 import re
@@ -183,13 +184,19 @@ def run_pages(app, env, names):
     pages = {
         name: _executed(name, text) for name, text in texts.items() if _runs(name, text)
     }
-    executed_pages.run(app, pages, _set_flags, _parse_modules)
+    executed_pages.run(app, pages, _set_flags, partial(_parse_modules, set(names)))
     names[:] = [name for first in range(STRIDE) for name in names[first::STRIDE]]
 
 
-def _parse_modules():
-    """Parses the modules of the public names once, in the process from which Sphinx forks."""
-    spared_work.parse_modules([getattr(sys.modules[face], name) for face, name, _ in public_names()])
+def _parse_modules(pages):
+    """Parses the modules of names whose page of the reference is read, once, in the process from which Sphinx forks."""
+    spared_work.parse_modules(
+        [
+            getattr(importlib.import_module(face), name)
+            for face, name, _ in public_names()
+            if f"reference/{name}" in pages
+        ]
+    )
 
 
 def read_for_the_site(app, page, source):
