@@ -133,7 +133,6 @@ WAY = (
     "wire/communication",
     "store",
     "leaf",
-    "wire/gather_array",
     "modules/unit",
     "modules/linen_module",
     "../training/gradients",

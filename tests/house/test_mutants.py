@@ -51,7 +51,7 @@ def test_mutated_raises_for_a_text_not_occurring_exactly_once():
 def test_mutant_finds_a_function_moved_to_another_file():
     texts = {"before": ["axis % x.ndim"], "after": ["axis"]}
     moved = Mutant("xlstm_jax/distributed/gone.py", "nothing", False, "gather_array_with_mean_grads", **texts)
-    assert moved.path == "xlstm_jax/distributed/data_parallel/wire/gather_array.py"
+    assert moved.path == "xlstm_jax/distributed/data_parallel/wire/communication.py"
     texts = {"before": ["return"], "after": ["pass"]}
     source = "def f():\n    return 1\n\n\n@cache\ndef g():\n    return 1\n"
     assert Mutant("x.py", "g", False, "g", ["@cache"], ["@jit"]).mutated(source) == source.replace("@cache", "@jit")

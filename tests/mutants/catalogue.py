@@ -1,6 +1,6 @@
 """The mutations, read from the ``.txt`` files in this folder, one file per folder of the library.
 
-# wire/gather_array                          the file of the library, in the folder that names the .txt file
+# wire/communication                         the file of the library, in the folder that names the .txt file
                                              (base.txt: files beside the folders)
 a gradient is summed, not averaged           the mistake; a leading * marks the few mutations that run in CI
 @ _backward                                  the changed function, method or class; absent for module-level lines

@@ -23,12 +23,11 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Eight files lead a parameter through a step, some 1,250 lines of code; read in this order:
-  wire/communication.py    format in which a shard is sent and received: ``Wire``; the options of a leaf. A new format
-                           is a row of wire/formats.py
+Seven files lead a parameter through a step, some 1,250 lines of code; read in this order:
+  wire/communication.py    format in which a shard is sent and received: ``Wire``; the options of a leaf; the gather of
+                           an array, and the gradient of the gather. A new format is a row of wire/formats.py
   store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
   leaf.py                  a leaf: stored array, axes of each dim, communication, store, trainable or frozen
-  wire/gather_array.py     the gather of an array, and the gradient of the gather
   shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
@@ -62,7 +61,7 @@ from xlstm_jax.distributed.data_parallel.shard import (
 from xlstm_jax.distributed.data_parallel.trees import box_like, bytes_per_device, partition_specs, shardings, unbox
 from xlstm_jax.distributed.data_parallel.typed_kernel import typed_kernel
 from xlstm_jax.distributed.data_parallel.wire import formats  # noqa: F401  # registers them
-from xlstm_jax.distributed.data_parallel.wire.gather_array import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.wire.communication import gather_array_with_mean_grads
 from xlstm_jax.program_names import BLOCK_INPUT
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, PrimalType, Wire
 
 ModulePath = tuple[str, ...]
 AxisOrder = tuple[str, ...]  # mesh axes, outermost first

@@ -34,8 +34,10 @@ from xlstm_jax.distributed.data_parallel.boxes import QuickBox, reader
 from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes, value_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    Wire,
     gather_dims,
     running_loss,
     with_equal_type,

@@ -7,8 +7,8 @@ If weights are gathered in two stages (over the axis across hosts, then within a
              differentiated                       |  the gradient of layer i + 1 is scattered
 
 The entries of a line do not depend on each other, so the compiler can run each collective in parallel with a layer's
-matrix products. Shards are sent in the dtypes of ``gather_array``. No gather is wasted: the first and the last
-iterations run outside of the loop.
+matrix products. Shards are sent in the dtypes of the leaf's ``Communication``. No gather is wasted: the first and the
+last iterations run outside of the loop.
 
 The forward pass keeps each layer's input and no weights. A plain scan with gathered weights in its carry would keep the
 weights of every layer; hence the entire loop has a custom derivative (``jax.custom_vjp``).
@@ -30,10 +30,11 @@ from xlstm_jax.distributed.data_parallel.extension import Parcel, SplitShard, pa
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    Communication,
     PrimalType,
     RunningLoss,
+    Wire,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
     inside_loss,

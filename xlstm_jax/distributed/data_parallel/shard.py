@@ -6,7 +6,7 @@
   sync_gradients  dW            -->  mean of dW     all-reduce, for replicated leaves; once
 
 A box holds the leaf's communication options (``Communication``), so that a gather has the same result for every caller.
-``leaf.gather_leaf`` gathers one leaf, and ``gather_array`` one array.
+``leaf.gather_leaf`` gathers one leaf, and ``communication.gather_dims`` one array.
 
 ``sync_gradients`` recognises its averages when they are passed in again. Under ``check_vma=True`` an average has the
 type of a sum that JAX has made: "equal on all devices". Nothing in the type says whether to divide. So averages are
@@ -76,8 +76,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     is_prng_key,
     value_dtype,
 )
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, set_context
 from xlstm_jax.origins import TracedValue, is_gradient, origins
 from xlstm_jax.program_names import GATHER_SCOPE
 

@@ -39,7 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     entry_axes,
     promoting,
 )
-from xlstm_jax.distributed.data_parallel.wire.gather_array import running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import running_loss
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,

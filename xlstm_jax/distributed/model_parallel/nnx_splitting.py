@@ -41,7 +41,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import public_methods
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes, is_prng_key
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (
     FUSED,

@@ -42,8 +42,8 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of, rebox, stored_value, true_value
 from xlstm_jax.distributed.data_parallel.policy import choose_shard_dim
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
 from xlstm_jax.distributed.optimizers.transforms import call_update
 
 # -------------------------------------------------------------------------------- arrays of optax, and the stored state

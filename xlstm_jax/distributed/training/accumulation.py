@@ -30,8 +30,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, s
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
-from xlstm_jax.distributed.data_parallel.wire.gather_array import mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, mean_over_copies
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs

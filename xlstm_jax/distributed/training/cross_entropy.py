@@ -35,7 +35,7 @@ from xlstm_jax.distributed.data_parallel.extensions.pieces import ReadsShards, p
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype, promoting
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+from xlstm_jax.distributed.data_parallel.wire.communication import (
     PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,

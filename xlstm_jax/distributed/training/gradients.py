@@ -28,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, sp
 from xlstm_jax.distributed.data_parallel.shard import mean_gradients
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RunningLoss, inside_loss
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
 from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
 from xlstm_jax.private_names import core

@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric

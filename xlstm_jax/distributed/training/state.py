@@ -26,7 +26,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, true_value
 from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.optimizers.lookahead import with_slow_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import (

@@ -13,7 +13,7 @@ from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates

@@ -36,8 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Wire
-from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN, running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN, Communication, Wire, running_loss
 from xlstm_jax.program_names import GATHER_SCOPE
 
 NAME = "float8_e4m3fn of its product"  # name of the wire in plans

@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, Predicate, is_public
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.formatting import path_pattern
 from xlstm_jax.introspection import inside_map_variables
 

@@ -1,14 +1,16 @@
-"""Communication of a leaf: ``Wire``, the format in which a gather sends shards, and the options ``Communication``.
+"""Communication of a leaf: the format of sent shards, the options, the gather of an array and its backward rule.
 
 [Note: path of a shard through a gather]
   stored     W[d_fsdp, f]                              each device keeps its shard
   sent       Wire.send(shard)                          the shard was cast to the gather dtype before
   arrived    all-gather of the sent arrays along dim Wire.along(d), in a stage per axis
   used       W[d, f] = Wire.receive(arrived)           unpacked once, after the last stage
-  gradient   dW[d, f], reduce-scattered as if ``send`` and ``receive`` changed no value
+  gradient   dW[d, f]  -->  dW[d_fsdp, f]              reduce-scatter, mean over N, then over copies of the shard, as if
+                                                       ``send`` and ``receive`` changed no value
 
-Callers (the gather ``gather_array`` with its backward rule, the scan ``prefetch`` with gathers ahead, plans) use only
-these methods and depend on no format. Formats that users select by ``gather_dtype`` are ``WireFormat``s in separate
+``gather_params`` calls the gather, ``gather_dims``, for each leaf of a tree, and so does a box when it is read.
+``prefetch`` runs the same steps separately. The gather, its backward rule, ``prefetch`` and plans use only the methods
+of ``Wire``, and depend on no format. Formats that users select by ``gather_dtype`` are ``WireFormat``s in separate
 files, registered in ``WIRE_FORMATS`` with a row each in ``formats``. A feature computes wires from a module's state as
 an ``Extension`` of a unit.
 
@@ -19,22 +21,41 @@ The box of a leaf holds the options, ``Communication``:
 
 Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
 A value gathered in a ``WireFormat`` has the leaf's dtype.
+
+``RunningLoss`` has facts on the loss function under trace, set by ``value_and_grad`` and read by each gather. The facts
+are in a context variable, because the user's model runs between ``value_and_grad``, which has the axes, and the
+gathers. The variable is read while a model is traced, never while a step runs.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.tracers import current_trace
 from jax.typing import DTypeLike
 
-from xlstm_jax.common_types import DType
+from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import (
+    AxisEntry,
+    as_axis_names,
+    axes_entry,
+    entry_axes,
+    is_prng_key,
+    term_of_mean,
+    value_dtype,
+    wide_dtype,
+    widened,
+)
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
 from xlstm_jax.formatting import shortened
+from xlstm_jax.private_names import BatchTracer
 from xlstm_jax.program_names import INTER_HOST_AXES
 
 
@@ -313,3 +334,398 @@ def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | N
             f"leaf's module separately, with {argument}=None."
         )
     return requested
+
+
+# -------------------------------------------------------------------------------------------------- gather of an array
+
+
+def gather_array_with_mean_grads(
+    x: jax.Array,
+    axis: int,
+    axis_name: AxisNames,
+    gather_dtype: DTypeLike | None = None,
+    grad_scatter_dtype: DTypeLike | None = None,
+    *,
+    replicas: Copies | None = None,
+) -> jax.Array:
+    """Gathers ``x`` along a dim (all-gather); the gradient is reduce-scattered as the *mean* over the axis.
+
+    >>> def loss(shard, x):  # of 1 value on each of 4 devices; x differs by device
+    ...     return (gather_array_with_mean_grads(shard, 0, "fsdp") * x).sum()
+    >>> grad = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))
+    >>> grad(jnp.ones(4), jnp.array([0.0, 1.0, 2.0, 3.0])).tolist()
+    [1.5, 1.5, 1.5, 1.5]
+
+    Args:
+      x: this device's shard, [..., d / N, ...]. Integers and PRNG keys are gathered too, uncast and without gradient.
+      axis: the dim d along which the shards are concatenated.
+      axis_name: an axis or a tuple of axes, outermost first. Each axis has an all-gather, the innermost first.
+      gather_dtype: dtype of the all-gather and of the result; ``None``: the dtype of ``x``. With the dtype in which the
+        module computes, no cast is left whose result could be saved for the backward pass. "int8" and "float8_e4m3fn"
+        are sent in blocks with scales (see docs/quantized.md). The result then has the dtype of ``x``; the gradient
+        ignores the rounding and is scattered like any other gradient.
+      grad_scatter_dtype: dtype for sums of the gradient; ``None``: float32, or the dtype of ``x`` if wider. The
+        gradient is divided by N before the sum, so a float16 sum overflows only where the mean does. On one device
+        nothing is sent, and nothing is narrowed.
+      replicas: further axes, with copies of ``x``. After the scatter the gradient is averaged over these axes
+        too. If the type of ``x`` says that the copies are equal (``check_vma=True``), the gradient is summed instead,
+        as JAX sums the gradient of any value of this type, and ``sync_gradients`` divides.
+    Returns:
+      [..., d, ...] in ``gather_dtype``; in the dtype of ``x`` if ``gather_dtype`` is a format of blocks. The cotangent
+      is [..., d / N, ...] in the dtype of ``x``.
+    Raises:
+      ValueError: an axis is not bound, ``x`` has no dim ``axis``, or a dtype would make floats complex or vice versa.
+    """
+    axes, communication = as_axis_names(axis_name), Communication.of(gather_dtype, grad_scatter_dtype, replicas)
+    collectives.check_bound(axes, caller="gather_array_with_mean_grads")
+    collectives.check_bound(communication.copied_axes, caller="gather_array_with_mean_grads, replicas")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"gather_array_with_mean_grads: axis={axis} is no dim of an array of shape {x.shape}.")
+    communication.dtypes(x)  # raises here rather than in the backward pass
+    return _gather(x, None, axis % x.ndim, axes, communication)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class PrimalType:
+    """Properties of the gathered value that the backward pass needs: a residual without arrays."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    varying: frozenset[str]
+    batched: bool
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "PrimalType":
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), isinstance(x, BatchTracer))
+
+
+# ``wire=None``: the wire of ``communication``. ``path`` is the leaf's path, for errors in the backward pass.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _gather(
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication, path: str = ""
+) -> jax.Array:
+    return _whole(x, wire, dim, axes, communication)
+
+
+def _gather_fwd(
+    x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication, path: str
+) -> tuple[jax.Array, PrimalType]:
+    return _whole(x, wire, dim, axes, communication), PrimalType.of(x)
+
+
+def _gather_bwd(
+    dim: int, axes: tuple[str, ...], communication: Communication, path: str, primal: PrimalType, cotangent: jax.Array
+) -> tuple[jax.Array | np.ndarray, None]:
+    if cotangent.dtype == jax.dtypes.float0:
+        return np.zeros(primal.shape, jax.dtypes.float0), None
+    # In no other case would a mean over the devices be wrong.
+    if isinstance(cotangent, BatchTracer) or running_loss().axes:
+        check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
+    return _scattered(cotangent, dim, axes, communication, primal), None
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+# Under ``jax.jit`` each function is traced and lowered once for all leaves of one shape (layers in a Python loop,
+# say). XLA inlines the calls. Code that inspects tracers or names a leaf stays outside.
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
+    """Returns the unsharded array: the shards ``x`` of the devices of ``axes``, gathered along ``dim`` (forward pass).
+
+    ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects.
+    """
+    sent = shard_as_sent(x, communication)
+    if wire is None and communication.gather_dtype is None:
+        return collectives.all_gather(sent, dim, axes)
+    wire = wire or communication.wire(x, dim, axes)
+    return wire.receive(collectives.all_gather(wire.send(sent), wire.along(dim), axes))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _scattered(
+    cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
+) -> jax.Array:
+    """Returns the gradient of this device's shard from ``cotangent``, the local gradient of the gathered array.
+
+    The backward pass of a gather: a reduce-scatter along ``dim`` with the mean over ``axes``, then the mean over copies
+    of the shard. ``primal`` has the type of the shard, and the result has this type.
+    """
+    # On CPU the product that makes a narrow matrix passes an optimization barrier, for speed. JAX computes the gradient
+    # of a weight matrix as a matrix product, followed by a transpose. If nothing else reads the product, XLA drops the
+    # transpose and swaps the operands of the product. In bfloat16 the fast product routines of the CPU do not accept
+    # this form, and the step of a decoder takes twice as long; in float32 the step is as fast. The first ``.T`` cancels
+    # the transpose of JAX, so that XLA finds no transpose between product and barrier.
+    if cotangent.ndim == 2 and cotangent.dtype.itemsize < 4 and collectives.spread_axes(axes):
+        cotangent = jax.lax.platform_dependent(
+            cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g
+        )
+    terms = terms_to_scatter(cotangent, axes, communication, primal)
+    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
+
+
+def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
+    """Returns this device's shard ``x``, cast to the gather dtype and typed as varying along the axes of copies.
+
+    ``communication`` has the gather dtype, and the axes along which devices hold copies of the shard. PRNG keys are not
+    cast, and nothing is packed in an 8-bit format: the caller does so by ``Wire.send``. If the type were not cast here,
+    JAX would cast the type behind the gather, and the transpose of this cast would sum unsharded gradients.
+    """
+    if communication.replicas:
+        x = collectives.to_varying(x, collectives.spread_axes(communication.copied_axes))
+    return x if is_prng_key(x) else x.astype(communication.dtypes(x)[0])
+
+
+def terms_to_scatter(
+    cotangent: jax.Array, axes: tuple[str, ...], communication: Communication, primal: PrimalType
+) -> jax.Array:
+    """Returns this device's terms of the mean of gradients over ``axes``: the input of the reduce-scatter.
+
+    ``cotangent`` is the local gradient of the unsharded array. The terms are ``cotangent`` divided by the number of
+    devices, in the dtype of the sums that ``communication`` selects for the shard's dtype (in ``primal``). If every
+    axis has size 1, nothing is divided, and only floats narrower than float32 are cast, to float32.
+    """
+    if not collectives.spread_axes(axes):
+        return widened(cotangent)
+    return term_of_mean(cotangent, collectives.axis_size(axes), communication.dtypes(primal)[1])
+
+
+def gradient_of_shard(scattered: jax.Array, communication: Communication, primal: PrimalType) -> jax.Array:
+    """Returns the gradient of this device's shard from ``scattered``, the output of the reduce-scatter.
+
+    The gradient is averaged over the copies of the shard, if there are copies. The result has the dtype and the varying
+    axes of the shard, given by ``primal``.
+    """
+    grad = mean_over_copies(scattered, communication.replicas, primal.varying) if communication.replicas else scattered
+    return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
+
+
+def check_one_gradient_of_one_batch(
+    path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...], of_layers: bool | None = None
+) -> None:
+    """Raises a ``ValueError`` in the backward pass of a gather if a mean of gradients over ``axes`` would be wrong.
+
+    First case: ``cotangent`` is batched by ``vmap``, one gradient per example, and the shard (described by ``primal``)
+    is not. If the shard is batched too, as in an ensemble, each shard has its own gradient, and nothing is raised.
+    Second case: the gather is differentiated within a loss function that is differentiated itself. Under a ``remat``
+    inside the ``vmap`` no tracer shows that the shard is one of several; callers then pass ``of_layers=True``, which
+    permits the first case. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
+    """
+    if not collectives.spread_axes(axes):
+        return
+    for_each_example = isinstance(cotangent, BatchTracer) and not (primal.batched or of_layers)
+    if for_each_example or running_loss().axes:
+        where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
+        raise ValueError(
+            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
+            f"taken {where}: it would be a mean over the devices of {axes}. Call full = gather_params(params, "
+            "axis_name) first in the loss function, and differentiate with respect to full."
+        )
+
+
+def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
+    """Returns the shard with a gradient that is multiplied by the number of devices along batch axes in ``model_axes``.
+
+    ``model_axes`` are the axes of a gather over which the model itself splits the leaf at ``path``; only a user's code
+    gathers over such axes. Batch axes are the axes over which the batch of the running loss is split. The gradient of
+    the gather is a mean over the axes. ``sync_gradients`` expects a sum over the axes of the batch, and divides the
+    sum; the factor makes the mean a sum. If no loss of ``training.value_and_grad`` is running, the backward pass raises
+    a ``ValueError``. If all ``model_axes`` have size 1, the shard is returned unchanged.
+    """
+    model_axes = collectives.spread_axes(model_axes)
+    return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _with_summed_gradient(
+    shard: jax.Array, model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str
+) -> jax.Array:
+    return shard
+
+
+def _with_summed_gradient_bwd(
+    model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
+) -> tuple[jax.Array]:
+    if not batch_axes:
+        raise ValueError(
+            f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {model_axes}, by its box, and a "
+            "gather over these axes is differentiated: sync_gradients would treat the mean of gradients as a sum. Take "
+            "the gradient by training.value_and_grad."
+        )
+    return (cotangent * collectives.axis_size([axis for axis in model_axes if axis in batch_axes]),)
+
+
+_with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard, None), _with_summed_gradient_bwd)
+
+
+def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
+    """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
+
+    ``copies`` has the axes of the copies, and computes the mean. The result is float32 if ``grad`` is narrower.
+    ``varying`` are the axes over which the type of the shard varies. Exception: along an axis that ``check_vma=True``
+    tracks, and that is not in ``varying``, the result is the sum over the devices instead of the mean. JAX also returns
+    sums over such an axis, for other terms of the gradient (of a penalty on the values, say), and adds the terms.
+    ``sync_gradients`` or ``value_and_grad`` later divides by the number of devices.
+    """
+    axes, wide = collectives.spread_axes(copies.axes), widened(grad)
+    if not axes:
+        return wide
+    mean = copies.mean(wide, axes).astype(wide.dtype)
+    summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
+    return mean * collectives.axis_size(summed) if summed else mean
+
+
+def gather_dims(
+    value: jax.Array,
+    names: Sequence[AxisEntry],
+    axes: Collection[str],
+    communication: Communication,
+    path: str,
+    wire: Wire | None,
+) -> tuple[jax.Array, tuple[AxisEntry, ...]]:
+    """Gathers each dim of the shard ``value`` over the axes in ``axes`` that split the dim. Returns (array, names).
+
+    ``names`` has an entry of a ``PartitionSpec`` per dim, with the axes that split the dim; the returned names keep
+    only axes not in ``axes``. ``communication`` has the dtypes and the axes of copies of the leaf. ``wire`` is the
+    format in which shards are sent (``None``: the format that ``communication`` selects). ``path`` names the leaf in
+    errors.
+    """
+    left = list(names)
+    for dim, entry in enumerate(names):
+        split_axes = entry_axes(entry)
+        if set(split_axes).isdisjoint(axes):
+            continue
+        if set(split_axes) <= set(axes):
+            value, left[dim] = _gather(value, wire, dim, split_axes, communication, path), None
+        else:
+            value, left[dim] = _gather_some(value, wire, dim, split_axes, axes, communication, path)
+        communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
+    return value, tuple(left)
+
+
+def _gather_some(
+    value: jax.Array,
+    wire: Wire | None,
+    dim: int,
+    split_axes: tuple[str, ...],
+    axes: Collection[str],
+    communication: Communication,
+    path: str,
+) -> tuple[jax.Array, AxisEntry]:
+    """Gathers ``dim``, which is split over ``split_axes``, over only those axes of ``split_axes`` that are in ``axes``.
+
+    Returns (array, entry): the entry of a ``PartitionSpec`` (None, a name or a tuple) with the axes that still split
+    the dim. ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects. Raises a
+    ``ValueError``, with ``path``, if an axis that stays split lies inside a gathered axis, and the format would round
+    values twice.
+    """
+    first = next(i for i, axis in enumerate(split_axes) if axis in axes)
+    outer, inner = split_axes[:first], split_axes[first:]
+    remaining = tuple(axis for axis in inner if axis not in axes)
+    if not remaining:
+        return _gather(value, wire, dim, inner, communication, path), axes_entry(outer)
+    if (wire or communication.wire(value, dim, split_axes)).rounds_again:
+        raise ValueError(
+            f"gather_dtype={communication.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over "
+            f"{split_axes}, and gathered over {sorted(axes)}: {remaining} stays split inside a gathered axis, so "
+            "values would be rounded more than once. Put the axes that stay split first, or pass a floating dtype."
+        )
+    # A kept axis lies inside a gathered one. Its shards are gathered as well, by an all-gather whose transpose is a
+    # sum (they are shards, not copies), and this device's shard is cut out at the end.
+    for axis in reversed(inner):
+        if axis in axes:
+            value, communication = (
+                _gather(value, wire, dim, (axis,), communication, path),
+                replace(communication, replicas=None),
+            )
+        else:
+            value = collectives.all_gather(value, dim, (axis,))
+    return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns ``value``, a gathered array, with the type "equal along ``axes``"; the gradient is unchanged.
+
+    The caller knows that ``value`` is equal on all devices along ``axes``; the type of a gather's result still says
+    that the value varies. In the backward pass the gradient, equal along ``axes`` too, becomes varying by type.
+    """
+    # The sum of the first device's value and of zeros has the same bits, NaN included.
+    is_first = collectives.axis_index(axes) == 0
+    return collectives.all_reduce_sum(jnp.where(is_first, value, jnp.zeros_like(value)), axes)
+
+
+def _with_equal_type_bwd(axes: tuple[str, ...], residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    del residual
+    return (collectives.to_varying(cotangent, axes),)
+
+
+with_equal_type.defvjp(lambda value, axes: (with_equal_type(value, axes), None), _with_equal_type_bwd)
+
+
+# ----------------------------------------------------------------------------------------------------- the running loss
+
+
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is its next value
+
+
+@dataclass(frozen=True)
+class RunningLoss:
+    """Facts on the loss function under trace, whose gradient will be averaged over ``axes``.
+
+    An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
+    ``is_reference`` marks the loss of a comparison with one device: its values have no varying types, whatever the
+    step has. ``overwrites``: the state of fp8 products is differentiated with the parameters.
+
+    ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
+    this information, around parameters.) Gathers append the paths of leaves gathered within a branch
+    (``lax.cond``) to ``gathered_in_branches``, and (shard, key, gathered value) to ``gathers``: ``leaf.earlier_gather``
+    defines the key. ``trace`` is the trace in which the loss is called: ``inside_loss`` adds it.
+    """
+
+    axes: tuple[str, ...] = ()
+    evaluated_axes: tuple[str, ...] = ()
+    model_axes: frozenset[str] = frozenset()
+    gathered_in_branches: list[str] = field(default_factory=list)
+    gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    is_reference: bool = False
+    overwrites: bool = False
+    trace: Any = None
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes over which the batch of the loss or evaluation is split; () outside of both."""
+        return self.axes or self.evaluated_axes
+
+
+_running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
+
+
+def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``, with the trace added.
+
+    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged. The
+    trace of a loss that ``running_loss`` has returned is kept.
+    """
+    return set_context(_running_loss, replace(loss, trace=current_trace()) if loss.trace is None else loss)
+
+
+def running_loss() -> RunningLoss:
+    """Returns the facts on the loss function under trace, such as the axes over which its gradient is averaged.
+
+    Outside of a loss the result is a ``RunningLoss`` without axes. ``inside_loss`` sets the facts.
+    """
+    return _running_loss.get()
+
+
+@contextlib.contextmanager
+def set_context(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    """Context manager: sets a context variable to ``value``, yields ``value``, and restores the earlier value after."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean, wide_dtype, widened
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import (
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    Communication,
     PrimalType,
     check_one_gradient_of_one_batch,
     gradient_of_shard,

@@ -6,7 +6,7 @@ A kernel [d, V] on N devices is read along V, s of a device's entries at a time:
   split along d   W[d_fsdp, V]  -- all-gather of the same s entries of V   -->  [d, s]
   backward        the transpose: a reduce-scatter of each piece
 
-The unsharded kernel and the unsharded gradient never exist. The gradient is the same as in ``gather_array``:
+The unsharded kernel and the unsharded gradient never exist. The gradient is the same as in ``communication``:
 the mean over N, then over copies of the shard.
 """
 
@@ -17,8 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.data_parallel.wire.gather_array import PrimalType, terms_to_scatter
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    DEFAULT_COMMUNICATION,
+    Communication,
+    PrimalType,
+    terms_to_scatter,
+)
 from xlstm_jax.program_names import GATHER_SCOPE
 
 

@@ -23,7 +23,7 @@ from xlstm_jax.distributed.data_parallel.store import Store, with_zeros_behind
 from xlstm_jax.distributed.data_parallel.trees import partition_specs
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes
-from xlstm_jax.distributed.data_parallel.wire.gather_array import set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, grouped, matrix_leaf
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ParameterLayout, StateBox, parameter_layout

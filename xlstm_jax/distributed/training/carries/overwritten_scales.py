@@ -16,7 +16,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.gather_array import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
 from xlstm_jax.distributed.training.carries.carry import Inputs
 from xlstm_jax.distributed.training.carries.collection_carry import CollectionCarry
 from xlstm_jax.distributed.training.gradients import LocalResult

@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, tr
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.gather_array import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RunningLoss, inside_loss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
 from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over, rows_at, split_rows
