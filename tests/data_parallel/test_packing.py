@@ -45,7 +45,12 @@ from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
 from xlstm_jax.distributed.data_parallel.extensions.packing import packed_gathers
 from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    DEFAULT_COMMUNICATION,
+    RUNNING_LOSS,
+    RunningLoss,
+    set_context,
+)
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
@@ -251,7 +256,7 @@ def test_leaf_that_was_gathered_alone_before_is_left_out_of_the_parcel():
     def on_device(params):
         leaves = {path: (path, leaf) for path, leaf in sharded_leaves(params)}
         first = next(path for path, (_, leaf) in leaves.items() if leaf.axes)
-        with inside_loss(RunningLoss(axes=AXES)):
+        with set_context(RUNNING_LOSS, RunningLoss(axes=AXES)):
             found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))
             gather_leaf(leaves[first][1], ("fsdp",), DEFAULT_COMMUNICATION, first)
             found.append(set(packed_gathers(leaves, ("fsdp",), DEFAULT_COMMUNICATION)))

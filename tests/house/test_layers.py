@@ -120,7 +120,6 @@ IMPORT_LINEN = {
     "wraps or lifts modules (data_parallel/modules)": {
         "holders",
         "linen_module",
-        "linen_run",
         "linen_units_by_rule",
         "scan_layers",
         "shard_modules",

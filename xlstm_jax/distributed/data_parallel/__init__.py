@@ -23,7 +23,7 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Seven files lead a parameter through a step, some 1,250 lines of code; read in this order:
+Seven files lead a parameter through a step, some 1,400 lines of code; read in this order:
   wire/communication.py    format in which a shard is sent and received: ``Wire``; the options of a leaf; the gather of
                            an array, and the gradient of the gather. A new format is a row of wire/formats.py
   store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
@@ -31,10 +31,10 @@ Seven files lead a parameter through a step, some 1,250 lines of code; read in t
   shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
-  modules/linen_module.py  units of Linen
+  modules/linen_module.py  units of Linen: a wrapped module, and modules chosen in a model from outside
 
 Then, as needed: ``wire/copies`` (copies of shards; a new kind is a subclass in a new file), ``boxes`` (boxes of Flax),
-``trees`` (walks, shardings), ``modules/shard_modules`` and ``modules/linen_run`` (units chosen from outside, without
+``trees`` (walks, shardings), and ``modules/shard_modules`` (chooses the units in a model of Linen or NNX, without
 changes to the model's source). ``training`` goes on with ``gradients`` and ``step``.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).

@@ -36,10 +36,10 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes, value_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import (
     DEFAULT_COMMUNICATION,
+    RUNNING_LOSS,
     Communication,
     Wire,
     gather_dims,
-    running_loss,
     with_equal_type,
     with_summed_gradient,
 )
@@ -320,7 +320,7 @@ def leaf_of(leaf: Any) -> Sharded:
     ndim = np.ndim(leaf.value)
     names = (reader().mesh_names(leaf) + (None,) * ndim)[:ndim]
     # A box of Flax does not list the model's own axes. Within a loss, the boxes of the loss's parameters list them.
-    known = leaf.model_axes if isinstance(leaf, Sharded) else running_loss().model_axes
+    known = leaf.model_axes if isinstance(leaf, Sharded) else RUNNING_LOSS.get().model_axes
     mesh_axes = tuple(axis for entry in names for axis in entry_axes(entry) if axis in known) if known else ()
     if not isinstance(leaf, Sharded):
         return Sharded(leaf.value, names, model_axes=mesh_axes)
@@ -502,7 +502,7 @@ def gather_leaf(
     # A loss that reads a parameter twice (a tied embedding) gathers it once, and JAX adds the gradients of both reads
     # before a single reduce-scatter. Outside of a loss the facts are a default, which outlives every trace and must not
     # hold tracers.
-    loss, key = running_loss(), None
+    loss, key = RUNNING_LOSS.get(), None
     if loss.axes:
         if current_trace() != loss.trace and inside_branch():  # a branch has a trace of its own
             loss.gathered_in_branches.append(path or "a parameter")
@@ -537,7 +537,7 @@ def earlier_gather(
     """
     key = current_trace(), leaf.replace(value=None), axes, communication, type(wire)
     # Compared by `is`, and the list holds the shards: the `id` of a deleted shard may be reused.
-    for gathered_shard, gather_key, full in running_loss().gathers:
+    for gathered_shard, gather_key, full in RUNNING_LOSS.get().gathers:
         if gathered_shard is leaf.value and gather_key == key:
             return key, full
     return key, None
@@ -561,7 +561,7 @@ def _axes_of_equal_reads(leaf: Sharded, value: Any, axes: tuple[str, ...]) -> tu
     These are the ``gathered_axes`` of ``leaf`` that are in ``axes``, are no axes of the batch of the running loss, and
     over which ``value``, the gathered array, varies by type. () outside of a loss.
     """
-    if not (batch_axes := running_loss().batch_axes):  # outside of a loss nothing is known of the batch
+    if not (batch_axes := RUNNING_LOSS.get().batch_axes):  # outside of a loss nothing is known of the batch
         return ()
     varying = collectives.varying_axes(value)
     return tuple([axis for axis in leaf.gathered_axes if axis in axes and axis in varying and axis not in batch_axes])

@@ -31,14 +31,14 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
+    RUNNING_LOSS,
     Communication,
     PrimalType,
     RunningLoss,
     Wire,
     check_one_gradient_of_one_batch,
     gradient_of_shard,
-    inside_loss,
-    running_loss,
+    set_context,
     shard_as_sent,
     terms_to_scatter,
 )
@@ -248,7 +248,7 @@ class _Scan:
     layer: Layer
     structure: Any
     leaves: Sequence[_Leaf]
-    loss: RunningLoss = field(default_factory=running_loss)
+    loss: RunningLoss = field(default_factory=RUNNING_LOSS.get)
 
     @property
     def length(self) -> int:
@@ -285,7 +285,7 @@ class _Scan:
         }
         weights = [by_place[place] for place in sorted(by_place)]
         # The backward pass calls this after the loss function has returned; modules may read the loss (``Experts``).
-        with inside_loss(self.loss):
+        with set_context(RUNNING_LOSS, self.loss):
             return self.layer(jax.tree.unflatten(self.structure, weights), carry, inputs, shared)
 
     def shards(self, values: Arrays, index: Scalar) -> Arrays:

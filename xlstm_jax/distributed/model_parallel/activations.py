@@ -25,7 +25,7 @@ import jax
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
 from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal_in, local_part, summed
 
 
@@ -41,9 +41,10 @@ def axis_devices(axis_name: str, caller: str) -> int:
         if collectives.manual_axes():
             raise ValueError(collectives.unbound_message(axis_name, caller))
         return 1
-    if axis_name in running_loss().batch_axes and collectives.axis_size((axis_name,)) > 1:
+    batch_axes = RUNNING_LOSS.get().batch_axes
+    if axis_name in batch_axes and collectives.axis_size((axis_name,)) > 1:
         raise ValueError(
-            f"{caller}: {axis_name!r} splits this layer, and the loss is averaged over {running_loss().batch_axes}, as "
+            f"{caller}: {axis_name!r} splits this layer, and the loss is averaged over {batch_axes}, as "
             f"if {axis_name!r} split the batch, too. Devices along it must see the same rows: leave {axis_name!r} "
             "out of batch_axes, and of the axes of the step."
         )

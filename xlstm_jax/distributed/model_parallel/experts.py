@@ -30,7 +30,7 @@ from jax import lax
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, is_box, leaf_of, split_by_model, with_layer_names
-from xlstm_jax.distributed.data_parallel.modules.linen_run import apart_from_model
+from xlstm_jax.distributed.data_parallel.modules.linen_module import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (
     as_axis_names,
@@ -39,7 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     entry_axes,
     promoting,
 )
-from xlstm_jax.distributed.data_parallel.wire.communication import running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,
@@ -527,7 +527,7 @@ class Experts(nn.Module):
         varying = collectives.varying_axes(rows)
         tracked = [axis for axis in among if collectives.type_shows_varying(axis, rows)]
         if self.batch_axes is None:
-            batch_axes = tuple(varying) if tracked else running_loss().batch_axes or among
+            batch_axes = tuple(varying) if tracked else RUNNING_LOSS.get().batch_axes or among
         else:
             batch_axes = as_axis_names(self.batch_axes)
         differ = tuple(axis for axis in among if axis in batch_axes)
@@ -562,8 +562,9 @@ class Experts(nn.Module):
         axis of the running step; or field and step disagree on ``axis``. Nothing is raised in the reference computation
         of ``check_step``.
         """
-        of_step = running_loss().batch_axes
-        if running_loss().is_reference:  # the reference treats tokens as different along all axes, which only adds work
+        loss = RUNNING_LOSS.get()
+        of_step = loss.batch_axes
+        if loss.is_reference:  # the reference treats tokens as different along all axes, which only adds work
             return
         if self.batch_axes is None and axis not in of_step:
             known = f"the step's batch is split over {of_step}" if of_step else "the step names no batch axes"

@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
 from xlstm_jax.formatting import format_axes
 
 LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
@@ -192,7 +192,7 @@ def layout_over(axes: tuple[str, ...], requested: str | None, caller: str) -> st
         return CONTIGUOUS
     current: SequenceLayout | None = layout_context.value
     # No errors in the reference of `check_step`, which need only be right: the trace of the step itself raises.
-    if running_loss().is_reference:
+    if RUNNING_LOSS.get().is_reference:
         return current.layout if current is not None and current.axes == axes else CONTIGUOUS
     over = format_axes(axes)
     if current is None:

@@ -16,12 +16,12 @@ from jax import Array
 
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    RUNS_AROUND,
     active_interceptors_of,
     class_and_fields,
     is_nnx,
     methods_to_lift,
 )
-from xlstm_jax.distributed.data_parallel.modules.linen_run import RUNS_AROUND
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards

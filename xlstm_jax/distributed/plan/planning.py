@@ -18,6 +18,7 @@ from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.extension import PartialGather, avoids_gather, recording_parts, reorder_axes
 from xlstm_jax.distributed.data_parallel.freezing import Trainable, with_frozen
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.planned import Decision, PlannedLeaf, plan_params, planning_mesh
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, ShardPolicy, next_multiple
 from xlstm_jax.distributed.data_parallel.reasons import (
     BoxedByModel,
@@ -27,7 +28,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     Reason,
     Unwrapped,
 )
-from xlstm_jax.distributed.data_parallel.shard import Decision, PlannedLeaf, plan_params, planning_mesh, with_unit
+from xlstm_jax.distributed.data_parallel.shard import with_unit
 from xlstm_jax.distributed.data_parallel.trees import (
     check_divides,
     leaves_with_path,

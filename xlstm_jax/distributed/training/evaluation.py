@@ -19,7 +19,7 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.wire.communication import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (
@@ -188,7 +188,8 @@ class _Evaluation:
         # eval_fn of a state without collections takes one argument fewer.
         collections = (readable(variables["collections"]),) if variables["collections"] else ()
         # With check_vma=False, layers look up the axes of the batch here, as in training.
-        with explained(), inside_loss(RunningLoss(evaluated_axes=self.layout.axes)), boxes_without_constraints():
+        running = RunningLoss(evaluated_axes=self.layout.axes)
+        with explained(), set_context(RUNNING_LOSS, running), boxes_without_constraints():
             observed = with_single_axes(self.eval_fn, self.layout.axes)(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["extra_trees"])
             )

@@ -13,12 +13,14 @@ Parameters are therefore cast to varying before differentiation: JAX then return
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Concatenate, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core.tracers import current_trace
 from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
@@ -28,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, sp
 from xlstm_jax.distributed.data_parallel.shard import mean_gradients
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
 from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
 from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
 from xlstm_jax.private_names import core
@@ -141,7 +143,7 @@ def local_result(
     typed_frozen, spread = partial(varying_if_frozen, axes=axes), collectives.spread_axes(axes)
 
     def scaled_loss(trainable: list[Any]) -> tuple[Any, Any]:
-        with inside_loss(running), boxes_without_constraints():
+        with set_context(RUNNING_LOSS, replace(running, trace=current_trace())), boxes_without_constraints():
             result = loss_fn(put_back(trainable, fill_other=typed_frozen), *rest)
         mean: Any = result.total
         scale: Scalar = 1

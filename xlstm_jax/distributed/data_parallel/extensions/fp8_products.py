@@ -36,7 +36,7 @@ from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN, Communication, Wire, running_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN, RUNNING_LOSS, Communication, Wire
 from xlstm_jax.program_names import GATHER_SCOPE
 
 NAME = "float8_e4m3fn of its product"  # name of the wire in plans
@@ -274,7 +274,8 @@ class Fp8Products(Extension):
             path, scale, history = path_in_model(module, product.kernel), leaves[product.scale], leaves[product.history]
             kernel = leaves[product.kernel]
             communication = policy.communication.filled_from(kernel.communication)
-            if running_loss().axes and not running_loss().overwrites and kernel.trainable:
+            loss = RUNNING_LOSS.get()
+            if loss.axes and not loss.overwrites and kernel.trainable:
                 raise ValueError(
                     f"the fp8 product of '{path}' has scales in {OVERWRITTEN!r}, which would stay as they are: this "
                     "loss is differentiated by its parameters alone. Keep the collection in the state of "

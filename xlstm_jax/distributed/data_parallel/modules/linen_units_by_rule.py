@@ -16,8 +16,14 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, is_within, note_units
-from xlstm_jax.distributed.data_parallel.modules.linen_module import MapOfLeaves, RunningUnit, active_interceptors_of
-from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, do_nothing, parameters
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    LinenRun,
+    MapOfLeaves,
+    RunningUnit,
+    active_interceptors_of,
+    do_nothing,
+    parameters,
+)
 from xlstm_jax.distributed.data_parallel.modules.unit import shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import map_leaves_with_path

@@ -1,6 +1,6 @@
 """``shard_modules``: shards submodules of a model from outside, without changes to the model's source.
 
-How a Linen model runs then is in ``linen_run``; for NNX, ``nnx_model`` turns the modules into units by itself.
+How a Linen model runs then is in ``linen_module``; for NNX, ``nnx_model`` turns the modules into units by itself.
 """
 
 import functools
@@ -16,8 +16,14 @@ from xlstm_jax.distributed.data_parallel.modules.default_units import (
     DEFAULT_UNITS_MIN_WEIGHT_SIZE,
     UnitRule,
 )
-from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN, is_nnx
-from xlstm_jax.distributed.data_parallel.modules.linen_run import LinenRun, Selection, Sharding, sharded_model
+from xlstm_jax.distributed.data_parallel.modules.linen_module import (
+    LINEN,
+    LinenRun,
+    Selection,
+    Sharding,
+    is_nnx,
+    sharded_model,
+)
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
 from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy

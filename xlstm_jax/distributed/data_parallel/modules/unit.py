@@ -40,16 +40,10 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     path_in_model,
     read_value,
 )
+from xlstm_jax.distributed.data_parallel.planned import PLANNED_DEVICE, PlannedLeaf, plan_params
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
-from xlstm_jax.distributed.data_parallel.shard import (
-    PlannedLeaf,
-    box_params,
-    box_shards,
-    is_planning,
-    plan_params,
-    with_unit,
-)
+from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, with_unit
 from xlstm_jax.distributed.data_parallel.trees import (
     flatten_with_path,
     map_leaves_with_path,
@@ -162,8 +156,9 @@ def running(axes: tuple[str, ...]) -> Literal["manual", "global", "plain"]:
 
 
 def _no_axis(axis: str) -> ValueError:
-    where = "axis_sizes" if is_planning() else "the mesh that jax.set_mesh has set"
-    bound = tuple(jax.sharding.get_abstract_mesh().shape)
+    mesh = jax.sharding.get_abstract_mesh()
+    where = "axis_sizes" if mesh.abstract_device == PLANNED_DEVICE else "the mesh that jax.set_mesh has set"
+    bound = tuple(mesh.shape)
     return ValueError(f"shard_module_params: {axis!r} is not an axis of {where}, which has {bound}. Pass one of them.")
 
 
@@ -394,7 +389,7 @@ def shard_here(policy: ShardPolicy, variables: PyTree) -> PyTree:
     if copies and (missing := [axis for axis in copies.axes if axis not in mesh.shape]):
         raise _no_axis(missing[0])
     sizes = {axis: mesh.shape[axis] for axis in policy.axes}
-    if is_planning():
+    if mesh.abstract_device == PLANNED_DEVICE:
         names = named_wires(unsharded, lambda path: policy.communication)
         return with_unit(plan_params(variables, sizes, policy, names), variables) | unsharded
     return with_unit(box_params(variables, sizes, policy), variables) | unsharded

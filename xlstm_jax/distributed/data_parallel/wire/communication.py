@@ -37,7 +37,6 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core.tracers import current_trace
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, DType
@@ -420,7 +419,7 @@ def _gather_bwd(
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
     # In no other case would a mean over the devices be wrong.
-    if isinstance(cotangent, BatchTracer) or running_loss().axes:
+    if isinstance(cotangent, BatchTracer) or RUNNING_LOSS.get().axes:
         check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
     return _scattered(cotangent, dim, axes, communication, primal), None
 
@@ -517,7 +516,7 @@ def check_one_gradient_of_one_batch(
     if not collectives.spread_axes(axes):
         return
     for_each_example = isinstance(cotangent, BatchTracer) and not (primal.batched or of_layers)
-    if for_each_example or running_loss().axes:
+    if for_each_example or RUNNING_LOSS.get().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
         raise ValueError(
             f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
@@ -536,7 +535,7 @@ def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: st
     a ``ValueError``. If all ``model_axes`` have size 1, the shard is returned unchanged.
     """
     model_axes = collectives.spread_axes(model_axes)
-    return _with_summed_gradient(shard, model_axes, running_loss().axes, path) if model_axes else shard
+    return _with_summed_gradient(shard, model_axes, RUNNING_LOSS.get().axes, path) if model_axes else shard
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -683,7 +682,7 @@ class RunningLoss:
     ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
     this information, around parameters.) Gathers append the paths of leaves gathered within a branch
     (``lax.cond``) to ``gathered_in_branches``, and (shard, key, gathered value) to ``gathers``: ``leaf.earlier_gather``
-    defines the key. ``trace`` is the trace in which the loss is called: ``inside_loss`` adds it.
+    defines the key. ``trace`` is the trace in which the loss is called: a gather in another trace may be in a branch.
     """
 
     axes: tuple[str, ...] = ()
@@ -701,24 +700,8 @@ class RunningLoss:
         return self.axes or self.evaluated_axes
 
 
-_running_loss: ContextVar[RunningLoss] = ContextVar("_running_loss", default=RunningLoss())  # noqa: B039  # never filled
-
-
-def inside_loss(loss: RunningLoss) -> contextlib.AbstractContextManager[None]:
-    """Returns a context manager: inside the ``with`` block ``running_loss()`` returns ``loss``, with the trace added.
-
-    ``loss`` has facts on the loss function under trace, such as the axes over which its gradient is averaged. The
-    trace of a loss that ``running_loss`` has returned is kept.
-    """
-    return set_context(_running_loss, replace(loss, trace=current_trace()) if loss.trace is None else loss)
-
-
-def running_loss() -> RunningLoss:
-    """Returns the facts on the loss function under trace, such as the axes over which its gradient is averaged.
-
-    Outside of a loss the result is a ``RunningLoss`` without axes. ``inside_loss`` sets the facts.
-    """
-    return _running_loss.get()
+# Outside of a loss: a ``RunningLoss`` without axes.
+RUNNING_LOSS: ContextVar[RunningLoss] = ContextVar("RUNNING_LOSS", default=RunningLoss())  # noqa: B039  # never filled
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, tr
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import RunningLoss, inside_loss
+from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
 from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over, rows_at, split_rows
@@ -364,7 +364,7 @@ class OneDevice:
         at_start = zip(self._leaves, trainable_values, weights.base, weights.rounded, strict=True)
         frozen_values = iter(weights.rest)
         params = self._put_back([_as_gathered(*leaf) for leaf in at_start], fill_other=lambda leaf: next(frozen_values))
-        with inside_loss(RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
+        with set_context(RUNNING_LOSS, RunningLoss(is_reference=True)), layout_context(self.layout.sequence):
             loss = self.loss(params, self._apply_fn, batch, rng, *collections, **weights.extra_trees)
         if collections:
             collections = ({**collections[0], **readable(dict(loss.collections))},)
