@@ -73,7 +73,7 @@ def everything(mesh, train):
         "keys": jax.device_put(jax.random.split(jax.random.key(4), 8), NamedSharding(mesh, P("fsdp"))),
         "numpy": {"int64": np.int64(2**40) * np.arange(3), "scalar": np.float32(2), "complex": np.ones(2, complex)},
         "narrow": [
-            jax.device_put(jnp.linspace(-2, 2, 16).astype(dtype), NamedSharding(mesh, P("fsdp")))
+            jax.device_put(np.linspace(-2, 2, 16).astype(jnp.dtype(dtype)), NamedSharding(mesh, P("fsdp")))
             for dtype in ("bfloat16", "float16", "float8_e4m3fn", "int8", "int4", "bool", "complex64")
         ],
         "empty": [np.zeros((0, 3)), jax.device_put(jnp.zeros((0, 8)), NamedSharding(mesh, P(None, "fsdp")))],
@@ -100,8 +100,8 @@ def with_other_values(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         other = jax.random.wrap_key_data(with_other_values(jax.random.key_data(leaf)))
     else:
-        other = (leaf == 0).astype(leaf.dtype)
-    return jax.device_put(other, leaf.sharding) if leaf.committed else other
+        other = (np.asarray(leaf) == 0).astype(leaf.dtype)  # NumPy: each operation of JAX would be compiled
+    return jax.device_put(other, leaf.sharding) if leaf.committed else jnp.asarray(other)
 
 
 @pytest.mark.parametrize("dp, fsdp_size", [(2, 4), (1, 1)])
