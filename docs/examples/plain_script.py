@@ -51,7 +51,7 @@ def step(state, batch):
 
 model, x = Classifier(), batch_of(0)["x"]
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-params = model.init(jax.random.key(0), x)["params"]
+params = jax.jit(model.init)(jax.random.key(0), x)["params"]
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 losses = []
 for number in range(40):
