@@ -210,6 +210,6 @@ like = jax.tree.map(np.zeros_like, weights)
 exported = import_safetensors(f"{folder}/merged", like)
 
 tokens = counting(3, seed=[9, 9])
-logits = jax.jit(Model().apply)({"params": exported}, tokens)
+logits = np.asarray(jax.jit(Model().apply)({"params": exported}, tokens))
 print("the plain model continues", tokens[0, 3:6], "with", end=" ")
 print(logits[0, 3:6].argmax(-1))

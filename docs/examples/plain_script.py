@@ -33,8 +33,8 @@ from flax.training.train_state import TrainState
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(512)(x))
-        x = nn.relu(nn.Dense(512)(x))
+        x = nn.relu(nn.Dense(256)(x))
+        x = nn.relu(nn.Dense(256)(x))
         return nn.Dense(10)(x)
 
 
@@ -51,7 +51,7 @@ def step(state, batch):
 
 model, x = Classifier(), batch_of(0)["x"]
 tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-params = model.init(jax.random.key(0), x)["params"]
+params = jax.jit(model.init)(jax.random.key(0), x)["params"]
 state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 losses = []
 for number in range(40):
@@ -78,8 +78,8 @@ from xlstm_jax.distributed import (
 class Classifier(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(512)(x))
-        x = nn.relu(nn.Dense(512)(x))
+        x = nn.relu(nn.Dense(256)(x))
+        x = nn.relu(nn.Dense(256)(x))
         return nn.Dense(10)(x)
 
 
@@ -120,9 +120,9 @@ fig.savefig("losses.png")
 from xlstm_jax.distributed import bytes_per_device
 
 for name, tree in {"plain": plain_state, "sharded": state}.items():
-    params = bytes_per_device(tree.params) / 2**20
-    moments = bytes_per_device(tree.opt_state) / 2**20
-    print(f"{name:8}{params:5.2f} MiB params {moments:5.2f} MiB moments")
+    params = bytes_per_device(tree.params) / 2**10
+    moments = bytes_per_device(tree.opt_state) / 2**10
+    print(f"{name:8}{params:4.0f} KiB params {moments:4.0f} KiB moments")
 
 
 from xlstm_jax.distributed import plan_sharding
@@ -137,7 +137,7 @@ for x_of_bar, count in enumerate(counts):
     plan = plan_sharding(model, {"fsdp": count}, x, tx=tx)
     bottom = 0
     for color, part in enumerate(["parameters", "gradients", "optimizer"]):
-        size = getattr(plan, part).per_device / 2**20
+        size = getattr(plan, part).per_device / 2**10
         ax.bar(
             x_of_bar,
             size,
@@ -146,8 +146,8 @@ for x_of_bar, count in enumerate(counts):
             label=None if x_of_bar else part,
         )
         bottom += size
-    print(f"{count:2} devices: {bottom:.2f} MiB on each")
-ax.set(xlabel="devices", ylabel="MiB on each device")
+    print(f"{count:2} devices: {bottom:4.0f} KiB on each")
+ax.set(xlabel="devices", ylabel="KiB on each device")
 ax.set_xticks(range(len(counts)), counts)
 ax.legend()
 fig.savefig("bytes.png")

@@ -19,15 +19,13 @@ class Layer(nn.Module):
     width: int
 
     def setup(self):
-        self.norm = nn.RMSNorm()
         self.attend = nn.MultiHeadAttention(num_heads=4, use_bias=False)
         self.up = nn.Dense(4 * self.width, use_bias=False)
         self.down = nn.Dense(self.width, use_bias=False)
 
     def __call__(self, x):
         mask = nn.make_causal_mask(x[..., 0])
-        normed = self.norm(x)
-        return x + self.attend(normed, mask=mask) + self.down(nn.relu(self.up(normed)))
+        return x + self.attend(x, mask=mask) + self.down(nn.relu(self.up(x)))
 
 
 class TextModel(nn.Module):
