@@ -37,7 +37,7 @@ from tests.support import (
 )
 from xlstm_jax.distributed import create_train_state, make_train_step, unbox
 from xlstm_jax.distributed import metrics as m
-from xlstm_jax.distributed.checkpoint import checksums, record
+from xlstm_jax.distributed.checkpoint import checksums, orbax_backend, record
 from xlstm_jax.distributed.checkpoint.checkpointer import Checkpointer, CheckpointError
 from xlstm_jax.distributed.checkpoint.checksums import checksum_each, checksum_program
 from xlstm_jax.distributed.checkpoint.errors import read_on_all_processes
@@ -120,6 +120,24 @@ def test_restore_preserves_value_type_and_sharding_of_each_kind_of_leaf(dp, fsdp
         assert_same(checkpointer.restore(target), state)
         keys = jax.ShapeDtypeStruct(state["keys"].shape, state["keys"].dtype, sharding=state["keys"].sharding)
         assert_same_bits(checkpointer.restore(target | {"keys": keys})["keys"], state["keys"])
+
+
+@pytest.mark.parametrize("limit", [orbax_backend.SLICED_BYTES, 0], ids=["default", "guard, each shard is sliced"])
+def test_save_compiles_no_slice_of_a_small_shard_that_several_devices_hold(limit, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(orbax_backend, "SLICED_BYTES", limit)
+    orbax_backend._throttled_writers.cache_clear()
+    bias = jax.device_put(np.arange(24, dtype=np.float32), NamedSharding(mesh_of(2, 4), P()))  # 8 devices divide it
+    with Checkpointer(tmp_path) as checkpointer, jax.log_compiles():
+        checkpointer.save(1, {"bias": bias})
+        checkpointer.wait()
+        assert_same_bits(checkpointer.restore({"bias": bias})["bias"], bias)
+    orbax_backend._throttled_writers.cache_clear()
+    slices = [
+        record
+        for record in caplog.records
+        if "Finished XLA compilation" in record.message and "slice" in record.message
+    ]
+    assert bool(slices) == (limit == 0)
 
 
 NUMBERS = [

@@ -22,6 +22,7 @@ CHUNK_BYTES = 2**24
 # of orbax are 96 GB of leaves, and files of 2 GB.
 ENCODED_BYTES = 2**26
 FILE_BYTES = 2**26
+SLICED_BYTES = 2**20  # devices that hold the same shard each write a slice, if a slice has as many bytes or more
 OTHER_READS_TIMEOUT_S = 10.0  # maximum time that a failed read waits for concurrent reads
 
 
@@ -241,4 +242,6 @@ def _throttled_writers() -> Any:
                 info.byte_limiter = limit
             return await super().serialize(values, infos, args)
 
-    return handlers.create_type_handler_registry((jax.Array, Throttled()), (np.ndarray, handlers.NumpyHandler()))
+    # Orbax lets devices that hold the same shard write a slice each, and compiles a program for each slice.
+    arrays = Throttled(min_slice_bytes_for_replica_parallel=SLICED_BYTES)
+    return handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, handlers.NumpyHandler()))
