@@ -300,6 +300,14 @@ class Reversed(nn.Embed):
         return super().__call__(self.num_embeddings - 1 - tokens)
 
 
+class Scaled(nn.Embed):
+    """An embedding whose setup changes the table that Flax's lookup reads."""
+
+    def setup(self):
+        super().setup()
+        self.embedding = 3 * self.embedding
+
+
 class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -311,6 +319,7 @@ GATHERED = {
     "a head reads the table": (Tied(), 64 * 24),
     "fewer rows than tokens": (Untied(shape=(8, 24)), 8 * 24),
     "a lookup of the user's": (Untied(Reversed), 64 * 24),
+    "a setup of the user's": (Untied(Scaled), 64 * 24),
 }
 
 
