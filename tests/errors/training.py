@@ -189,6 +189,15 @@ def in_a_branch():
     traced(loss)
 
 
+def in_a_branch_after_a_call():
+    def loss(params, apply_fn, batch, rng):
+        once = jax.jit(lambda params, batch: mean_loss(params, apply_fn, batch))
+        mean = once(params, batch)
+        return mean + lax.cond(batch["x"].mean() > 0, lambda: once(params, batch), lambda: mean)
+
+    traced(loss)
+
+
 def of_rows(model, loss, mesh=MESH, **options):
     """Returns a call that traces a step of an unsplit model of sequences."""
     whole = {"batch_axes": AXES, "allow_replicated": True}
@@ -1131,6 +1140,14 @@ ROWS = [
     ),
     Section("Wrapping and splitting parameters")(
         "gather-in-a-branch", in_a_branch, ValueError, "'…' is gathered in a branch", "'kernel' is", "pmax(flag, "
+    ),
+    losses(
+        "gather-in-a-branch-after-a-call",
+        in_a_branch_after_a_call,
+        ValueError,
+        "a collective over …, such as the gather",
+        "is in a branch or loop",
+        "pmax(flag, ",
     ),
     losses(
         "differs-along-another-axis",
