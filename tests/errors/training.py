@@ -383,6 +383,8 @@ RETURNED = [
     ("integer", lambda loss: jnp.int32(loss), {}, "loss_fn returned a loss of dtype", "int32; only a real float"),
     ("row", lambda loss: loss[None], {}, "loss_fn returned … where a scalar", "float32[1]"),
     ("pair", lambda loss: (loss, {}), {}, "loss_fn returned … where a scalar", "A pair (loss, aux) needs has_aux=True"),
+    ("text", lambda loss: "0.5", {}, "loss_fn returned … where a scalar", "loss_fn returned '0.5'"),
+    ("of-text", lambda loss: {"a": "b"}, {}, "loss_fn returned … where a scalar", "a dict of 'a'"),
     (
         "no-weight",
         lambda loss: loss,
