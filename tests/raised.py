@@ -190,6 +190,7 @@ EXCUSED = {
     "distributed/training/moments.py:_run": "goes on as it came: JAX's own",
     "distributed/training/moments.py:called": "goes on as it came: JAX's own",
     "distributed/training/single_axes.py:called": "goes on as it came: JAX's own",
+    "distributed/training/state.py:init_sharded": "goes on as it came: JAX's own",
     "distributed/training/carries/carry.py:from_inputs": "an interface; carries have it",
     "distributed/training/carries/carry.py:start": "an interface; carries have it",
     "distributed/training/carries/carry.py:next": "an interface; carries have it",

@@ -380,6 +380,37 @@ def test_shard_module_params_on_nn_rnn_matches_the_plain_model():
     assert_allclose(got, jax.jit(Wrapped(plain).apply)(variables, TOKENS), rtol=1e-4, atol=1e-5)
 
 
+class Scaling(nn.RNN):
+    """A recurrence whose call takes further arguments than the one of Flax."""
+
+    def __call__(self, inputs, scale):
+        return super().__call__(scale * inputs)
+
+
+class LastState(nn.RNN):
+    """A recurrence whose call takes fewer arguments than the one of Flax."""
+
+    def __call__(self, inputs):
+        return super().__call__(inputs)[:, -1]
+
+
+class OfSubclasses(nn.Module):
+    wrap: Any
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = self.wrap(Scaling)(nn.SimpleCell(16), name="scaling")(nn.one_hot(tokens, 16), 0.5)
+        return self.wrap(LastState)(nn.LSTMCell(16), name="last")(x)
+
+
+@pytest.mark.parametrize("wrap", [plain, partial(shard_module_params, **SMALL)], ids=["from outside", "wrapped"])
+def test_subclasses_of_nn_rnn_with_other_arguments_match_the_plain_model(wrap):
+    variables = jax.jit(OfSubclasses(plain).init)(KEY, TOKENS)
+    model = shard_modules(OfSubclasses(plain), **SMALL) if wrap is plain else OfSubclasses(wrap)
+    got = whole_in_shard_map(model, lambda m, v, x: m.apply(v, x))
+    assert_allclose(got, jax.jit(OfSubclasses(plain).apply)(variables, TOKENS), rtol=1e-4, atol=1e-5)
+
+
 def test_shard_modules_keeps_a_decorated_init_of_the_model():
     class Configured(nn.Module):
         features: int = 16

@@ -243,7 +243,23 @@ class TiedNnx(nnx.Module):
         return self.embed.attend(nnx.tanh(self.embed(tokens)))
 
 
-@pytest.mark.parametrize("make, sent", [(UntiedNnx, ROWS_OF_SPLIT_VOCABULARY), (TiedNnx, GATHERED_TABLE)])
+class ScaledParam(nnx.Param):
+    """A parameter that changes its value when it is read."""
+
+    def get_value(self, **index):
+        return 3 * super().get_value(**index)
+
+
+class ScaledNnx(UntiedNnx):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.embed.embedding = ScaledParam(self.embed.embedding.get_value())
+
+
+@pytest.mark.parametrize(
+    "make, sent",
+    [(UntiedNnx, ROWS_OF_SPLIT_VOCABULARY), (TiedNnx, GATHERED_TABLE), (ScaledNnx, GATHERED_TABLE)],
+)
 def test_nnx_embedding_looked_up_by_rows_trains_as_on_a_single_device(make, sent, mesh_of):
     model = shard_modules(nnx_model(make), nnx.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"])
@@ -300,6 +316,14 @@ class Reversed(nn.Embed):
         return super().__call__(self.num_embeddings - 1 - tokens)
 
 
+class Scaled(nn.Embed):
+    """An embedding whose setup changes the table that Flax's lookup reads."""
+
+    def setup(self):
+        super().setup()
+        self.embedding = 3 * self.embedding
+
+
 class Tied(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -311,6 +335,7 @@ GATHERED = {
     "a head reads the table": (Tied(), 64 * 24),
     "fewer rows than tokens": (Untied(shape=(8, 24)), 8 * 24),
     "a lookup of the user's": (Untied(Reversed), 64 * 24),
+    "a setup of the user's": (Untied(Scaled), 64 * 24),
 }
 
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+from functools import partial
 
 from jax.sharding import NamedSharding
 
@@ -236,6 +237,19 @@ ROWS = [
         meshes(f"no-mesh-{kind}-{function}", lambda take=take, bad=bad: take(bad), TypeError, "mesh… is …", *says)
         for function, take in MESH_TAKERS.items()
         for kind, (bad, *says) in NO_MESHES.items()
+    ],
+    *[
+        meshes(
+            f"{name}-on-an-abstract-mesh",
+            lambda made=made: made(MESH.abstract_mesh, KEY, ROWS8["x"]),
+            TypeError,
+            "mesh… is …",
+            "is an AbstractMesh, which has no devices; ",
+        )
+        for name, made in [
+            ("variables", partial(init_sharded, nn.Dense(2))),
+            ("state", partial(create_train_state, nn.Dense(2), optax.sgd(0.1))),
+        ]
     ],
     meshes(
         "mesh-without-devices",

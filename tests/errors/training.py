@@ -189,6 +189,15 @@ def in_a_branch():
     traced(loss)
 
 
+def in_a_branch_after_a_call():
+    def loss(params, apply_fn, batch, rng):
+        once = jax.jit(lambda params, batch: mean_loss(params, apply_fn, batch))
+        mean = once(params, batch)
+        return mean + lax.cond(batch["x"].mean() > 0, lambda: once(params, batch), lambda: mean)
+
+    traced(loss)
+
+
 def of_rows(model, loss, mesh=MESH, **options):
     """Returns a call that traces a step of an unsplit model of sequences."""
     whole = {"batch_axes": AXES, "allow_replicated": True}
@@ -374,6 +383,8 @@ RETURNED = [
     ("integer", lambda loss: jnp.int32(loss), {}, "loss_fn returned a loss of dtype", "int32; only a real float"),
     ("row", lambda loss: loss[None], {}, "loss_fn returned … where a scalar", "float32[1]"),
     ("pair", lambda loss: (loss, {}), {}, "loss_fn returned … where a scalar", "A pair (loss, aux) needs has_aux=True"),
+    ("text", lambda loss: "0.5", {}, "loss_fn returned … where a scalar", "loss_fn returned '0.5'"),
+    ("of-text", lambda loss: {"a": "b"}, {}, "loss_fn returned … where a scalar", "a dict of 'a'"),
     (
         "no-weight",
         lambda loss: loss,
@@ -1131,6 +1142,14 @@ ROWS = [
     ),
     Section("Wrapping and splitting parameters")(
         "gather-in-a-branch", in_a_branch, ValueError, "'…' is gathered in a branch", "'kernel' is", "pmax(flag, "
+    ),
+    losses(
+        "gather-in-a-branch-after-a-call",
+        in_a_branch_after_a_call,
+        ValueError,
+        "a collective over …, such as the gather",
+        "is in a branch or loop",
+        "pmax(flag, ",
     ),
     losses(
         "differs-along-another-axis",

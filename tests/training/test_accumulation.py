@@ -16,6 +16,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.training import accumulate_gradients
 from xlstm_jax.distributed.training.accumulation import STRATEGIES, MinibatchResult, mean_over
 
 AXES, BATCH, LAYERS = ("dp", "fsdp"), data(batch=32), 3
@@ -178,6 +179,15 @@ def test_accumulation_strategies_agree_for_tensor_parallel_leaves():
         losses[tp, accumulation] = float(metrics["loss"])
     want = losses.pop((1, "reduce_each"))
     assert losses == {case: pytest.approx(want, rel=1e-5) for case in losses}
+
+
+@pytest.mark.parametrize("accumulation", ["reduce_each", "reduce_once"])
+def test_accumulation_accepts_parameters_that_are_python_numbers(accumulation):
+    loss = lambda params, x, rng: jnp.mean((params["scale"] * x - 1) ** 2)  # noqa: E731
+    params, x = {"scale": 2.0}, jnp.arange(32.0) / 32
+    step = lambda x: accumulate_gradients(loss, params, x, None, AXES, 2, accumulation=accumulation)[1]  # noqa: E731
+    got = on_mesh(step, mesh_of(2, 4), True, P(AXES), P())(x)
+    np.testing.assert_allclose(got["scale"], jax.grad(loss)(params, x, None)["scale"], rtol=1e-6)
 
 
 def test_accumulation_accepts_float64_example_weights_with_float32_gradients():

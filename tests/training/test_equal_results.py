@@ -209,6 +209,28 @@ def test_eval_step_raises_for_a_metric_differing_along_another_mesh_axis(check_v
         run(factor)
 
 
+@BOTH_MODES
+@pytest.mark.parametrize("kind", ["training", "evaluation"])
+def test_steps_raise_for_a_collective_in_a_branch_that_devices_may_take_differently(kind, check_vma):
+    gathered = jax.jit(lambda x: lax.all_gather(x, AXES).sum())
+    mesh, metric = mesh_of(2, 4), WeightedMean()
+
+    def run(predicate):
+        def gathered_twice(x):
+            return gathered(x) + lax.cond(predicate(x), gathered, jnp.sum, x)  # the branch has the trace of the first
+
+        if kind == "training":
+            trace(lambda params, _, x, rng: mean_loss(params, x) + 0 * gathered_twice(x), state_of({}), check_vma)
+        else:
+            observed = lambda params, _, x: {"values": x[:, 0] * gathered_twice(x)}  # noqa: E731
+            step = make_eval_step(observed, mesh, AXES, metric=metric, check_vma=check_vma)
+            step.trace(state_of({}), X, metric.empty(AXES, mesh))
+
+    run(hot_anywhere)
+    with pytest.raises(ValueError, match=r"a collective over \('dp', 'fsdp'\).* in a branch .*pmax\(flag, "):
+        run(hot)
+
+
 def test_train_step_without_check_vma_accepts_a_hand_written_ring_reduction():
     """Without types a reduction by a hand-written ring passes; guard: without the ring the step raises."""
     mesh = DeviceMeshManager.create_device_mesh(WITH_TP, devices=jax.devices()[:4])

@@ -26,6 +26,7 @@ split, and ``reorder_axes``, when the leaves of the entire model are available. 
 ``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -458,20 +459,44 @@ def computed_from_shards(module: Any, method: str, policy: ShardPolicy, args: An
 
 
 def arguments_from(
-    extensions: Sequence[Extension] | None, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    extensions: Sequence[Extension] | None,
+    module: Any,
+    method: str,
+    called: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns (args, kwargs) for a method of a module, after the hook ``changed_arguments`` of each extension.
 
     Only extensions that apply to the class of ``module`` are called; each gets the arguments that the extension before
-    has returned. ``extensions`` are the extensions of the running unit; ``None``, if no unit has been entered yet,
-    stands for new instances of the registered extensions that read no collection.
+    has returned. Arguments that ``called`` does not accept are not added: a subclass may override the method with other
+    arguments, and call the method of its parent, whose arguments are then changed.
+
+    Args:
+      extensions: the extensions of the running unit; ``None``, if no unit has been entered yet, stands for new
+        instances of the registered extensions that read no collection.
+      module: the module.
+      method: the name of the method.
+      called: the function of the method, which takes the module and the arguments: of the module's class or of a
+        parent.
+      args, kwargs: the arguments of the call.
     """
     if extensions is None:
         extensions = [cls() for cls in with_hook_for("changed_arguments", module)]
     for extension in extensions:
         if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
-            args, kwargs = extension.changed_arguments(module, method, args, kwargs)
+            changed = extension.changed_arguments(module, method, args, kwargs)
+            if changed[1].keys() <= kwargs.keys() or _accepts(called, module, *changed):
+                args, kwargs = changed
     return args, kwargs
+
+
+def _accepts(called: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(called).bind(module, *args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager

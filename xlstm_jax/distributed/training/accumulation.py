@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, mean_over_copies
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.carries import carries_of
@@ -223,7 +223,7 @@ def _as_gradients_of(leaves: list[Any], grads: list[Any]) -> list[Any]:
 
     Both lists have the same order, and so has the result; a leaf without a box gets a bare array.
     """
-    return trees.map_values(lambda leaf, grad: grad.astype(leaf.value.dtype), leaves, trees.stored_values(grads))
+    return trees.map_values(lambda leaf, grad: grad.astype(value_dtype(leaf.value)), leaves, trees.stored_values(grads))
 
 
 def _gathered(params: PyTree, axes: tuple[str, ...]) -> PyTree:

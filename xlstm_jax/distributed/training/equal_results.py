@@ -22,11 +22,13 @@ from xlstm_jax.formatting import listed
 def check_equal_results(context: Results) -> None:
     """Raises if a result of a traced ``shard_map`` differs between devices along an axis that its spec does not name.
 
-    ``context`` has the results, the mesh and the equations of the ``shard_map``; differences are read off the
-    equations.
+    Raises also if devices may take different branches of the program, and a branch communicates: some devices would
+    wait for others. A gather in a branch is noticed before, with its leaf, unless a function with a cache of its traces
+    (``jax.jit``, ``jax.checkpoint``) has run outside of the branch before. ``context`` has the results, the mesh and
+    the equations of the ``shard_map``, off which differences are read.
 
     Raises:
-      ValueError: a result differs so; names the result, the axes and the cure.
+      ValueError: a result differs so, or a branch communicates; names the result, the axes and the cure.
     """
     spread = [axis for axis, size in context.mesh.shape.items() if size > 1]
     differing = _by_name(context.results, context.equations.of_results)
@@ -41,6 +43,12 @@ def check_equal_results(context: Results) -> None:
             f"{listed(refused)} would differ from device to device along {along}, and the step returns one value for "
             f"all devices. Reduce the value in the model, by psum or pmean of jax.lax over {along}; make the predicate "
             f"of a branch or loop equal on all devices, by pmax(flag, {along})."
+        )
+    if over := tuple(axis for axis in spread if axis in context.equations.of_branches):
+        raise ValueError(
+            f"a collective over {over}, such as the gather of a parameter, is in a branch or loop (lax.cond, switch, "
+            "while_loop) that these devices may take differently, and it needs all devices. Make the predicate equal "
+            f"on all devices, by pmax(flag, {over}) of jax.lax, or compute both branches, by jnp.where."
         )
 
 

@@ -15,6 +15,7 @@ Leaves of aux are reduced over minibatches and devices according to their type (
   {"tokens": jnp.sum(mask)}        an integer raises: the mean of counts is not a count
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, Self
@@ -123,11 +124,15 @@ class LossFunction:
         if total is None or (self.weighted and weight is None):
             raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
         for value in (total, weight):
-            if isinstance(value, tuple | list | dict) or np.shape(value) != ():
+            is_number = hasattr(value, "dtype") or isinstance(value, int | float | complex)
+            if not (is_number or value is None) or np.shape(value) != ():
+                described = kind_of(value)
+                with contextlib.suppress(TypeError):  # raised for a leaf that is no number, such as a string
+                    described = jax.tree.map(jax.typeof, value)
                 raise TypeError(
-                    f"loss_fn returned {jax.tree.map(jax.typeof, value)} where a scalar loss is expected, with "
-                    f"has_aux={self.has_aux} and weighted={self.weighted}. A pair (loss, aux) needs has_aux=True, a "
-                    "pair (sum, weight) weighted=True."
+                    f"loss_fn returned {described} where a scalar loss is expected, with has_aux={self.has_aux} and "
+                    f"weighted={self.weighted}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) "
+                    "weighted=True."
                 )
         if not jnp.issubdtype(dtype := jnp.result_type(total), jnp.floating):
             raise TypeError(f"loss_fn returned a loss of dtype {dtype}; only a real float has a gradient.")

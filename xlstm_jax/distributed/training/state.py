@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import set_context
-from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
+from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, check_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.optimizers.lookahead import with_slow_params
 from xlstm_jax.distributed.optimizers.sharded_optimizer import (
     ON_DEVICES,
@@ -191,7 +191,7 @@ def init_sharded(
     Raises:
       ValueError: a wrapper or a box names an axis that the mesh does not have; or as ``freeze_params``. Or processes
         pass different keys: every process raises.
-      TypeError: as ``freeze_params``.
+      TypeError: the mesh has no devices, and the call is not traced; or as ``freeze_params``.
     """
     freezing: dict[str, Any] = {"trainable": trainable, "frozen_dtype": frozen_dtype}
     # jit cannot split NumPy arrays over devices of several processes.
@@ -199,7 +199,11 @@ def init_sharded(
     inputs = jax.tree.unflatten(structure, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in leaves])
     init = jitted_init(model, mesh, rng, *inputs, batch_axes=batch_axes, **freezing, **kwargs)
     run_checks("values", NewModel(model, mesh, rng, jax.process_count() > 1))
-    return init(rng, inputs)
+    try:
+        return init(rng, inputs)
+    except ValueError:
+        check_mesh(mesh, devices=True)  # raises for an ``AbstractMesh``: no device computes the values
+        raise
 
 
 def jitted_init(

@@ -55,10 +55,13 @@ class Equations(NamedTuple):
 
     ``of_results`` has a set of axes per result, without axes over which the result was communicated by hand.
     ``of_marked`` has a set of axes per name that the program gave to a value by ``with_name_for_reader``.
+    ``of_branches`` are the axes along which devices may take different branches (or stop a loop at different rounds)
+    although a branch has a collective over the axis.
     """
 
     of_results: list[Axes]
     of_marked: dict[str, Axes]
+    of_branches: Axes
 
 
 def with_name_for_reader(name: str, value: jax.Array) -> jax.Array:
@@ -80,7 +83,8 @@ def read_equations(closed: Any) -> Equations:
     jaxpr = closed.jaxpr
     of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
     known = [Axes(axis for axis in axes if axis + _HAND not in axes) for axes in of_results]
-    return Equations([*map(_named, known)], {name: _named(axes) for name, axes in reader.of_marked.items()})
+    of_marked = {name: _named(axes) for name, axes in reader.of_marked.items()}
+    return Equations([*map(_named, known)], of_marked, reader.waiting)
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:
@@ -149,12 +153,18 @@ def _named(axes: Axes) -> Axes:
     return Axes(axis for axis in axes if not axis.endswith(_HAND))
 
 
+def _without_hand(axes: Axes) -> Axes:
+    """Returns ``axes`` without marks, and without axes that have the mark of communication by hand."""
+    return _named(Axes(axis for axis in axes if axis + _HAND not in axes))
+
+
 class _Reader:
     """Interpreter of a jaxpr that computes, for each value, the axes along which devices differ.
 
-    ``parted`` collects axes along which devices may take different branches, where a branch has a collective over the
-    axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``of_marked`` has
-    the axes of marked values by name.
+    ``parted`` collects axes along which devices may take different branches, where a branch has an equation over the
+    axis. Branches are those of ``cond`` and ``switch``, and further iterations of a ``while_loop``. ``waiting`` has the
+    axes of ``parted`` for which the equation is a collective, and no predicate was communicated by hand. ``of_marked``
+    has the axes of marked values by name.
 
     ``_known`` caches the results of inner jaxprs: equal layers of a model share the jaxpr of a function, and nested
     loops read the same jaxpr in each round.
@@ -163,6 +173,7 @@ class _Reader:
     def __init__(self, look: Callable[[Any, list[Axes]], list[Axes] | None] | None = None) -> None:
         self._look = look
         self.parted = Axes()
+        self.waiting = Axes()
         self.of_marked: dict[str, Axes] = {}
         self._known: dict[tuple[int, tuple[Axes, ...]], list[Axes]] = {}
 
@@ -287,12 +298,15 @@ class _Reader:
             self.of_marked[path] = self.of_marked.get(path, Axes()) | axes
 
     def _note_choice(self, by: Axes, *jaxprs: Any) -> None:
-        """Adds to ``parted`` the axes in ``by`` over which a collective in ``jaxprs`` communicates.
+        """Adds to ``parted`` and ``waiting`` the axes in ``by`` over which a collective in ``jaxprs`` communicates.
 
         ``jaxprs`` are the branches of a ``cond``, or predicate and body of a loop. ``by`` are the axes along which the
         predicate differs: devices along these axes may choose different branches, or stop at different rounds.
         """
-        self.parted |= by & all_named_axes(eqn for jaxpr in jaxprs for eqn in jaxpr.eqns)
+        eqns = [eqn for jaxpr in jaxprs for eqn in jaxpr.eqns] if by else []
+        self.parted |= by & all_named_axes(eqns)
+        collective = [eqn for eqn in all_equations(eqns) if eqn.primitive.name in COLLECTIVES]
+        self.waiting |= _without_hand(by) & Axes().union(*map(named_axes, collective))
 
 
 def _references(eqn: Any) -> list[Any]:

@@ -8,7 +8,11 @@ from flax.nnx.nn.dtypes import promote_dtype
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_split
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
+    is_flax_lookup,
+    is_read_as_stored,
+    is_split,
+)
 from xlstm_jax.distributed.data_parallel.modules.unit import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
@@ -23,8 +27,9 @@ class NnxRowLookups(Extension):
         return is_flax_lookup(type(module).__mro__[1], method)
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
-        # A custom promotion may compute something else from the rows.
-        is_flaxs = is_split(module.embedding) and module.promote_dtype is promote_dtype
+        # A custom promotion may compute something else from the rows, and the variable from the table.
+        is_flaxs = is_split(module.embedding) and is_read_as_stored(module.embedding)
+        is_flaxs = is_flaxs and module.promote_dtype is promote_dtype
         if kwargs or len(args) != 1 or not is_flaxs:
             return None
         table = shard_to_read(policy, leaf_of(module.embedding))

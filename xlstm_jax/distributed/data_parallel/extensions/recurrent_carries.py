@@ -26,9 +26,11 @@ class RecurrentCarries(Extension):
         """Returns (args, kwargs) of a method of an ``nn.RNN``, with ``initial_carry`` added for ``__call__``.
 
         The added carry is the RNN's own first carry, cast to a type that varies over the mesh axes of inputs and
-        parameters. Unchanged for other methods, if the caller passes ``initial_carry``, and without ``check_vma=True``.
+        parameters. Unchanged for other methods, if the caller passes ``initial_carry``, without ``check_vma=True``, and
+        if the arguments are not those of an ``nn.RNN``, which a subclass may override.
         """
-        if method != "__call__" or kwargs.get("initial_carry") is not None:
+        has_inputs = len(args) + ("inputs" in kwargs) == 1
+        if method != "__call__" or not has_inputs or kwargs.get("initial_carry") is not None:
             return args, kwargs
         axes = carry_axes((args, kwargs, module.variables))
         # Without types a scan compares only shapes and dtypes.

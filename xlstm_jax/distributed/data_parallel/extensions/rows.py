@@ -113,6 +113,10 @@ def _table(module: nn.Embed) -> Any:
 
 
 def is_lookup(module: nn.Embed, method: str) -> bool:
-    """Returns whether ``method`` of ``module`` is Flax's own ``nn.Embed.__call__``: the rows suffice for the result."""
+    """Returns whether ``method`` of ``module`` is Flax's own ``nn.Embed.__call__``: the rows suffice for the result.
+
+    False also for a subclass with a ``setup`` of its own, which may scale or normalise the table that the call reads.
+    """
     promotes_as_flax = getattr(module, "promote_dtype", promote_dtype) is promote_dtype
-    return method == "__call__" and is_unchanged(module, method, nn.Embed) and promotes_as_flax
+    is_flaxs = all(is_unchanged(module, name, nn.Embed) for name in ("setup", "__call__"))
+    return method == "__call__" and is_flaxs and promotes_as_flax

@@ -347,6 +347,14 @@ def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     return [watcher for method in linen_interceptors if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
+def _called(context: nn.module.InterceptorContext) -> Method:
+    """Returns the function of the method that Linen calls, which takes the module first: of its class or of a parent.
+
+    ``context`` is what Linen passes to an interceptor.
+    """
+    return context.orig_method.func  # type: ignore[attr-defined]  # a partial of the function and the module
+
+
 def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
     """Returns a context in which ``on_call(module)`` is called after each return of ``__call__`` of a Linen module."""
 
@@ -397,7 +405,7 @@ class RunningUnit:
         """
         module, name = context.module, context.method_name
         if self.collections or isinstance(module, MODULES["changed_arguments"]):
-            args, kwargs = arguments_from(self.extensions, module, name, args, kwargs)
+            args, kwargs = arguments_from(self.extensions, module, name, _called(context), args, kwargs)
         stacks, cls = RECORDED_STACKS.get(), type(module)
         if stacks is None or name == "setup":
             return method(*args, **kwargs)
@@ -591,7 +599,7 @@ class LinenRun:
             return method(*args, **kwargs)
         path, cls = "/".join(module.path[len(self.root) :]), type(module)
         if isinstance(module, MODULES["changed_arguments"]):
-            args, kwargs = arguments_from(None, module, name, args, kwargs)
+            args, kwargs = arguments_from(None, module, name, _called(context), args, kwargs)
         # A module of another class at the same path shares the module's scope (``share_scope``).
         at_path = [entered_cls for entered_path, entered_cls in self._open_modules if entered_path == path]
         if [other for other in at_path if issubclass(cls, other) or issubclass(other, cls)]:
@@ -617,7 +625,7 @@ class LinenRun:
                 return method(*args, **kwargs)
             if stacks := RECORDED_STACKS.get():
                 stacks.layers.pop(path.rpartition("/")[-1], None)  # a layer that is a unit is gathered by itself
-            user_method = context.orig_method.func  # type: ignore[attr-defined]  # a partial of the method and its module
+            user_method = _called(context)
 
             # Operation names contain the method's name; a forecast reads modules from them.
             def sharded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -416,7 +416,7 @@ def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:
         # ``NOTE_SHAPE`` callbacks get the shapes in this unit: one layer's, if the model scans over layers.
         for leaf in unit_variables(self).values():
             if note := leaf.get_metadata(NOTE_SHAPE, None):
-                note(np.shape(leaf.get_raw_value()), notes_lookup)
+                note(np.shape(leaf.get_raw_value()), notes_lookup and is_read_as_stored(leaf))
         if not _split_variables(self):  # no variable is split, or another method of the module has gathered them
             return plain.__get__(self, cls)(*args, **kwargs)
         return entered(NNX, cls.__name__, run, self, args, kwargs)
@@ -433,6 +433,15 @@ def is_flax_lookup(cls: type[nnx.Module], method: str) -> bool:
     """Returns whether ``method`` is "__call__" of ``nnx.Embed`` or of a subclass that does not override the method."""
     is_embed = issubclass(cls, nnx.Embed) and method == "__call__"
     return is_embed and inspect.getattr_static(cls, method) is inspect.getattr_static(nnx.Embed, method)
+
+
+def is_read_as_stored(variable: Any) -> bool:
+    """Returns whether the model reads the value of ``variable`` unchanged.
+
+    False if the class of the variable overrides ``get_value`` of NNX, or if the variable has a hook ``on_get_value``.
+    """
+    is_flaxs = _plain_type(variable).get_value is nnx.Variable.get_value
+    return is_flaxs and not variable.get_metadata().get("on_get_value")
 
 
 def let_carries_vary(model: nnx.Module, axes: frozenset[str]) -> None:
