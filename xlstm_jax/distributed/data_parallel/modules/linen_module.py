@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -347,12 +348,9 @@ def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     return [watcher for method in linen_interceptors if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
-def _called(context: nn.module.InterceptorContext) -> Method:
-    """Returns the function of the method that Linen calls, which takes the module first: of its class or of a parent.
-
-    ``context`` is what Linen passes to an interceptor.
-    """
-    return context.orig_method.func  # type: ignore[attr-defined]  # a partial of the function and the module
+# Of the context that Linen passes to an interceptor: the function of the called method, which takes the module first. The
+# method is of the module's class or of a parent.
+_called = operator.attrgetter("orig_method.func")
 
 
 def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
