@@ -123,9 +123,9 @@ class LossFunction:
             total, weight = _pair(total, "weighted=True", "(sum, weight)")
         if total is None or (self.weighted and weight is None):
             raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
-        for value in (total, weight):
+        for value in (total, weight) if self.weighted else (total,):
             is_number = hasattr(value, "dtype") or isinstance(value, int | float | complex)
-            if not (is_number or value is None) or np.shape(value) != ():
+            if not is_number or np.shape(value) != ():
                 described = kind_of(value)
                 with contextlib.suppress(TypeError):  # raised for a leaf that is no number, such as a string
                     described = jax.tree.map(jax.typeof, value)

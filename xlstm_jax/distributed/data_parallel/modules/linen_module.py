@@ -348,8 +348,8 @@ def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
     return [watcher for method in linen_interceptors if isinstance(watcher := getattr(method, "__self__", None), kind)]
 
 
-# Of the context that Linen passes to an interceptor: the function of the called method, which takes the module first. The
-# method is of the module's class or of a parent.
+# Of the context that Linen passes to an interceptor: the function of the called method, which takes the module first.
+# The method is of the module's class or of a parent.
 _called = operator.attrgetter("orig_method.func")
 
 
