@@ -158,7 +158,7 @@ CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for n
 MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": 2**16}
 CASES |= {
     name.replace(case, f"{case}, more VMEM"): dataclasses.replace(CASES[name], xla_options=MORE_VMEM)
-    for case in ("jit", "jit, options", "ours, options")
+    for case in ("jit", "jit, options", "ours", "ours, options", "ours, options, one axis")
     for name in (case, f"{case}, kernel")
 }
 

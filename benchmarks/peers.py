@@ -59,11 +59,16 @@ TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h100:4x8", "h100:32x8")
 SIDES = ("jit", "ours")
 ON_TPUS = {
     "jit": ("jit", "jit, options", "jit, options, width", "jit, options, two dims"),
-    "ours": ("ours", "ours, options"),
+    "ours": ("ours", "ours, options", "ours, options, one axis"),
 }
 ON_V5E = {
     "jit": (*ON_TPUS["jit"], "jit, more VMEM", "jit, options, more VMEM"),
-    "ours": (*ON_TPUS["ours"], "ours, options, more VMEM", "ours, options, one axis"),
+    "ours": (
+        *ON_TPUS["ours"],
+        "ours, more VMEM",
+        "ours, options, more VMEM",
+        "ours, options, one axis, more VMEM",
+    ),
 }
 ON_GPUS = {
     "jit": ("jit, kernel", "jit, options, kernel", "jit, best options, kernel"),
