@@ -106,10 +106,10 @@ def test_peers_parser_accepts_modified_sizes_and_exits_for_unknown_sizes_or_dims
     monkeypatch.setitem(SIZES, name, None)  # restored after the test
     assert peers.parser().parse_args(["--sizes", SIZE, name]).sizes == [SIZE, name]
     assert SIZES[name] == dataclasses.replace(SIZES["decoder_small"], layers=3, vocab_size=1000)
-    cases = "ours, kernel", "ours, options, kernel"
+    cases = "ours, kernel", "ours, options, kernel", "ours, options, one axis, kernel"
     assert peers.sides_of(name, "v6e:2x4")["ours"] == cases
-    of_v5e = "ours, options, more VMEM, kernel", "ours, options, one axis, kernel"
-    assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, *of_v5e)
+    of_v5e = "ours", "ours, options", "ours, options, one axis"
+    assert peers.sides_of(name, "v5e:2x4")["ours"] == (*cases, *(f"{case}, more VMEM, kernel" for case in of_v5e))
     assert peers.sides_of("vit_L16", "v6e:2x4") == peers.ON_TPUS
     for wrong, told in {"decoder_2B": "is none of", "decoder_small,depth=3": "no dim", "1.3B,layers": "no dim"}.items():
         with in_case(wrong=wrong, told=told), pytest.raises(SystemExit):
@@ -171,6 +171,10 @@ def test_committed_peer_rows_have_equal_kernels_and_versions_on_both_sides():
             assert {name: of_jit[name] for name in both} == {name: of_ours[name] for name in both}
 
 
+def on_one_axis_of_tpus(row):
+    return row["case"].startswith("ours, options, one axis")  # on GPUs: "ours, one axis"
+
+
 def test_committed_peer_rows_are_recomputed_from_the_stored_forecasts():
     """The documented command remakes every figure, without a compilation, to the last digit."""
     options = peers.parser().parse_args(["--redraw"])
@@ -180,7 +184,9 @@ def test_committed_peer_rows_are_recomputed_from_the_stored_forecasts():
     assert len(pairs) == len(peers.MODELS) * len(peers.TOPOLOGIES)
     for pair in pairs:
         lowest, expected, highest = peers.ratios(pair)
-        assert lowest <= expected <= highest and pair["ours"]["zero_fill_seconds"] == 0.0
+        # With an axis for each dim of the torus the library's gathers stay gathers; with one axis XLA fills zeros.
+        ours = pair["ours"]
+        assert lowest <= expected <= highest and (ours["zero_fill_seconds"] > 0) == on_one_axis_of_tpus(ours)
 
 
 def test_readme_comparison_with_jit_equals_stored_results():
