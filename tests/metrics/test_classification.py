@@ -360,6 +360,12 @@ def test_binned_ranking_over_uneven_shards_matches_scikit_learn_on_binned_scores
         assert abs(got[name] - computed(check_vma, kind, LARGEST_SHARE)["ranking"][name]) > 100 * TOLERANCE
 
 
+def test_binned_ranking_counts_scores_in_bins_beyond_the_range_of_16_bits():
+    metric = BinnedRanking(bins=2**17)
+    positive = metric.observe(np.array([0.1, 0.5, 0.999]), np.ones(3, int))["positive"].value
+    assert np.flatnonzero(positive).tolist() == [13107, 65536, 130940]
+
+
 FEW = BinnedRanking(bins=7, empty_auroc=0.25, empty_average_precision=0.75)
 
 

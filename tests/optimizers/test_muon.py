@@ -406,3 +406,14 @@ def test_muon_forms_with_fewer_matrices_than_devices_run_in_parallel():
     of_muon = {name: flops for name, flops in work.items() if "muon" in name}
     # Each of five steps multiplies [16, 32] by [32, 16], two [16, 16], and [16, 16] by [16, 32].
     assert of_muon == {"muon_16x32_8x16_4x16": 5 * (2 * 2 * 16 * 16 * 32 + 2 * 16**3)}
+
+
+def test_state_of_muon_has_the_dtypes_of_optax():
+    """A narrower count of steps would overflow in a long run."""
+    params = {"kernel": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+
+    def dtypes(tx):
+        return [leaf.dtype for leaf in jax.tree.leaves(tx.init(params))]
+
+    assert sorted(map(str, dtypes(muon(RATE)))) == sorted(map(str, dtypes(optax.contrib.muon(RATE))))
+    assert jnp.int32 in dtypes(muon(RATE))  # guard

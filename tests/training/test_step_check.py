@@ -28,7 +28,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.training.state import sharded_opt_state
 from xlstm_jax.distributed.training.step_check.check import _ratio
-from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves
+from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.observed import copies_differ, differ_along
 
 KEY, BATCH = jax.random.key(0), data()
@@ -323,3 +323,9 @@ def test_compare_leaves_accepts_rounding_and_rejects_larger_differences():
     assert compared(w=right["w"] * (1 + 1e-4)) == [False, True]  # a ratio
     assert compared(w=right["w"] + 1e-3 * np.array([2.0, -1.0, 0])) == [False, True]  # another direction
     assert compared(zero=np.full(3, 1e-3)) == [True, False]  # beside nothing
+
+
+def test_flat_returns_complex_values_as_real_parts_and_imaginary_parts():
+    values = flat({"real": np.array([[1, 2]], np.float32), "complex": np.array([1 + 2j, 3 + 4j])})
+    assert {path: found.tolist() for path, found in values.items()} == {"real": [1, 2], "complex": [1, 3, 2, 4]}
+    assert {found.dtype for found in values.values()} == {np.dtype(np.float64)}
