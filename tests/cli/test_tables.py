@@ -238,7 +238,7 @@ def test_collectives_table_puts_a_collective_of_unknown_wait_last_without_time()
     first, *others = found.collectives
     collectives = (dataclasses.replace(first, alone_s=None, exposed_s=None), *others)
     tables = tables_in(dataclasses.replace(found, collectives=collectives).table())
-    (table,) = [table for table in tables if "waited for" in str(table.title)]
+    (table,) = [table for table in tables if "Waits for collectives" in str(table.title)]
     kinds, *_, waited = ([plain(cell) for cell in column.cells] for column in table.columns)
     assert kinds[-1] == "all-gather" and waited[-1] == "" and all(waited[:-1])
 
