@@ -15,7 +15,7 @@ def test_kernels_page_has_the_rows_of_stored_results():
     rows = kernels.page_rows(kept)
     assert len(rows) == len(kernels.TOPOLOGIES) and all(row in page for row in rows)
     adds = json.loads((kernels.OUT / "tracing.json").read_text())["adds"]
-    assert f"adds {adds['with types']:.1%} to the function" in page and abs(adds["without types"]) < 0.001
+    assert f"adds {adds['with types']:.1%} to the number of" in page and abs(adds["without types"]) < 0.001
 
 
 @pytest.mark.slow
