@@ -82,9 +82,8 @@ def read_equations(closed: Any) -> Equations:
     reader = _Reader()
     jaxpr = closed.jaxpr
     of_results = reader.of_jaxpr(jaxpr, [Axes()] * len(jaxpr.constvars), [Axes()] * len(jaxpr.invars))
-    known = [Axes(axis for axis in axes if axis + _HAND not in axes) for axes in of_results]
     of_marked = {name: _named(axes) for name, axes in reader.of_marked.items()}
-    return Equations([*map(_named, known)], of_marked, reader.waiting)
+    return Equations([*map(_without_hand, of_results)], of_marked, reader.waiting)
 
 
 def differing_axes(fn: Callable[..., list[Any]], args: Sequence[Any], of_args: Sequence[Axes]) -> list[Axes]:

@@ -8,11 +8,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
-from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
-    is_flax_lookup,
-    is_read_as_stored,
-    is_split,
-)
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_read_as_stored, is_split
 from xlstm_jax.distributed.data_parallel.modules.unit import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
@@ -28,11 +24,11 @@ class NnxRowLookups(Extension):
 
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         # A custom promotion may compute something else from the rows, and the variable from the table.
-        is_flaxs = is_split(module.embedding) and is_read_as_stored(module.embedding)
-        is_flaxs = is_flaxs and module.promote_dtype is promote_dtype
+        variable = module.embedding
+        is_flaxs = is_split(variable) and is_read_as_stored(variable) and module.promote_dtype is promote_dtype
         if kwargs or len(args) != 1 or not is_flaxs:
             return None
-        table = shard_to_read(policy, leaf_of(module.embedding))
+        table = shard_to_read(policy, leaf_of(variable))
         rows = None if table is None else look_up_rows(table, args[0])
         return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
 
