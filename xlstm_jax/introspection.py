@@ -2,7 +2,7 @@
 
 The functions read frames, closures and tracers. No other module of the library reads frames, closures or tracers
 (``tests/house/test_layers.py``); imports of private names are in ``private_names``. If a release hides the state, the
-functions return their negative result. The module also has fragments of JAX's error texts.
+functions return their negative result. The module also reads signatures, and has fragments of JAX's error texts.
 """
 
 import inspect
@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -126,6 +126,29 @@ def recomputes(cls: type[nn.Module]) -> bool:
     ``nn.scan``.
     """
     return closure_of_lifted(inspect.getattr_static(cls, "__call__", None)).get("transform") is lift.checkpoint
+
+
+# --------------------------------------------------------------------------------------------------------- signatures
+
+
+def accepts_call(function: Callable[..., Any], count: int, names: Iterable[str] | None = None) -> bool:
+    """Returns whether a function accepts ``count`` positional arguments and the keyword arguments ``names``.
+
+    None: all keyword-only arguments of the function. Read off the signature; True for a function without a signature,
+    such as some written in C, whose errors show at the call.
+    """
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    if names is None:
+        names = [name for name, parameter in takes.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    try:
+        # Only positions and names matter to `bind`, so any values do.
+        takes.bind(*[None] * count, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------- errors

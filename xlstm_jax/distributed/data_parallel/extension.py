@@ -26,7 +26,6 @@ split, and ``reorder_axes``, when the leaves of the entire model are available. 
 ``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
 """
 
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -38,6 +37,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication, PrimalType, Wire
+from xlstm_jax.introspection import accepts_call
 
 ModulePath = tuple[str, ...]
 AxisOrder = tuple[str, ...]  # mesh axes, outermost first
@@ -486,17 +486,9 @@ def arguments_from(
     for extension in extensions:
         if "changed_arguments" in extension.hooks and (not extension.modules or isinstance(module, extension.modules)):
             changed = extension.changed_arguments(module, method, args, kwargs)
-            if changed[1].keys() <= kwargs.keys() or _accepts(called, module, *changed):
+            if changed[1].keys() <= kwargs.keys() or accepts_call(called, 1 + len(changed[0]), changed[1]):
                 args, kwargs = changed
     return args, kwargs
-
-
-def _accepts(called: Callable[..., Any], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    try:
-        inspect.signature(called).bind(module, *args, **kwargs)
-    except TypeError:
-        return False
-    return True
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.device_mesh.batch_leaves import why_no_array
 from xlstm_jax.distributed.metrics.pure_metric import Local
 from xlstm_jax.formatting import kind_of
+from xlstm_jax.introspection import accepts_call
 
 STEP = "a step takes (state, batch, rng)"
 NAME_OF_KEY = re.compile(r"rng|key|^_*$")  # found in the name of an argument that is a random key
@@ -233,26 +234,6 @@ def _check_names(
             f"the step was given extra_trees with the name {unknown[0]!r}, and {called.name} takes "
             f"{sorted(further) or 'no further trees'}. Write {written}."
         )
-
-
-def accepts_call(function: Callable[..., Any], count: int, names: Iterable[str] | None = None) -> bool:
-    """Returns whether a function accepts ``count`` positional arguments and the keyword arguments ``names``.
-
-    None: all keyword-only arguments of the function. Read off the signature; True for a function without a signature,
-    such as some written in C, whose errors show at the call.
-    """
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    if names is None:
-        names = [name for name, parameter in takes.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    try:
-        # Only positions and names matter to `bind`, so any values do.
-        takes.bind(*[None] * count, **dict.fromkeys(names))
-    except TypeError:
-        return False
-    return True
 
 
 def check_model(model: object) -> None:
