@@ -70,11 +70,6 @@ def map_leaves(
     return jax.tree.map(fn, tree, *other_trees, is_leaf=one_leaf)
 
 
-def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
-    """Returns ``leaves``, in tree order, in the structure of ``tree``; a box in ``tree`` is a leaf."""
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves)
-
-
 def map_leaves_with_path(fn: Callable[..., Any], tree: PyTree, *other_trees: PyTree) -> PyTree:
     """Returns the tree of ``fn(path, leaf, *others)``: the leaf of ``tree`` and its counterparts in ``other_trees``.
 

@@ -51,7 +51,9 @@ def global_norm(tree: PyTree) -> jax.Array:
         total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
         alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
         by_axes[axes] = jax.lax.add(before, total) if alike else before + total
-    sums = _differentiable_sum(list(by_axes.values()), tuple([tuple(sorted(axes)) for axes in by_axes]))
+    sums = list(by_axes.values())
+    if not is_global:
+        sums = _differentiable_sum(sums, tuple([tuple(sorted(axes)) for axes in by_axes]))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
 
 

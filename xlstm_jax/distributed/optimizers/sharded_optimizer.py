@@ -129,8 +129,9 @@ def trainable(tree: PyTree) -> PyTree:
 
     A leaf that is not trained (frozen, or not a float) becomes None.
     """
-    leaves = [leaf for _, leaf in trees.sharded_leaves(tree)]
-    return trees.with_leaves(tree, [true_value(leaf) if leaf.is_differentiable else None for leaf in leaves])
+    leaves, structure = trees.flatten_with_path(tree)
+    boxes = [leaf_of(leaf) for _, leaf in leaves]
+    return jax.tree.unflatten(structure, [true_value(box) if box.is_differentiable else None for box in boxes])
 
 
 def with_trainable(tree: PyTree, values: PyTree) -> PyTree:
@@ -166,9 +167,9 @@ def given_state(opt_state: PyTree) -> PyTree:
 
     A leaf in a ``StateBox``, a box that the transform itself put around the leaf, stays in the box.
     """
-    leaves = [leaf for _, leaf in trees.leaves_with_path(opt_state)]
-    given = [true_value(leaf) if is_box(leaf) and not is_state_box(leaf) else leaf for leaf in leaves]
-    return trees.with_leaves(opt_state, given)
+    leaves, structure = trees.flatten_with_path(opt_state)
+    given = [true_value(leaf) if is_box(leaf) and not is_state_box(leaf) else leaf for _, leaf in leaves]
+    return jax.tree.unflatten(structure, given)
 
 
 def optimizer_state_shardings(opt_state: PyTree, params: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

@@ -12,7 +12,7 @@ from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
-from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import axis_index, common_dtype
 from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.training.arguments import (
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.constant_arrays import with_constants
-from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call
+from xlstm_jax.distributed.training.gradients import traced_call
 from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
 from xlstm_jax.distributed.training.moments import CheckedStep, Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
@@ -290,7 +290,7 @@ class StepOptions:
             collections: Mapping[str, PyTree],
             extra_trees: PyTree,
         ) -> BatchResult:
-            rng = None if rng is None else fold_rng_over_axis(rng, axes)
+            rng = None if rng is None else jax.random.fold_in(rng, axis_index(axes))
             extra_trees = frozen_trees(extra_trees) if extra_trees else {}
             fn = without_key(self.loss.fn) if rng is None else self.loss.fn
             if 1 in [mesh.shape[axis] for axis in axes]:
