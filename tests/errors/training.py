@@ -368,7 +368,7 @@ TX = {
 MODELS = {
     "class": (nn.Dense, "the model is …; pass an instance", "the class Dense; pass an instance of it, Dense(...)"),
     "swapped": (optax.sgd(1.0), "the model is …, which has no init", "(model, tx, me"),
-    "nnx": (OfNnx(), "the model is … of flax.nnx", "an OfNnx of flax.nnx", "pass nnx_model(make)"),
+    "nnx": (OfNnx(), "the model is … of …, which has no init", "an OfNnx of flax.nnx", "pass nnx_model(lambda rngs: MyModule("),
 }
 KEYS = {
     "seed": (42, "an array int32[]"),

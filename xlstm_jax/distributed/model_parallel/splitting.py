@@ -19,9 +19,9 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     RUNS_AROUND,
     active_interceptors_of,
     class_and_fields,
-    is_nnx,
     methods_to_lift,
 )
+from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
 from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
@@ -126,8 +126,8 @@ def split_modules(model: Model, split: Mapping[str, str], axis_name: str = DEFAU
     if isinstance(model, type) and issubclass(model, nn.Module):
         return _subclass(model, splitting)
     cure = ""
-    if is_nnx(model if isinstance(model, type) else type(model)):
-        cure = " For flax.nnx: split_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), split)."
+    if system := other_system(model):
+        cure = f" For {system.package}: split_modules({system.passed_as}, split)."
     raise TypeError(f"split_modules takes a Linen module or its class, not {kind_of(model)}.{cure}")
 
 

@@ -7,6 +7,7 @@ The average is part of the optimizer's state: split and padded like the paramete
 skipped by ``skip_nonfinite`` does not change the average. No communication. (``optax.ema`` averages updates.)
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.sharded_optimizer import as_parameters, states_of
-from xlstm_jax.distributed.optimizers.transforms import check_transform
+from xlstm_jax.distributed.optimizers.transforms import CHECKS_OF_PARTS, check_transform, links, name_of, parts
 from xlstm_jax.formatting import kind_of
 
 
@@ -125,3 +126,20 @@ def _check_decay(decay: Any) -> None:
             f"with_ema: decay={decay}; it must be at least 0 and less than 1. At 1 the average would stay at the first "
             "weights. 0.999 averages over some 1000 updates."
         )
+
+
+def check_average_is_last(tx: optax.GradientTransformation) -> None:
+    """Raises a ``ValueError`` if another transform follows ``with_ema`` in an ``optax.chain``; names the transform.
+
+    Chains are searched at any depth of ``tx``. ``optax.identity`` may follow.
+    """
+    chains = [part.tx for part in parts(tx) if part.tx is not None]
+    for link, following in itertools.chain.from_iterable(itertools.pairwise(links(chain)) for chain in chains):
+        if "with_ema" in [part.name for part in parts(link)] and name_of(following) != "identity":
+            raise ValueError(
+                f"with_ema stands in an optax.chain before {name_of(following)}, which changes the updates once more: "
+                "it would average weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
+            )
+
+
+CHECKS_OF_PARTS["with_ema"] = check_average_is_last

@@ -17,7 +17,6 @@ transforms of optax, such as ``optax.contrib.sam``, and many custom transforms d
 """
 
 import inspect
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -49,6 +48,9 @@ LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
 
 
+# Checks of an optimizer that has a certain part, by the name of the part; filled by the modules of the transforms. A
+# function of the optimizer, which raises a ``ValueError``.
+CHECKS_OF_PARTS: dict[str, Callable[[optax.GradientTransformation], None]] = {}
 HOLDERS_OF_MASKS = frozenset({"masked", "inject_hyperparams"})  # parts that may have a mask of weight decay
 
 
@@ -160,17 +162,6 @@ def _around_lookahead(part: Part) -> str | None:
     if any(map(_takes_pairs, part.within)):
         return part.name
     return next(filter(None, map(_around_lookahead, part.within)), None)
-
-
-def after_average(tx: optax.GradientTransformation) -> str | None:
-    """Returns the name of the transform that directly follows ``with_ema`` (an average of weights) in a chain.
-
-    Chains are searched at any depth of ``tx``. Returns None if no transform other than ``optax.identity`` follows.
-    """
-    for link, following in itertools.pairwise(links(tx)):
-        if any(part.name == "with_ema" for part in parts(link)) and name_of(following) != "identity":
-            return name_of(following)
-    return next(filter(None, map(after_average, _inside(parts(tx)[0]))), None)
 
 
 def schedules(of_parts: Iterable[Part]) -> list[Callable[[Any], Any]]:
@@ -373,10 +364,12 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
     Raises:
       ValueError: a transform, at any depth, is one of the transforms of optax in ``REFUSED``, or needs an argument that
         a step does not have; names both. Or ``optax.lookahead`` is inside a transform that does not pass its pairs of
-        parameters on.
+        parameters on; or a check in ``CHECKS_OF_PARTS`` raises.
     """
     transforms = parts(tx)
     for part in transforms:
+        if part.name in CHECKS_OF_PARTS:
+            CHECKS_OF_PARTS[part.name](tx)
         if part.name in REFUSED and part.made_by.startswith("optax"):
             raise ValueError(f"{caller}: optax's {part.name} {REFUSED[part.name]}.")
         # Arguments that the update requires, and that neither optax nor a step provides.

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import frozen, is_box, split_by_model
-from xlstm_jax.distributed.data_parallel.modules import is_nnx
+from xlstm_jax.distributed.data_parallel.modules import other_system
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
@@ -241,10 +241,10 @@ def check_model(model: object) -> None:
     if isinstance(model, type):
         raise TypeError(f"the model is {kind_of(model)}; pass an instance of it, {model.__name__}(...).")
     if not (hasattr(model, "init") and hasattr(model, "apply")):
-        if is_nnx(type(model)):
+        if system := other_system(model):
             raise TypeError(
-                f"the model is {kind_of(model)} of flax.nnx, which has no init and apply; pass nnx_model(make), make "
-                "being the function that makes it, lambda rngs: MyModule(..., rngs=rngs)."
+                f"the model is {kind_of(model)} of {system.package}, which has no init and apply; pass "
+                f"{system.passed_as}, with a function that makes the model."
             )
         raise TypeError(
             f"the model is {kind_of(model)}, which has no init and apply as a Linen module does. The arguments are "

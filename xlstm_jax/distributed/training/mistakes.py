@@ -35,7 +35,6 @@ from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
 from xlstm_jax.distributed.optimizers.transforms import (
     HOLDERS_OF_MASKS,
     LOOKAHEAD,
-    after_average,
     check_callable,
     check_transform,
     decay_mask,
@@ -130,13 +129,11 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
     Raises:
       TypeError: ``tx`` is not an optax transform.
       ValueError: a transform at any depth needs what no step provides, such as an unknown argument; or
-        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; a mask or labels are a
-        tree with boxes, although optimizers receive parameters without boxes; or ``with_ema`` precedes another
-        transform in a chain.
+        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; or a mask or labels are
+        a tree with boxes, although optimizers receive parameters without boxes.
     """
     check_transform(tx, "create_train_state")
-    transforms = check_callable(tx, "create_train_state")
-    for part in transforms:
+    for part in check_callable(tx, "create_train_state"):
         for argument in ("mask", "param_labels"):
             tree = part.closure_values.get(argument)
             for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
@@ -146,11 +143,6 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
                         "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
                         f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
                     )
-    if "with_ema" in {part.name for part in transforms} and (after := after_average(tx)):
-        raise ValueError(
-            f"with_ema stands in an optax.chain before {after}, which changes the updates once more: it would average "
-            "weights that no step has. Put it around the whole: with_ema(optax.chain(...), decay)."
-        )
 
 
 def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:

@@ -42,6 +42,7 @@ from xlstm_jax.distributed.data_parallel.extension import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -130,10 +131,10 @@ def shard_module_params(
         instance that has already been named by its parent; or an option has another type, or a dtype is not a dtype.
     """
     cls: Any = target if isinstance(target, type) else type(target)
-    if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or is_nnx(cls)):
+    if not issubclass(cls, nn.Module) and (not callable(target) or isinstance(target, type) or other_system(cls)):
         noun, cure = kind_of(target), "Pass (nn.Dense, 'fsdp'), say"
-        if is_nnx(cls):
-            noun, cure = f"{noun} of flax.nnx", "Pass nnx_model(lambda rngs: MyModule(..., rngs=rngs)) to shard_modules"
+        if system := other_system(cls):
+            noun, cure = f"{noun} of {system.package}", f"Pass {system.passed_as} to shard_modules"
         raise TypeError(
             f"shard_module_params takes a Linen module, its class or a function of one, not {noun}. {cure}."
         )
@@ -153,11 +154,6 @@ def shard_module_params(
         cls, fields = class_and_fields(target, "shard_module_params({}, axis_name)")
         return as_unit(cls, policy)(**fields)
     return as_unit(target, policy)
-
-
-def is_nnx(cls: type[Any]) -> bool:
-    """Returns whether the class is, or inherits from, a class of flax.nnx."""
-    return any(base.__module__.startswith("flax.nnx") for base in cls.__mro__)
 
 
 def as_unit(target: Any, policy: ShardPolicy) -> Any:

@@ -21,10 +21,10 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     LinenRun,
     Selection,
     Sharding,
-    is_nnx,
     sharded_model,
 )
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
+from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
 from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.communication import Option
@@ -139,6 +139,6 @@ def _check_model(model: object) -> None:
         return
     module_fields = [name for name, value in getattr(made, "__dict__", {}).items() if isinstance(value, nn.Module)]
     cure = f" Its {module_fields[0].lstrip('_')!r} is one: pass that." if module_fields else ""
-    if is_nnx(cls):
-        cure = " For flax.nnx: shard_modules(nnx_model(lambda rngs: MyModule(..., rngs=rngs)), where, axis_name)."
+    if system := other_system(cls):
+        cure = f" For {system.package}: shard_modules({system.passed_as}, where, axis_name)."
     raise TypeError(f"shard_modules takes a Linen module or its class, not {kind_of(made)}.{cure}")
