@@ -36,6 +36,8 @@ CORE = (
     "tests/plan/test_plan.py",
     "tests/metrics/test_accumulators.py",
 )
+# Tests of pages and of tables with rows of all features. A deletion by hand deletes the pages and rows of the feature.
+OF_ALL = ("tests/house", "tests/errors", "tests/exactness")
 IMPORT_ALL = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
 
 
@@ -49,8 +51,11 @@ class Deleted(NamedTuple):
     fault: str
 
 
-def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
-    """Deletes a feature from a copy of the tree at ``tree``, and runs the remaining tests."""
+def deleted(feature: Feature, tree: Path, with_tests: bool, every_test: bool = False) -> Deleted:
+    """Deletes a feature from a copy of the tree at ``tree``, and runs the remaining tests.
+
+    With ``every_test`` all tests of ``make test`` run, except the tests of pages and rows of tables (``OF_ALL``).
+    """
     copy_tree(tree)
     lines, left = delete(feature, tree)
     files = sorted((tree / "xlstm_jax").rglob("*.py"))
@@ -66,6 +71,8 @@ def deleted(feature: Feature, tree: Path, with_tests: bool) -> Deleted:
     if not with_tests:
         return Deleted(feature, lines, knowing, "not run", "")
     core = [name for name in CORE if (tree / name).exists() and name not in feature.own]
+    if every_test:
+        core = [f"--ignore={name}" for name in (*OF_ALL, *feature.own) if "::" not in name] + ["tests"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "--quick"]
     command += [f"--deselect={test}" for test in feature.own if "::" in test]
     done = subprocess.run([*command, *core], cwd=tree, env=environment, capture_output=True, text=True)
@@ -86,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
         task = progress.add_task("features", total=len(features))
         for feature in features:
             tree = Path(args.keep or temporary) / re.sub(r"\W+", "_", feature.name)
-            found = deleted(feature, tree, not args.imports)
+            found = deleted(feature, tree, not args.imports, args.every_test)
             faults += bool(found.fault)
             row = (str(len(feature.files)), str(found.lines), str(found.knowing), found.tests, found.fault)
             table.add_row(feature.name, *row)
@@ -105,5 +112,6 @@ if __name__ == "__main__":
     parser.add_argument("--only", default="", metavar="TEXT", help="features whose name has this text")
     parser.add_argument("--turn", type=int, metavar="N", help="N features, by the commit")
     parser.add_argument("--imports", action="store_true", help="import what is left, and run no tests")
+    parser.add_argument("--every-test", action="store_true", help="run all tests of make test that remain")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the copies in this folder")
     sys.exit(main(parser.parse_args()))

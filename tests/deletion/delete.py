@@ -18,7 +18,7 @@ REGISTRIES = (
     "xlstm_jax/distributed/data_parallel/wire/formats.py",
     "xlstm_jax/forecast/training/linting/rules.py",
 )
-COPIED = ("xlstm_jax", "tests", "benchmarks", "conftest.py", "pyproject.toml", "setup.cfg")
+COPIED = ("xlstm_jax", "tests", "benchmarks", "docs", "README.md", "conftest.py", "pyproject.toml", "setup.cfg")
 
 
 def copy_tree(to: Path) -> None:

@@ -123,6 +123,13 @@ def donated(leaf="state"):
     step(one if leaf == "state" else after.replace(params=one.params), BATCH, KEY)
 
 
+def deleted_number():
+    """Returns an array whose memory is free, as after a donation."""
+    number = jnp.zeros((), jnp.int32)
+    number.delete()
+    return number
+
+
 def callback_in_a_program():
     """Traces a step with a callback that returns a value, in a program under a set mesh with explicit axes."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
@@ -368,7 +375,12 @@ TX = {
 MODELS = {
     "class": (nn.Dense, "the model is …; pass an instance", "the class Dense; pass an instance of it, Dense(...)"),
     "swapped": (optax.sgd(1.0), "the model is …, which has no init", "(model, tx, me"),
-    "nnx": (OfNnx(), "the model is … of …, which has no init", "an OfNnx of flax.nnx", "pass nnx_model(lambda rngs: MyModule("),
+    "nnx": (
+        OfNnx(),
+        "the model is … of …, which has no init",
+        "an OfNnx of flax.nnx",
+        "pass nnx_model(lambda rngs: MyModule(",
+    ),
 }
 KEYS = {
     "seed": (42, "an array int32[]"),
@@ -739,6 +751,13 @@ ROWS = [
     ),
     calls(
         "params-donated", lambda: donated("params"), ValueError, "… was handed to a step before", "state was handed to"
+    ),
+    calls(
+        "step-donated-without-jit",
+        lambda: STEP.__wrapped__(state().replace(step=deleted_number()), BATCH, KEY),
+        RuntimeError,
+        "Array has been deleted: state.step was donated",
+        "pass a state in memory",
     ),
     optimizers(
         "state-of-another-optimizer",

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
 from xlstm_jax.common_types import PyTree
@@ -303,6 +304,7 @@ def check_call(
 
     Raises:
       TypeError: the state is not a ``TrainState``, or ``rng`` is not a single key.
+      RuntimeError: the state was donated; only in a call without ``jax.jit``.
       ValueError: a leaf is on a mesh with other axes than the step's mesh; XLA would end the process, or return the
         leaf with another sharding. (A batch may be on any mesh of the same devices: it is not donated.) Or ``local`` is
         passed without a metric, or is missing with a metric.
@@ -313,6 +315,12 @@ def check_call(
         raise TypeError(
             f"{STEP}, and its state is {kind_of(state)}, not a TrainState: it has no {missing[0]!r}. "
             "create_train_state makes one; a step returns a pair, state, metrics = step(state, batch, rng)."
+        )
+    # JAX repeats a step without jit to find a NaN, also on donated arrays, and JAX 0.10 then reads freed memory. The
+    # text begins as the text of JAX, ``nan_inputs.DELETED``.
+    if isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer) and state.step.is_deleted():
+        raise RuntimeError(
+            "Array has been deleted: state.step was donated to an earlier call of the step; pass a state in memory."
         )
     of_state = {name: getattr(state, name) for name in ("step", "params", "opt_state")}
     of_state["collections"] = collections_of(state)
