@@ -57,8 +57,12 @@ def delete(feature: Feature, tree: Path) -> tuple[int, list[str]]:
                 lost.setdefault(module_of(face, tree), set()).update(names)
                 changed = True
     left = [file for file in sorted((tree / "xlstm_jax").rglob("*.py")) if missing(file, gone, lost)]
-    for file in sorted((tree / "tests").rglob("*.py")) + sorted((tree / "benchmarks").rglob("*.py")):
-        if missing(file, gone, lost):
+    # Tests and benchmarks that name the feature, and then those that import from them.
+    users = [*(tree / "tests").rglob("*.py"), *(tree / "benchmarks").rglob("*.py")]
+    while importing := [file for file in users if missing(file, gone, lost)]:
+        for file in importing:
+            gone.add(module_of(file, tree))
+            users.remove(file)
             file.unlink()
     return lines, [str(file.relative_to(tree)) for file in left]
 

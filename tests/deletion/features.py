@@ -142,6 +142,7 @@ FEATURES = [
         "logical names",
         ("data_parallel/extensions/logical_names.py",),
         r"\bLogicalNames\b|\bLogicallyPartitioned\b|logical_names",
+        own=("tests/model_parallel/test_split_logical_names.py",),
     ),
     Feature(
         "prefetch",
