@@ -294,6 +294,30 @@ def test_parameter_gradient_inside_a_loss_raises_with_the_leaf_path(check_vma):
         )
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_taken_around_shard_map_raises_for_split_leaves_with_the_leaf_path(check_vma, jitted):
+    """JAX's rule for ``shard_map`` expects sums over devices, and a gather's gradient is a mean."""
+    params = initialised(Adapted(fsdp))["params"]
+
+    def around(mesh, params):
+        local = jax.jit(squared_error) if jitted else squared_error
+        mean_of = lambda params, x, y: jax.lax.pmean(local(params, x, y), AXES)  # noqa: E731
+        in_specs = (partition_specs(params, mesh), P(AXES), P(AXES))
+        loss = jax.shard_map(mean_of, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
+        return jax.grad(loss)(params, X, BATCH["y"])
+
+    of_kernel = r"the gradient of 'head/kernel', of shape \(4, 4\) on this device, is taken from outside of shard_map"
+    with pytest.raises(ValueError, match=of_kernel + r": it would be 1/4 of the gradient.*value_and_grad\("):
+        jax.eval_shape(functools.partial(around, MESH), params)
+    # Replicated parameters have no gather: here, and on a mesh that splits nothing, the gradient is right.
+    want = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
+    assert_same_params(around(MESH, unbox(params)), want)
+    single = mesh_of(8, 1)
+    replicated = init_sharded(Adapted(fsdp), single, jax.random.key(0), X, batch_axes=AXES)["params"]
+    assert_same_params(around(single, replicated), want)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_per_example_gradients_of_gathered_parameters_inside_a_loss_are_exact(check_vma):
     params = initialised(Adapted(fsdp))["params"]
