@@ -518,8 +518,8 @@ def check_one_gradient_of_one_batch(
     is not. If the shard is batched too, as in an ensemble, each shard has its own gradient, and nothing is raised.
     Second case: the gather is differentiated within a loss function that is differentiated itself. Under a ``remat``
     inside the ``vmap`` no tracer shows that the shard is one of several; callers then pass ``of_layers=True``, which
-    permits the first case. Third case: the gradient is taken from outside of ``shard_map``, where JAX expects a sum over
-    the devices. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
+    permits the first case. Third case: the gradient is taken from outside of ``shard_map``, where JAX expects a sum
+    over the devices. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
     """
     if not collectives.spread_axes(axes):
         return
