@@ -53,6 +53,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.second_gradients import not_transposed
 from xlstm_jax.formatting import shortened
 from xlstm_jax.introspection import transposes_a_shard_map
 from xlstm_jax.private_names import BatchTracer
@@ -439,6 +440,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
+@not_transposed(2, 5, axes_at=3)
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
     """Returns the unsharded array: the shards ``x`` of the devices of ``axes``, gathered along ``dim`` (forward pass).
 
@@ -452,6 +454,7 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@not_transposed(1, 5, axes_at=2)
 def _scattered(
     cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
