@@ -40,6 +40,23 @@ class Stacked(nn.Module):
         return fsdp(nn.Dense)(4)(scan(name="blocks")(x, None)[0])
 
 
+class ScanInScan(nn.Module):
+    """Loop over three steps in each of two layers of an ``nn.scan``; ``check`` is Flax's check for constants."""
+
+    check: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                shift = fsdp(nn.Dense)(x.shape[-1])(x)
+                return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x + shift), x), None
+
+        options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+        return nn.scan(Layer, check_constancy_invariants=self.check, **options)()(x, None)[0][:, :4]
+
+
 class OwnScan(nn.Module):
     """LSTM cell in a scan written in the model; ``cast`` applies the cure from the error text."""
 

@@ -58,6 +58,21 @@ def inside_branch() -> bool:
     return False
 
 
+def transposes_a_shard_map() -> bool:
+    """Returns whether this code runs in a backward pass through a ``jax.shard_map``, of a gradient taken around it.
+
+    A gradient that the function under ``shard_map`` takes itself runs in no such pass. A tracer does not contain the
+    pass, so the function searches the frames.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if name.startswith("_shard_map_transpose") and os.path.basename(file) == "shard_map.py":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def inside_map_variables(library_class: type[Any]) -> bool:
     """Returns whether this code runs inside an ``nn.map_variables`` of the user's model that maps parameters.
 

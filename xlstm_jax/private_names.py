@@ -28,7 +28,7 @@ try:
     from jax.extend import core
     from jax.extend.core.primitives import mul_p
     from jax.extend.random import define_prng_impl
-    from jax.interpreters import batching, mlir
+    from jax.interpreters import ad, batching, mlir
 
     register_atexit = threading._register_atexit  # type: ignore[attr-defined]
     job: Any = global_state  # the fields are typed as None, their value before the process joins
@@ -44,6 +44,7 @@ except (ImportError, AttributeError) as error:
 __all__ = [
     "BatchTracer",
     "ClusterEnv",
+    "ad",
     "batching",
     "core",
     "cudnn_attention",

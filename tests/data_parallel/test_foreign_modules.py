@@ -294,6 +294,95 @@ def test_parameter_gradient_inside_a_loss_raises_with_the_leaf_path(check_vma):
         )
 
 
+class Looked(nn.Module):
+    """Reads an embedding, whose rows are looked up, for a batch of floats."""
+
+    wrap: Any = plain
+
+    @nn.compact
+    def __call__(self, x):
+        rows = self.wrap(nn.Embed)(64, x.shape[-1], name="table")((3 * x[:, 0]).astype(jnp.int32) % 64)
+        return jnp.tanh(rows + x) * jnp.tanh(x + self.param("bias", nn.initializers.ones, (x.shape[-1],)))
+
+
+TWICE = {
+    "layers": lambda wrap: Adapted(wrap),
+    "scan and remat": lambda wrap: Model(wrap, remat=wrap is not plain),
+    "lookup": Looked,
+}
+
+
+def squared_outputs(model):
+    return lambda params, x: jnp.mean(model.apply({"params": params}, x) ** 2)
+
+
+def after_step(loss, inner):
+    """Returns the loss after a step by the gradients ``inner(loss)``, as in meta-learning."""
+
+    def adapted(params, x):
+        return loss(jax.tree.map(lambda p, g: p - 0.1 * g, params, inner(loss)(params, x)), x)
+
+    return adapted
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", TWICE)
+def test_gradient_of_a_gradient_raises_in_a_step_and_is_exact_on_one_device_and_forward(name, check_vma):
+    model = TWICE[name](fsdp)
+    params = initialised(model)["params"]
+    mean = lambda grads: sync_gradients(grads, AXES)  # noqa: E731
+
+    def in_step(mesh, params, gradient):
+        specs = partition_specs(params, mesh)
+        return on_mesh(gradient, mesh, check_vma, (specs, P(AXES)), specs)
+
+    loss = squared_outputs(model)
+    by_grad = lambda loss: lambda params, x: mean(jax.grad(loss)(params, x))  # noqa: E731
+    by_jitted = lambda loss: lambda params, x: mean(jax.jit(jax.grad(loss))(params, x))  # noqa: E731
+    by_value_and_grad = lambda loss: lambda params, x: value_and_grad(loss, AXES)(params, x)[1]  # noqa: E731
+    for inner in (by_grad, by_jitted, by_value_and_grad):
+        twice = lambda params, x, inner=inner: mean(jax.grad(after_step(loss, inner))(params, x))  # noqa: E731
+        with pytest.raises(ValueError, match=r"a gradient is taken of a gradient of split parameters.*gather_params\("):
+            jax.eval_shape(in_step(MESH, params, twice), params, X)
+
+    # The forward derivative of the gradient, along the parameters, is that of one device.
+    plain_loss, values = squared_outputs(TWICE[name](plain)), unbox(params)
+    forward = lambda params, x: mean(jax.jvp(lambda p: jax.grad(loss)(p, x), (params,), (params,))[1])  # noqa: E731
+    want = jax.jvp(lambda p: jax.grad(plain_loss)(p, X), (values,), (values,))[1]
+    assert_same_params(in_step(MESH, params, forward)(params, X), want, tolerance=4 * FLOAT32_ROUNDING)
+
+    # Axes of one device take no mean.
+    one = mesh_of(1, 1)
+    alone = init_sharded(model, one, jax.random.key(0), X, batch_axes=AXES)["params"]
+    twice = lambda params, x: mean(jax.grad(after_step(loss, by_grad))(params, x))  # noqa: E731
+    want = jax.grad(after_step(plain_loss, jax.grad))(values, X)
+    assert_same_params(in_step(one, alone, twice)(alone, X), want, tolerance=4 * FLOAT32_ROUNDING)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_taken_around_shard_map_raises_for_split_leaves_with_the_leaf_path(check_vma, jitted):
+    """JAX's rule for ``shard_map`` expects sums over devices, and a gather's gradient is a mean."""
+    params = initialised(Adapted(fsdp))["params"]
+
+    def around(mesh, params):
+        local = jax.jit(squared_error) if jitted else squared_error
+        mean_of = lambda params, x, y: jax.lax.pmean(local(params, x, y), AXES)  # noqa: E731
+        in_specs = (partition_specs(params, mesh), P(AXES), P(AXES))
+        loss = jax.shard_map(mean_of, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=check_vma)
+        return jax.grad(loss)(params, X, BATCH["y"])
+
+    of_kernel = r"the gradient of 'head/kernel', of shape \(4, 4\) on this device, is taken from outside of shard_map"
+    with pytest.raises(ValueError, match=of_kernel + r": it would be 1/4 of the gradient.*value_and_grad\("):
+        jax.eval_shape(functools.partial(around, MESH), params)
+    # Replicated parameters have no gather: here, and on a mesh that splits nothing, the gradient is right.
+    want = jax.grad(squared_error)(unbox(params), X, BATCH["y"])
+    assert_same_params(around(MESH, unbox(params)), want)
+    single = mesh_of(8, 1)
+    replicated = init_sharded(Adapted(fsdp), single, jax.random.key(0), X, batch_axes=AXES)["params"]
+    assert_same_params(around(single, replicated), want)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_per_example_gradients_of_gathered_parameters_inside_a_loss_are_exact(check_vma):
     params = initialised(Adapted(fsdp))["params"]

@@ -192,6 +192,20 @@ def gradient_inside(penalty):
     return lambda: make_train_step(loss, MESH, AXES).trace(state, BATCH, KEY)
 
 
+def around_shard_map():
+    """Differentiates a ``shard_map`` from outside."""
+    loss = lambda w: jnp.sum(gather_params(nn.Partitioned(w, (None, "fsdp")), "fsdp") ** 2)  # noqa: E731
+    on_mesh = jax.shard_map(loss, mesh=MESH, in_specs=P(None, "fsdp"), out_specs=P(), check_vma=False)
+    jax.eval_shape(jax.grad(on_mesh), jnp.ones((8, 16)))
+
+
+def gradient_of_a_gradient():
+    """Differentiates a gradient of a split parameter."""
+    loss = lambda w: jnp.sum(gather_params(nn.Partitioned(w, (None, "fsdp")), "fsdp") ** 3)  # noqa: E731
+    twice = jax.grad(lambda w: jnp.sum(jax.grad(loss)(w) ** 2))
+    shaped(twice, jnp.ones((8, 16)), in_specs=P(None, "fsdp"), out_specs=P(None, "fsdp"))
+
+
 def by_hand():
     """Differentiates a gather over an axis of the model by ``jax.grad``."""
     box = lambda w: Sharded(w, (None, "fsdp"), model_axes=("fsdp",))  # noqa: E731
@@ -797,6 +811,21 @@ ROWS = [
         ValueError,
         "the gradient of …, of shape",
         "is taken under vmap, for each example",
+    ),
+    losses(
+        "gradient-around-shard-map",
+        around_shard_map,
+        ValueError,
+        "the gradient of …, of shape",
+        "is taken from outside of shard_map: it would be 1/4 of the gradient",
+        "value_and_grad(loss_fn, axis_names)",
+    ),
+    losses(
+        "gradient-of-a-gradient",
+        gradient_of_a_gradient,
+        ValueError,
+        "a gradient is taken of a gradient",
+        "gather_params(params, axis_name)",
     ),
     wrapping(
         "gather-by-hand",

@@ -32,7 +32,7 @@ from tests.errors.shared import (
     weighted_loss,
 )
 from tests.errors.table import Section
-from tests.mistaken_models import OfRow, OwnScan, Stacked, Vmapped, with_statistics
+from tests.mistaken_models import OfRow, OwnScan, ScanInScan, Stacked, Vmapped, with_statistics
 from xlstm_jax.distributed import (
     TrainState,
     abstract_train_state,
@@ -1108,6 +1108,14 @@ ROWS = [
         "float32[2,4]",
         "check_vma=False",
         "pcast(carry, axes",
+    ),
+    losses(
+        "carry-of-a-loop-in-a-scan",
+        lambda: traced(model=ScanInScan()),
+        TypeError,
+        "a scan or a loop in a layer of an nn.scan",
+        "check_constancy_invariants=False",
+        "check_vma=False",
     ),
     losses(
         "branch-of-two-types",

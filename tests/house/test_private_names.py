@@ -205,6 +205,7 @@ def test_jaxpr_classes_support_reading_and_rebuilding_programs():
     assert nested == [["sin"]], RELEASE
     assert callable(names.mlir.register_lowering) and callable(names.mlir.lower_fun), RELEASE
     assert callable(names.batching.primitive_batchers.__setitem__), RELEASE
+    assert callable(names.ad.deflinear2), RELEASE
 
 
 def test_batch_tracer_is_the_class_of_arrays_under_vmap_and_of_no_others():

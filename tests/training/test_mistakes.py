@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.mistaken_models import OwnScan, Stacked
+from tests.mistaken_models import OwnScan, ScanInScan, Stacked
 from tests.step_corpus import ENTRIES
 from tests.support import (
     AXES,
@@ -349,6 +349,14 @@ def test_scan_with_untyped_carry_raises_and_both_remedies_trace():
         traced(model=OwnScan())
     traced(model=OwnScan(), check_vma=False)
     traced(model=OwnScan(cast=True))
+
+
+def test_loop_in_a_layer_of_a_scan_raises_with_the_flag_of_flax_that_trains_it():
+    with pytest.raises(TypeError, match=r"in a layer of an nn.scan.*check_constancy_invariants=False") as raised:
+        traced(model=ScanInScan())
+    assert "zeros" not in str(raised.value) and "pcast" not in str(raised.value)  # guard: no carry of zeros here
+    traced(model=ScanInScan(), check_vma=False)
+    traced(model=ScanInScan(check=False))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -42,6 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     shard_as_sent,
     terms_to_scatter,
 )
+from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
 from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -466,7 +467,8 @@ class _Scan:
 
         def scattered(leaf: _Leaf, term: jax.Array) -> Any:
             shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
-            return leaf.gradients(gradient_of_shard(shard, leaf.route.communication, leaf.stacked))
+            grad = gradient_of_shard(shard, leaf.route.communication, leaf.stacked)
+            return leaf.gradients(differentiated_once(grad, leaf.route.axes))
 
         done = self._of_split(scattered, terms)
         pairs = zip(d_values, done, strict=True)

@@ -42,6 +42,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     shard_as_sent,
 )
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
+from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, gather_tokens, leave_split
 from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 
@@ -311,6 +312,7 @@ def _read_logits_bwd(pieces: Pieces, chunk_size: int, residuals: Arrays, cotange
     d_hidden, d_kernel = _over_chunks(add, carry, sent, pieces, chunk_size)
     if pieces.trainable:
         d_kernel = gradient_of_shard(pieces.without_padding(d_kernel), pieces.communication, primal)
+        d_kernel = differentiated_once(d_kernel, pieces.axes)
     return d_hidden.astype(hidden.dtype), d_kernel, None
 
 

@@ -53,7 +53,9 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.second_gradients import not_transposed
 from xlstm_jax.formatting import shortened
+from xlstm_jax.introspection import transposes_a_shard_map
 from xlstm_jax.private_names import BatchTracer
 from xlstm_jax.program_names import INTER_HOST_AXES
 
@@ -387,16 +389,22 @@ def gather_array_with_mean_grads(
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class PrimalType:
-    """Properties of the gathered value that the backward pass needs: a residual without arrays."""
+    """Properties of the gathered value that the backward pass needs: a residual without arrays.
+
+    ``in_loss``: whether a loss of ``training.value_and_grad`` gathers the value, whose gradient is then taken inside
+    ``shard_map``. The field does not count in comparisons, by which jit caches.
+    """
 
     shape: tuple[int, ...]
     dtype: DType
     varying: frozenset[str]
     batched: bool
+    in_loss: bool = field(default=False, compare=False)
 
     @classmethod
     def of(cls, x: jax.Array) -> "PrimalType":
-        return cls(x.shape, x.dtype, collectives.varying_axes(x), isinstance(x, BatchTracer))
+        in_loss = bool(RUNNING_LOSS.get().axes)
+        return cls(x.shape, x.dtype, collectives.varying_axes(x), isinstance(x, BatchTracer), in_loss)
 
 
 # ``wire=None``: the wire of ``communication``. ``path`` is the leaf's path, for errors in the backward pass.
@@ -419,7 +427,7 @@ def _gather_bwd(
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
     # In no other case would a mean over the devices be wrong.
-    if isinstance(cotangent, BatchTracer) or RUNNING_LOSS.get().axes:
+    if isinstance(cotangent, BatchTracer) or not primal.in_loss or RUNNING_LOSS.get().axes:
         check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
     return _scattered(cotangent, dim, axes, communication, primal), None
 
@@ -432,6 +440,7 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
+@not_transposed(2, 5, axes_at=3)
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
     """Returns the unsharded array: the shards ``x`` of the devices of ``axes``, gathered along ``dim`` (forward pass).
 
@@ -445,6 +454,7 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@not_transposed(1, 5, axes_at=2)
 def _scattered(
     cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:
@@ -511,10 +521,19 @@ def check_one_gradient_of_one_batch(
     is not. If the shard is batched too, as in an ensemble, each shard has its own gradient, and nothing is raised.
     Second case: the gather is differentiated within a loss function that is differentiated itself. Under a ``remat``
     inside the ``vmap`` no tracer shows that the shard is one of several; callers then pass ``of_layers=True``, which
-    permits the first case. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
+    permits the first case. Third case: the gradient is taken from outside of ``shard_map``, where JAX expects a sum
+    over the devices. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
     """
     if not collectives.spread_axes(axes):
         return
+    if not primal.in_loss and transposes_a_shard_map():
+        count = collectives.axis_size(axes)
+        raise ValueError(
+            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
+            f"taken from outside of shard_map: it would be 1/{count} of the gradient, a mean over the {count} devices "
+            f"of {axes} where JAX expects the sum. Take the gradient inside: value_and_grad(loss_fn, axis_names) of "
+            "xlstm_jax.distributed, in the function under shard_map, which then returns the gradients."
+        )
     for_each_example = isinstance(cotangent, BatchTracer) and not (primal.batched or of_layers)
     if for_each_example or RUNNING_LOSS.get().axes:
         where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"

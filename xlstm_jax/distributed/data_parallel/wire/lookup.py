@@ -32,6 +32,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import (
     gradient_of_shard,
     shard_as_sent,
 )
+from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
 
 # Narrower columns waste the lanes of a TPU, which works on rows of this many values.
 LANES = 128
@@ -168,6 +169,7 @@ def _look_up_fwd(
     rows that all devices of the group ask for in these columns, and sends each device its rows. The residuals for the
     backward pass are (type of the shard, indices of all devices of the group).
     """
+    shard = differentiated_once(shard, (*lookup.outer, *lookup.group))
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
     # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.
@@ -191,8 +193,8 @@ def _look_up_bwd(
     every device, and adds the gradients of equal indices. The result is the mean over all devices of the group, and
     over the devices with copies of the shard.
     """
-    (primal, asked), communication = residuals, lookup.communication
-    check_one_gradient_of_one_batch(lookup.path, primal, cotangent, (*lookup.outer, *lookup.group))
+    (primal, asked), communication, axes = residuals, lookup.communication, (*lookup.outer, *lookup.group)
+    check_one_gradient_of_one_batch(lookup.path, primal, cotangent, axes)
     summed = communication.dtypes(primal)[1]
     # Rows are sent in the narrower of both dtypes. A term that is narrowed is divided first, since in float16 the sum
     # may overflow where the mean does not; otherwise the sum is divided, below.
@@ -200,16 +202,16 @@ def _look_up_bwd(
     if jnp.dtype(summed).itemsize < rows.dtype.itemsize:
         rows, count = term_of_mean(rows, count, summed), 1
     rows = collectives.all_to_all(_in_parts(rows, lookup), lookup.group).reshape(-1, lookup.width)
-    axes = collectives.varying_axes(rows) | collectives.varying_axes(asked)
+    varying = collectives.varying_axes(rows) | collectives.varying_axes(asked)
     zeros = jnp.zeros((lookup.shape[0], lookup.width), wide_dtype(rows.dtype))
-    zeros, rows = collectives.to_varying((zeros, widened(rows)), sorted(axes))
+    zeros, rows = collectives.to_varying((zeros, widened(rows)), sorted(varying))
     # "drop": an index beyond the table returned NaN, and has no row. The sum is wide, since a frequent token adds
     # thousands of rows to one row.
     columns = zeros.at[asked].add(rows, mode="drop") / count
     # Narrowed only if the columns are sent.
     travels = not lookup.dim or lookup.outer_count > 1
     grad = _shard_of_columns(columns.astype(summed) if travels else columns, lookup)
-    return gradient_of_shard(widened(grad), communication, primal), None
+    return differentiated_once(gradient_of_shard(widened(grad), communication, primal), axes), None
 
 
 _look_up.defvjp(_look_up_fwd, _look_up_bwd)

@@ -41,11 +41,18 @@ def _with_cure(error: Exception) -> Exception | None:
             "to weights; derivatives with respect to inputs need no change."
         )
     if CARRY in text and VARYING in text:
+        types = text.partition(CARRY)[2].partition(", so")[0].strip(" :*,")
+        if _seeks_constants(error):
+            return TypeError(
+                f"a scan or a loop in a layer of an nn.scan has a carry without its type: {types}. Before its loop an "
+                "nn.scan traces the layer once, to find constants, and its inputs lose their types in this trace. Pass "
+                "check_constancy_invariants=False to the nn.scan around the scan or loop, or check_vma=False to the "
+                "step, which returns the same gradients."
+            )
         return TypeError(
             "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
-            f"LSTM's), and returns a varying one: {text.partition(CARRY)[2].partition(', so')[0].strip(' :*,')}. Pass "
-            "check_vma=False, which returns the same gradients, or the carry pcast(carry, axes, to='varying') of "
-            "jax.lax, with all axes of the batch."
+            f"LSTM's), and returns a varying one: {types}. Pass check_vma=False, which returns the same gradients, or "
+            "the carry pcast(carry, axes, to='varying') of jax.lax, with all axes of the batch."
         )
     if BRANCHES in text and TYPES in text:
         return TypeError(
@@ -93,6 +100,15 @@ def _with_cure(error: Exception) -> Exception | None:
         f"one of JAX's own rules (of a derivative, say, or of a branch under jax.vmap) mixes types in the primitive "
         f"{primitive!r}, on JAX {jax.__version__} under check_vma=True. {cure}"
     )
+
+
+def _seeks_constants(error: Exception) -> bool:
+    """Returns whether ``error`` was raised while an ``nn.scan`` of Flax traced its layer to find constants.
+
+    The trace is recognised by the frames of the traceback: an argument of Flax's function says so.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "body_fn"]
+    return any(frame.f_locals.get("init_mode") is True for frame in frames)
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:

@@ -1,0 +1,71 @@
+"""Error for a gradient of a gradient, through gathers whose gradient is a mean over devices.
+
+The backward pass of a gather replaces JAX's transpose, a sum over N devices, by the mean. The rule serves one gradient.
+The second gradient of ``jax.grad`` of ``jax.grad`` does not run the rule: JAX transposes the forward pass of the first
+gradient to a sum, N times too large, and its mean to 1/N of a gather. Both are refused here. Forward derivatives of a
+gradient, ``jax.jvp`` or ``jax.linearize`` of ``jax.grad``, transpose neither, and are right.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import jax
+
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.private_names import ad, batching, core, mlir
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_transposed(arrays: int, arguments: int, axes_at: int) -> Callable[[Function], Function]:
+    """Returns a decorator for a function whose forward derivative is JAX's, and whose transpose raises an error.
+
+    The function returns an array. Of its ``arguments`` the first ``arrays`` are trees of arrays, and the rest is static
+    (hashable). The argument ``axes_at`` has the mesh axes; if all have size 1, the transpose is JAX's, and is right.
+    """
+
+    def decorated(fn: Function) -> Function:
+        new: Any = jax.custom_jvp(fn, nondiff_argnums=tuple(range(arrays, arguments)))
+
+        def derivative(*args: Any) -> tuple[Any, Any]:
+            *static, primals, tangents = args
+            out, tangent = jax.jvp(lambda *values: fn(*values, *static), primals, tangents)
+            is_float = tangent.dtype != jax.dtypes.float0
+            is_mean = is_float and bool(collectives.spread_axes(static[axes_at - arrays]))
+            return out, _FORWARD_ONLY.bind(tangent) if is_mean else tangent
+
+        new.defjvp(derivative)
+        return new
+
+    return decorated
+
+
+def differentiated_once(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns ``value`` unchanged; a gradient through it raises an error, unless all ``axes`` have size 1.
+
+    A backward rule passes its result, and a forward pass its operand: only a second gradient differentiates these.
+    """
+    return _unchanged(value, axes)
+
+
+@not_transposed(1, 2, axes_at=1)
+def _unchanged(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return value
+
+
+_FORWARD_ONLY = core.Primitive("forward_derivative_only")  # the identity; only second derivatives contain it
+
+
+def _transposed(cotangent: Any, _: Any) -> NoReturn:
+    raise ValueError(
+        f"a gradient is taken of a gradient of split parameters, here of an array of shape {cotangent.shape} on this "
+        "device: means over devices would be taken twice. Call full = gather_params(params, axis_name) first in the "
+        "loss function, and take both gradients with respect to full; or take jax.jvp of jax.grad, which is right."
+    )
+
+
+_FORWARD_ONLY.def_impl(lambda tangent: tangent)
+_FORWARD_ONLY.def_abstract_eval(lambda tangent: tangent)
+ad.deflinear2(_FORWARD_ONLY, _transposed)
+batching.primitive_batchers[_FORWARD_ONLY] = lambda operands, dims: (_FORWARD_ONLY.bind(*operands), dims[0])
+mlir.register_lowering(_FORWARD_ONLY, lambda ctx, tangent: [tangent])
