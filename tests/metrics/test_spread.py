@@ -78,6 +78,18 @@ def test_standard_deviation_has_no_gradient_and_merges_in_either_order():
     assert float(jax.grad(lambda x: METRIC.result(METRIC.observe(jnp.stack([x, 2.0]))))(1.0)) == 0
 
 
+def test_shift_of_the_mean_and_negative_rounding_are_taken_off_the_variance():
+    """``result`` takes sums: of weight 1, first and second with mean 1 + 2^-25, which a float32 rounds to 1."""
+    of = lambda high, low=0.0: Total(jnp.float32(high), jnp.float32(low))  # noqa: E731
+    sums = {"weight": of(1), "first": of(2.0**-10, 2.0**-36), "second": of(0)}
+    assert float(METRIC.result(sums)) == 0, "a variance below 0 is no deviation of 0"
+    # Sums of two values, 1 and -1, beside a mean of 0 whose first sum errs: the variance is 1 - (1/2)^2.
+    times_mean = {"weight": of(2), "first": of(0.0, 1.0), "second": of(2)}
+    np.testing.assert_allclose(
+        METRIC.result(times_mean), np.sqrt(0.75), rtol=1e-6, err_msg="the square of the mean is not taken off"
+    )
+
+
 def test_standard_deviation_over_steps_is_that_of_the_steps_own_metrics():
     mesh, over_steps, norms = mesh_of(2, 4), StatefulMetric(METRIC), []
     state, step = state_on(mesh, Linen(fsdp())), make_train_step(mean_loss, mesh, AXES)
