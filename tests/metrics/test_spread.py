@@ -79,15 +79,13 @@ def test_standard_deviation_has_no_gradient_and_merges_in_either_order():
 
 
 def test_shift_of_the_mean_and_negative_rounding_are_taken_off_the_variance():
-    """``result`` takes sums: of weight 1, first and second with mean 1 + 2^-25, which a float32 rounds to 1."""
+    """The value of sums that rounding has left: ``result`` takes a variance below 0, and a mean between two floats."""
     of = lambda high, low=0.0: Total(jnp.float32(high), jnp.float32(low))  # noqa: E731
     sums = {"weight": of(1), "first": of(2.0**-10, 2.0**-36), "second": of(0)}
     assert float(METRIC.result(sums)) == 0, "a variance below 0 is no deviation of 0"
-    # Sums of two values, 1 and -1, beside a mean of 0 whose first sum errs: the variance is 1 - (1/2)^2.
-    times_mean = {"weight": of(2), "first": of(0.0, 1.0), "second": of(2)}
-    np.testing.assert_allclose(
-        METRIC.result(times_mean), np.sqrt(0.75), rtol=1e-6, err_msg="the square of the mean is not taken off"
-    )
+    # Of equal values 1 + 2^-24, whose mean a float32 rounds to 1: squares of differences from 1 are 2^-48.
+    equal = {"weight": of(1), "first": of(1, 2.0**-24), "second": of(1 + 2.0**-23, 2.0**-48)}
+    assert float(METRIC.result(equal)) == 0, "the difference of the mean from its float32 counts as a deviation"
 
 
 def test_standard_deviation_over_steps_is_that_of_the_steps_own_metrics():
