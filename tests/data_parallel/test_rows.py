@@ -107,8 +107,8 @@ def test_gradient_of_rows_is_divided_before_it_is_sent_in_float16(mesh_of):
     grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
     arguments = jnp.zeros((V, D)), jnp.arange(8)[:, None]
     eqns = [eqn for _, eqn in equations(jax.make_jaxpr(grad)(*arguments))]
-    sent = {eqn.invars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "all_to_all"}
-    assert sent == {"float32", "float16"}, "rows are sent as computed, and their gradient in float16"
+    sent = [eqn.invars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "all_to_all"]
+    assert sent.count("float16") == 2, "gradients of rows, and then of columns, are sent in float16"
     got = grad(*arguments)
     np.testing.assert_array_equal(
         got[:8], np.full((8, D), 12288.0), "98304 is infinite in float16, an eighth of it is not"
