@@ -1,8 +1,8 @@
 """Selection of the quick tests: they detect every mutation, enter nearly every function, and check the promises.
 
 ``make test`` runs the quick tests. A test is quick if the coverage measurement has chosen it (case by case, in
-``tests/cover/chosen.txt``), if ``PROMISES`` names the test, or if a mutation that was not measured names the test.
-``make test-all`` runs every test.
+``tests/cover/chosen.txt``), if ``tests/cover/short.txt`` or ``PROMISES`` names the test, or if a mutation that was not
+measured names the test. ``make test-all`` runs every test.
 
     pytest --quick                    runs the quick tests
     python -m tests.quick             prints the number of tests by folder, and the promises

@@ -10,6 +10,7 @@ The first two commands resume after an interruption, and skip results in their f
 again. ``--record`` goes together with files, ``-k`` and ``--part K/N``, so parts can run one after the other.
 
     chosen.txt     the cases of ``make test``, with their processor seconds; tests/quick.py reads the file
+    short.txt      short cases to add to the choice, written by hand
     mutants.txt    for each mutation of the catalogue a chosen case that detects the mutation
     matrix.txt     for each function of the library some cases that enter it; tests/mutants/drawn.py reads the file
 

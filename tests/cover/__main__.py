@@ -59,7 +59,7 @@ def _kept_seen(file: Path | None) -> dict[str, tuple[str, float]]:
 
 
 def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], functions_s: float) -> dict[str, float]:
-    """Returns the chosen cases and their seconds; promises of tests/quick.py count as taken."""
+    """Returns the chosen cases and their seconds; promises of tests/quick.py, and short cases, count as taken."""
     by_case = {entry.case: entry for entry in found}
     seconds = {entry.case: entry.seconds for entry in found}
     # If a file that fails to import detects a mutation, any case of the file does: take the shortest.
@@ -68,7 +68,7 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], fu
         cases = [other for other in by_case if other.startswith(f"{case}::")] if case.endswith(".py") else []
         best = min(cases, key=lambda other: seconds[other], default=case)
         needed[best] = seconds.get(best, spent)
-    promised = {case for case in by_case if quick.is_chosen(case, set(quick.PROMISES))}
+    promised = {case for case in by_case if quick.is_chosen(case, {*quick.PROMISES, *data.short()})}
     alone = {entry.case: entry for entry in found if not entry.has_processes}  # child processes hide lines
 
     functions = as_bits(
@@ -104,7 +104,7 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], fu
 
     print(f"{'':34}{'cases':>6}{'CPU s':>9}  {'functions so far':>16}  {'lines so far':>16}")
     row("see the mutations", list(needed), list(needed))
-    row("hold promises", list(promised), taken)
+    row("hold promises, or are short", list(promised), taken)
     row(f"enter other functions, in {functions_s:g} s", for_functions, [*taken, *for_functions])
     row("would be added for every function", every_function, [*taken, *every_function])
     row("would be added for every line", every_line, [*taken, *every_line])

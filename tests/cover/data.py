@@ -1,4 +1,4 @@
-"""Data files in this folder: chosen cases, the case that detects each mutation, cases that enter each function.
+"""Data files in this folder: chosen cases, short cases, the case that detects each mutation, cases by function.
 
 Every entry is a line, sorted, so that a change of the choice is a short difference in git. Cases have pytest's names
 below tests/; the example of a docstring has the name of its file below the root.
@@ -12,6 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CHOSEN, SEEN, MATRIX = HERE / "chosen.txt", HERE / "mutants.txt", HERE / "matrix.txt"
+SHORT = HERE / "short.txt"  # written by hand
 REMAKE = (
     "If a test has another name now, change the name in tests/cover/*.txt; otherwise measure and choose anew: "
     "`python -m tests.cover` (tests/cover/__init__.py has the three commands)."
@@ -20,12 +21,18 @@ REMAKE = (
 
 @cache
 def chosen() -> dict[str, float]:
-    """Returns the chosen cases and their processor seconds."""
-    return {case: float(seconds) for seconds, case in (line.split(maxsplit=1) for line in _lines(CHOSEN))}
+    """Returns the chosen cases, short ones included, and their processor seconds."""
+    return _seconds(CHOSEN) | short()
+
+
+def short() -> dict[str, float]:
+    """Returns the short cases that are always chosen, and their processor seconds."""
+    return _seconds(SHORT)
 
 
 def write_chosen(seconds: Mapping[str, float]) -> None:
-    _write(CHOSEN, (f"{spent:7.2f}  {case}" for case, spent in sorted(seconds.items())))
+    listed = short()
+    _write(CHOSEN, (f"{spent:7.2f}  {case}" for case, spent in sorted(seconds.items()) if case not in listed))
 
 
 def read_seen(file: Path = SEEN) -> dict[str, tuple[str, float]]:
@@ -87,6 +94,10 @@ def is_there(case: str) -> bool:
     file, _, function = path_of(case).partition("::")
     name = function.partition("[")[0].rpartition(".")[2].rpartition("::")[2]
     return (ROOT / file).is_file() and (file.startswith("xlstm_jax/") or f"def {name}" in (ROOT / file).read_text())
+
+
+def _seconds(file: Path) -> dict[str, float]:
+    return {case: float(seconds) for seconds, case in (line.split(maxsplit=1) for line in _lines(file))}
 
 
 def _lines(file: Path) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, assert_each_leaf, fsdp, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, fsdp, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -98,6 +98,23 @@ def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
     np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
 
 
+def test_gradient_of_rows_is_divided_before_it_is_sent_in_float16(mesh_of):
+    lookup = lookup_of(0, (), ("fsdp",), communication=Communication.of(None, "float16"))
+
+    def loss(shard, tokens):
+        return 98304 * look_up(shard, tokens, lookup).sum()
+
+    grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
+    arguments = jnp.zeros((V, D)), jnp.arange(8)[:, None]
+    eqns = [eqn for _, eqn in equations(jax.make_jaxpr(grad)(*arguments))]
+    sent = [eqn.invars[0].aval.dtype.name for eqn in eqns if eqn.primitive.name == "all_to_all"]
+    assert sent.count("float16") == 2, "gradients of rows, and then of columns, are sent in float16"
+    got = grad(*arguments)
+    np.testing.assert_array_equal(
+        got[:8], np.full((8, D), 12288.0), "98304 is infinite in float16, an eighth of it is not"
+    )
+
+
 def test_by_rows_chooses_the_lookup_with_the_fewest_bytes_or_none():
     vocabulary, features, tokens, word = 32768, 2048, 2048, 4  # values and indices have 4 bytes
     sizes = {"index_bytes": word, "table_bytes": word, "row_bytes": word}
@@ -121,6 +138,22 @@ def test_by_rows_chooses_the_lookup_with_the_fewest_bytes_or_none():
     break_even = table_bytes * (1 - 1 / devices) / token_bytes
     assert choose([("fsdp", devices)], tokens=math.floor(break_even)) is not None, f"{break_even=}"
     assert choose([("fsdp", devices)], tokens=math.ceil(break_even)) is None, f"{break_even=}"
+
+
+def test_by_rows_prefers_groups_that_fill_lanes_and_send_less_than_a_gather():
+    def group_of(shape, axis_sizes, tokens, stored=None):
+        bytes_of = {"index_bytes": 1, "table_bytes": 1, "row_bytes": 1}
+        found = by_rows(shape, stored or shape, 0, axis_sizes, DEFAULT_COMMUNICATION, tokens=tokens, **bytes_of)
+        return found and found.group
+
+    two = [("x", 2), ("y", 16)]
+    assert group_of((64, 32 * LANES), two, tokens=1) == ("x", "y"), "exactly as many columns as lanes fill them"
+    assert group_of((64, 32 * LANES), two, tokens=60) == ("y",), "more tokens: a smaller group sends fewer rows"
+    assert group_of((64, 64), two, tokens=1) == ("y",), "no group fills the lanes: the innermost axis alone"
+    # 8 devices, 16 rows of 8 values: a lookup sends 7/8 (16 + 16 tokens) bytes, a gather 7/8 of 128.
+    assert group_of((16, 8), [("x", 8)], tokens=6) == ("x",)
+    assert group_of((16, 8), [("x", 8)], tokens=7) is None, "a lookup that sends as much as a gather saves nothing"
+    assert group_of((9, 8), [("x", 8)], tokens=6, stored=(16, 8)) == ("x",), "a gather sends the padding, too"
 
 
 # -------------------------------------------------------------------------------------------------------------- models

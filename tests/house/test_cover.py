@@ -65,13 +65,16 @@ def test_cover_data_round_trip_through_files(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(data, "MATRIX", tmp_path / "matrix.txt")
     monkeypatch.setattr(data, "CHOSEN", tmp_path / "chosen.txt")
+    monkeypatch.setattr(data, "SHORT", tmp_path / "short.txt")
+    data.SHORT.write_text("# by hand\n   0.01  plan/test_plan.py::test_short\n")
     data.write_matrix({case: 0.25, other: 1.5}, {("formatting.py", "number"): [other, case], ("a.py", "A.f"): [case]})
-    data.write_chosen({case: 0.25})
+    data.write_chosen({case: 0.25, "plan/test_plan.py::test_short": 0.01})
+    assert "test_short" not in data.CHOSEN.read_text()
     assert data.matrix.__wrapped__() == (
         {case: 0.25, other: 1.5},
         {("a.py", "A.f"): [case], ("formatting.py", "number"): [other, case]},
     )
-    assert data.chosen.__wrapped__() == {case: 0.25}
+    assert data.chosen.__wrapped__() == {case: 0.25, "plan/test_plan.py::test_short": 0.01}
     data.add_seen(tmp_path / "seen.txt", "plan: a size is off", case, 2.0)
     assert data.read_seen(tmp_path / "seen.txt") == {"plan: a size is off": (case, 2.0)}
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, mesh_of, on_mesh
+from xlstm_jax.distributed.metrics.cells import Total
 from xlstm_jax.distributed.metrics.classification import (
     AVERAGES,
     Accuracy,
@@ -306,6 +307,41 @@ def test_identities_are_zeros_and_small_values_are_those_by_hand():
     assert_allclose(of_labels["precision"], 2 / 3, rtol=TOLERANCE)
     assert_allclose(of_ranks["auroc"], 3 / 4, rtol=TOLERANCE)
     assert_allclose(of_ranks["average_precision"], (1 + 2 / 3) / 2, rtol=TOLERANCE)
+
+
+def test_decisions_of_one_hot_rows_and_at_thresholds_are_those_by_hand():
+    rows = np.array([[0, 0, 1], [0, 0, 0], [1, 1, 0], [0.8, 0.1, 0.1], [0, 2, 0], [1, 0, 0]], np.float32)
+    scores = np.array([[0.1, 0.2, 0.7]] * 5 + [[0.9, np.nan, 0]], np.float32)
+
+    @jax.jit
+    def decided(rows, scores):
+        hot, column = Multiclass(3).decide(scores, rows), Multiclass(3).decide(scores, jnp.arange(6)[:, None] % 3)
+        among = Multiclass(3, top_k=3).decide(scores, jnp.arange(6) % 3)
+        binary = Binary(threshold=0.25).decide(jnp.array([0.25, 0.24]), jnp.array([1, 2]))
+        return hot.actual, hot.unknown, column.actual, column.unknown, among.predicted, binary.predicted, binary.actual
+
+    hot, unknown, column, unknown_scores, among, predicted, positive = decided(rows, scores)
+    no_class, classes = [False] * 3, np.eye(3, dtype=bool)
+    assert hot[:2].tolist() == [[False, False, True], no_class], "a row without a 1 is of no class"
+    assert unknown[:, 0].tolist() == [False, False, True, True, True, True], "rows that are not one-hot are unknown"
+    np.testing.assert_array_equal(column, np.tile(classes, (2, 1)), "a last dim of 1 counts classes")
+    assert unknown_scores[:, 0].tolist() == [False] * 5 + [True], "a NaN among the scores of a row"
+    np.testing.assert_array_equal(among[:5], np.tile(classes, (2, 1))[:5], "each label is among all classes")
+    assert predicted.tolist() == [[True], [False]] and positive.tolist() == [[True], [False]]
+    assert Multiclass(2, top_k=2).num_classes == 2  # the smallest number of classes, and the largest k
+
+
+def test_f_beta_weighs_misses_by_the_square_of_beta():
+    tp, fp, fn = (Total(jnp.float32(count), jnp.float32(0)) for count in (1, 2, 3))
+    numerator, denominator = FBeta(beta=2.0).terms(tp, fp, fn, tp)
+    assert (float(numerator), float(denominator)) == (5, 4 * (1 + 3) + 1 + 2), "false alarms are weighed for misses"
+
+
+def test_scores_at_the_borders_of_bins_and_beyond_them_are_counted_once():
+    scores, ranking = jnp.array([-1, 0, 0.25, 0.999, 1, 2, jnp.nan]), BinnedRanking(bins=4)
+    cells = jax.jit(ranking.observe)(scores, jnp.array([1, 1, 0, 0, 1, 1, 1]), jnp.array([1, 1, 1, 1, 1, 1, 0]))
+    found = {name: (total.high + total.low).tolist() for name, total in cells.items()}
+    assert found == {"positive": [2, 0, 0, 2], "negative": [0, 1, 0, 1]}, "a score is in another bin"
 
 
 def test_equal_scores_rank_the_lower_class_first():

@@ -78,6 +78,16 @@ def test_standard_deviation_has_no_gradient_and_merges_in_either_order():
     assert float(jax.grad(lambda x: METRIC.result(METRIC.observe(jnp.stack([x, 2.0]))))(1.0)) == 0
 
 
+def test_shift_of_the_mean_and_negative_rounding_are_taken_off_the_variance():
+    """The value of sums that rounding has left: ``result`` takes a variance below 0, and a mean between two floats."""
+    of, result = lambda high, low=0.0: Total(np.float32(high), np.float32(low)), jax.jit(METRIC.result)
+    sums = {"weight": of(1), "first": of(2.0**-10, 2.0**-36), "second": of(0)}
+    assert float(result(sums)) == 0, "a variance below 0 is no deviation of 0"
+    # Of equal values 1 + 2^-24, whose mean a float32 rounds to 1: squares of differences from 1 are 2^-48.
+    equal = {"weight": of(1), "first": of(1, 2.0**-24), "second": of(1 + 2.0**-23, 2.0**-48)}
+    assert float(result(equal)) == 0, "the difference of the mean from its float32 counts as a deviation"
+
+
 def test_standard_deviation_over_steps_is_that_of_the_steps_own_metrics():
     mesh, over_steps, norms = mesh_of(2, 4), StatefulMetric(METRIC), []
     state, step = state_on(mesh, Linen(fsdp())), make_train_step(mean_loss, mesh, AXES)

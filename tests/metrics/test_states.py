@@ -32,6 +32,7 @@ from xlstm_jax.distributed.metrics import (
     pure_metric as states,
 )
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.layout import Layout
 
 ROWS = 6  # per device, padding included
 SHARES = [6, 0, 3, 5, 1, 6, 2, 4]  # real rows of each device; one device has no rows
@@ -205,6 +206,57 @@ def test_merge_is_commutative_and_associative_and_the_identity_neutral(name, dat
     exact = sum(float(np.float32(x)) for some in numbers for x in some)
     for cell in (left, right):
         assert abs(float(np.float64(cell.high) + np.float64(cell.low)) - exact) <= 15 * 3 * U**2 * size
+
+
+def test_cells_reduce_all_but_the_kept_dims_and_keep_infinities_dtypes_and_both_halves():
+    def sent(cell):
+        return cell.from_pieces([piece for _, piece in cell.pieces()])
+
+    @jax.jit
+    def cells(x, n, weight, large):
+        none = n[:0].astype(jnp.int8)
+        exact = Total.of(large).merge(Total.of(1.0))  # 2^25 + 1, of which high has 2^25
+        return {
+            "total, kept": (Total.of(x, keep=1).value, [3, 5, 7]),
+            "total, weighted": (Total.of(x, weight, keep=1).value, [6, 7, 8]),
+            "count, kept": (Count.of(n, keep=1).value, [3, 5, -7]),
+            "largest, kept": (Maximum.of(n, keep=1).value, [3, 4, -2]),
+            "smallest, kept": (Minimum.of(n, keep=1).value, [0, 1, -5]),
+            "largest of none": (Maximum.of(none, keep=1).value, [-128] * 3),
+            "smallest of none": (Minimum.of(none).value, 127),
+            "infinity, sent": (sent(Total.of(x * jnp.inf, keep=1)).value[1:], [np.inf, np.inf]),
+            "infinity, lower half": (Total.of(jnp.inf * x[1]).pieces()[1][1], 0),
+            "low part, sent": (sent(exact).low + (sent(exact).high - large), 1),
+            "both limbs, sent": (sent(Count.of(n[0] * 70000)).low, np.uint32(-70000 & 0xFFFFFFFF)),
+            "largest, of the state's dtype": (
+                Maximum.identity((), jnp.int32).merge(Maximum(jnp.int8(3))).value.astype(jnp.float32),
+                3,
+            ),
+        }
+
+    found = cells(
+        jnp.arange(6.0).reshape(2, 3), jnp.array([[0, 1, -2], [3, 4, -5]]), jnp.array([-1, 2]), jnp.float32(2**25)
+    )
+    for name, (got, want) in found.items():
+        np.testing.assert_array_equal(got, want, f"{name}: another value")
+    merged = jax.eval_shape(lambda a, b: Maximum(a).merge(Maximum(b)), jnp.int8(1), jnp.int32(2))
+    sums = jax.eval_shape(lambda x: Maximum(x).from_pieces([x.astype(jnp.int32)]), jnp.bool_(True))
+    assert (merged.value.dtype, sums.value.dtype) == (jnp.int8, bool), "a cell changes its dtype"
+
+
+def test_layouts_differ_by_name_shape_and_type_of_the_cells_and_cast_to_their_dtypes():
+    cells = {"a": Total.identity((2,)), "b": Maximum.identity((), jnp.int8)}
+    layout = Layout(cells)
+    others = [
+        {**cells, "a": Total.identity((3,))},
+        {**cells, "b": Minimum.identity((), jnp.int8)},
+        {**cells, "b": Maximum.identity((), jnp.int32)},
+        {"c": cells["a"], "b": cells["b"]},
+    ]
+    assert layout == Layout(dict(reversed(cells.items()))), "the order of names counts"
+    assert all(layout != Layout(other) for other in others), "a state of other cells would be taken for this state"
+    packed = jax.eval_shape(lambda x: layout.pack({"b": Maximum(x)}, cells), jnp.int32(7))
+    assert {x.dtype.name: x.shape for x in packed.values()} == {"float32": (4,), "int8": (1,)}, "a cell keeps its dtype"
 
 
 def test_cells_are_importable_from_the_metrics_package():

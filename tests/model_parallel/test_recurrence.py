@@ -43,7 +43,8 @@ def split_states(decay, update, initial, reverse=False):
 SPECS = P("cp"), P("cp"), P()
 
 
-@pytest.mark.parametrize("devices, check_vma, reverse", [(4, True, False), (3, False, True), (8, False, False)])
+# Over 6 devices the last round combines devices at a distance of 4, which is more than half of the axis.
+@pytest.mark.parametrize("devices, check_vma, reverse", [(4, True, False), (6, False, True), (8, False, False)])
 def test_recurrence_states_and_gradients_match_a_single_device(devices, check_vma, reverse):
     mesh = mesh_of_sequence(devices)
 
@@ -107,6 +108,26 @@ def test_scan_over_axis_combines_stabilized_xlstm_steps():
     want = lax.associative_scan(lambda a, b: jax.vmap(stabilized)(a, b), inputs)
     for g, w in zip(jax.jit(split)(*inputs), want, strict=True):
         np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_through_scan_over_axis_are_finite_where_nothing_arrives():
+    """The first devices receive zeros from nobody; the gradient of a logarithm at zero must not enter the sum."""
+
+    def product(before, after):
+        return jnp.exp(jnp.log(before * after))
+
+    def local(x):
+        return scan_over_axis(product, x[0], "cp", first=jnp.float32(1))[None]
+
+    split = jax.shard_map(local, mesh=mesh_of_sequence(3), in_specs=P("cp"), out_specs=P("cp"))
+    got = jax.jit(jax.grad(lambda x: split(x).sum()))(jnp.array([2.0, 3.0, 5.0]))
+    want = [1 + 3, 2, 0]  # of 1 + x[0] + x[0] x[1]
+    np.testing.assert_allclose(got, want, rtol=1e-5, err_msg="devices to which nothing was sent have another gradient")
+
+
+def test_decay_of_more_dims_than_the_state_is_refused():
+    with pytest.raises(ValueError, match=r"decay of shape \(1, 3\) and initial of shape \(3,\) do not fit"):
+        recurrence_over_axis(jnp.ones((1, 3)), jnp.ones(3))
 
 
 def test_recurrence_takes_logarithmically_many_ppermutes():

@@ -136,6 +136,12 @@ def test_leaf_norms_are_computed_at_each_kth_update():
         assert_same_norms(norms, {kind: {"b": 2 * by, "w": 5 * by} for kind, by in expected.items()})
 
 
+def test_leaf_norms_of_a_tree_without_floats_are_three_empty_rows():
+    params, tx = {"count": jnp.array([7])}, with_leaf_norms(optax.set_to_zero())
+    state = jax.eval_shape(lambda params: tx.update(params, tx.init(params), params)[1], params)
+    assert state.norms.shape == (3, 0), "rows are gradients, parameters and updates"
+
+
 def test_leaf_norms_leave_out_frozen_leaves():
     model = shard_modules(Mlp(), lambda path, _: path == "in", "fsdp", min_weight_size=8, trainable=False)
     state = trained(1, with_leaf_norms(TX), model=model)

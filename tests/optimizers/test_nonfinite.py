@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,6 +23,8 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.optimizers.nonfinite import with_skipped_collections
+from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained
 
 
 class Mlp(nn.Module):
@@ -166,6 +169,22 @@ def test_all_devices_skip_for_a_single_nonfinite_shard_inside_shard_map(check_vm
     if not check_vma:  # guard: with optax's apply_if_finite the other devices go on
         went_on, _ = run(optax.apply_if_finite(optax.sgd(0.5), 3))
         assert (np.asarray(went_on) == 0.5).sum() == 14
+
+
+def test_a_step_is_skipped_if_any_entry_of_a_statistic_turns_nonfinite_and_not_if_it_was_so():
+    class Seen(NamedTuple):
+        update: object
+
+    seen = Seen(lambda grads, before, collections, value: (before._replace(collections=collections), {"loss": value}))
+    update = with_skipped_collections(seen, None, None).update
+    state = skip_nonfinite(optax.sgd(1.0)).init(jnp.ones(1))
+
+    def loss(old, new):
+        before = Trained(0, None, state, {"stats": {"mean": jnp.array(old)}})
+        return float(update(None, before, {"stats": {"mean": jnp.array(new)}}, value=jnp.float32(2))[1]["loss"])
+
+    assert np.isnan(loss([1.0, 1.0], [1.0, np.inf])), "one entry of two has turned infinite"
+    assert loss([1.0, np.inf], [2.0, np.inf]) == 2, "the entry was infinite before: each later step would be skipped"
 
 
 def test_skip_counts_finds_nested_counters_and_raises_for_duplicates():

@@ -308,6 +308,20 @@ def test_clip_by_global_norm_below_the_limit_changes_no_bit(check_vma):
     assert_each_leaf(np.testing.assert_array_equal, got, tree)
 
 
+def test_norm_and_clipping_of_complex_and_narrow_arrays_are_those_by_hand():
+    """On global arrays: absolute values of complex entries, squares of float16 in float32, no dtype changed."""
+    tree = {"complex": jnp.array([3 + 4j]), "half": jnp.full(2, 300.0, jnp.float16), "count": jnp.array([7])}
+    norm = float(global_norm(tree))
+    assert norm == pytest.approx(np.sqrt(25 + 2 * 300**2))  # squares of 300 are infinite in float16
+    below, _ = clip_by_global_norm(2 * norm).update(tree, ())
+    above, _ = clip_by_global_norm(norm / 2).update(tree, ())
+    for name, leaf in tree.items():
+        half = leaf if name == "count" else leaf / 2
+        assert above[name].dtype == below[name].dtype == leaf.dtype
+        np.testing.assert_array_equal(below[name], leaf, f"{name} below the limit is scaled")
+        np.testing.assert_allclose(above[name], half, 1e-3, err_msg=f"{name} above the limit has another factor")
+
+
 @each_mode
 @pytest.mark.parametrize(
     "leaves, count",

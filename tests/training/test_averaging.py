@@ -278,6 +278,14 @@ def test_with_ema_of_bfloat16_parameters_averages_in_float32():
     assert jnp.bfloat16(1) + jnp.bfloat16(0.001) * (params[0] - 1) == 1  # guard: the same sum in bfloat16
 
 
+def test_the_average_is_of_weights_as_they_are_stored_in_bfloat16():
+    """Under jit XLA adds in float32, and would leave out the cast to bfloat16 and back."""
+    params, step = jnp.ones(4, jnp.bfloat16), jnp.full(4, 2.0**-10, jnp.bfloat16)
+    tx = with_ema(optax.sgd(-1.0), 0.0)  # an average of the last weights alone
+    _, state = jax.jit(tx.update)(step, tx.init(params), params)
+    np.testing.assert_array_equal(state.ema, np.ones(4), "the average is of sums that no bfloat16 stores")
+
+
 def test_ema_params_returns_parameters_without_average_unchanged():
     params = {"trained": jnp.zeros(2), "left": jnp.ones(3)}
     tx = optax.partition({"a": with_ema(optax.sgd(1.0), 0.5), "b": optax.set_to_zero()}, {"trained": "a", "left": "b"})

@@ -74,6 +74,19 @@ def test_learning_rate_schedule_uses_state_step_without_an_optimizer_count():
     assert [metrics["learning_rate"] for metrics, _ in seen] == [0, 0.5, 1]
 
 
+def test_each_group_gets_the_rate_of_its_own_count_and_others_that_of_the_first():
+    sgd = lambda: optax.sgd(DOWN)  # noqa: E731
+    tx = optax.partition({"a": sgd(), "b": sgd()}, {"kernel": "a", "bias": "b"})
+    start = tx.init({"kernel": jnp.ones(2), "bias": jnp.ones(1)})
+    state = jax.tree_util.tree_map_with_path(lambda path, count: count + (2 if "'b'" in str(path) else 1), start)
+    schedules = {"b": lambda count: 10 * count, "a": lambda count: count, "c": lambda count: 100 * count}
+    rates = learning_rates(schedules, state, 7)
+    want = {"learning_rate/b": 20, "learning_rate/a": 1, "learning_rate/c": 100}
+    assert rates == want, "a schedule was called with the count of another group, or with the step"
+    assert {rate.dtype.name for rate in rates.values()} == {"float32"}
+    assert learning_rates(schedules["a"], (), 7) == {"learning_rate": 7}, "without a count it is the step that counts"
+
+
 def test_learning_rates_ignores_a_parameter_named_count():
     opt_state = optax.adam(DOWN).init({"count": jnp.ones(2)})
     assert_allclose(learning_rates(DOWN, opt_state, 7)["learning_rate"], DOWN(0), rtol=1e-6)
