@@ -80,18 +80,18 @@ def test_results_page_states_cases_behind_jit_as_in_stored_results():
         """Returns the number of models by chip, for which this library has a larger value than ``jit``."""
         return Counter(chip for chip, pair in pairs if pair["ours"][what] > pair["jit"][what])
 
-    step_v5e, step_v5p, on_v5p, on_v5e, on_v6e, memory, rows = figures_said(
+    *by_chip, memory, rows = figures_said(
         "docs/results.md",
-        r"behind in the expected step on v5e with (\w+) of the models and on v5p with (\w+), in waiting on v5p with "
-        r"(\w+), on v5e with (\w+) and on v6e with (\w+), and in memory in (\d+) of (\d+) rows",
+        r"behind in the expected step on v5e with (\w+) of the models, on v5p with (\w+) and on v6e with (\w+), in "
+        r"waiting on v5e with (\w+), on v5p with (\w+) and on v6e with (\w+), and in memory in (\d+) of (\d+) rows: all "
+        r"rows of h100:4x8 and h100:32x8, and the vision transformer on v6e",
     )
     in_words = {"one": 1, "two": 2, "three": 3, "all": 4}  # of four models
-    waited = {"v5p": on_v5p, "v5e": on_v5e, "v6e": on_v6e}
-    assert behind("step_seconds") == {"v5e": in_words.get(step_v5e), "v5p": in_words.get(step_v5p)}
-    assert behind("waited_seconds") == {chip: in_words.get(word, word) for chip, word in waited.items()}
-    assert behind("total_bytes") == {"h100": int(memory)} and int(rows) == len(pairs)
-    # The sentence gives memory in rows, not by chip, because these are all rows of h100.
-    assert int(memory) == sum(chip == "h100" for chip, _ in pairs)
+    numbers = [in_words.get(word, word) for word in by_chip]
+    assert behind("step_seconds") == dict(zip(("v5e", "v5p", "v6e"), numbers[:3], strict=True))
+    assert behind("waited_seconds") == dict(zip(("v5e", "v5p", "v6e"), numbers[3:], strict=True))
+    assert behind("total_bytes") == {"h100": sum(chip == "h100" for chip, _ in pairs), "v6e": 1}
+    assert behind("total_bytes").total() == int(memory) and int(rows) == len(pairs)
 
 
 def test_pages_give_no_time_of_the_comparison_with_jit_without_its_range():
