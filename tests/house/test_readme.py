@@ -83,8 +83,8 @@ def test_results_page_states_cases_behind_jit_as_in_stored_results():
     *by_chip, memory, rows = figures_said(
         "docs/results.md",
         r"behind in the expected step on v5e with (\w+) of the models, on v5p with (\w+) and on v6e with (\w+), in "
-        r"waiting on v5e with (\w+), on v5p with (\w+) and on v6e with (\w+), and in memory in (\d+) of (\d+) rows: all "
-        r"rows of h100:4x8 and h100:32x8, and the vision transformer on v6e",
+        r"waiting on v5e with (\w+), on v5p with (\w+) and on v6e with (\w+), and in memory in (\d+) of (\d+) rows: "
+        r"all rows of h100:4x8 and h100:32x8, and the vision transformer on v6e",
     )
     in_words = {"one": 1, "two": 2, "three": 3, "all": 4}  # of four models
     numbers = [in_words.get(word, word) for word in by_chip]
