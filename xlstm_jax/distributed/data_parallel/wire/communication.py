@@ -440,7 +440,6 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
-@not_transposed(2, 5, axes_at=3)
 def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], communication: Communication) -> jax.Array:
     """Returns the unsharded array: the shards ``x`` of the devices of ``axes``, gathered along ``dim`` (forward pass).
 

@@ -169,7 +169,6 @@ def _look_up_fwd(
     rows that all devices of the group ask for in these columns, and sends each device its rows. The residuals for the
     backward pass are (type of the shard, indices of all devices of the group).
     """
-    shard = differentiated_once(shard, (*lookup.outer, *lookup.group))
     columns = _columns(shard_as_sent(shard, lookup.communication), lookup)
     asked = collectives.all_gather(indices.ravel(), 0, lookup.group)
     # Tokens are sent in their narrow dtype; a scatter counts in this dtype, which may not hold the number of rows.

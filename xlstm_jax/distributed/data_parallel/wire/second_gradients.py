@@ -2,8 +2,10 @@
 
 The backward pass of a gather replaces JAX's transpose, a sum over N devices, by the mean. The rule serves one gradient.
 The second gradient of ``jax.grad`` of ``jax.grad`` does not run the rule: JAX transposes the forward pass of the first
-gradient to a sum, N times too large, and its mean to 1/N of a gather. Both are refused here. Forward derivatives of a
-gradient, ``jax.jvp`` or ``jax.linearize`` of ``jax.grad``, transpose neither, and are right.
+gradient to a sum, N times too large, and its mean to 1/N of a gather. The result of every backward rule refuses to be
+transposed: a first gradient depends on parameters through the cotangent of the rule alone. (The forward pass has no
+such mark, because policies of ``jax.checkpoint`` must find the gather in it.) Forward derivatives of a gradient,
+``jax.jvp`` or ``jax.linearize`` of ``jax.grad``, transpose nothing, and are right.
 """
 
 from collections.abc import Callable
@@ -43,7 +45,7 @@ def not_transposed(arrays: int, arguments: int, axes_at: int) -> Callable[[Funct
 def differentiated_once(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns ``value`` unchanged; a gradient through it raises an error, unless all ``axes`` have size 1.
 
-    A backward rule passes its result, and a forward pass its operand: only a second gradient differentiates these.
+    A backward rule passes its result, which only a second gradient differentiates.
     """
     return _unchanged(value, axes)
 
