@@ -47,6 +47,20 @@ def test_accumulator_updates_stay_local_to_the_device_until_sync(operation):
     np.testing.assert_array_equal(accumulator.local_values, np.full(8, NEUTRAL[operation]))
 
 
+def test_accumulator_of_a_narrow_integer_wraps_no_value_of_a_wider_array():
+    total = MetricAccumulator(jnp.int8(0))
+    total.update(jnp.int32(300))
+    total.update(jnp.full(8, -30, jnp.int32))
+    total.sync()
+    assert int(total.value) == 60  # 300 as an int8 is 44
+    total.update(jnp.int32(300))
+    with pytest.raises(OverflowError, match="the sum is 360, beyond the int8"):
+        total.sync()
+        _ = total.value
+    with pytest.raises(TypeError, match="got int32, which an accumulator of int8 cannot hold"):
+        MetricAccumulator(jnp.int8(0), "max").update(jnp.int32(300))
+
+
 @pytest.mark.parametrize("shape, initial", [((), 1.5), ((2, 3), np.ones((2, 3), np.int32))], ids=["number", "array"])
 def test_accumulator_value_before_sync_is_the_process_total_in_the_initial_shape(shape, initial):
     accumulator = MetricAccumulator(initial, mesh=mesh_of(2, 4), axes="dp")  # "fsdp" repeats the rows

@@ -89,7 +89,9 @@ class _Entrywise(PureMetric):
 
     def observe(self, values: ArrayLike) -> Cells:
         cell = self._sum if self.operation is MetricReduceOp.sum else self._extremum
-        return cell.of(jnp.broadcast_to(jnp.asarray(values, self.dtype), self.shape), keep=len(self.shape))
+        # A count has 64 bits: a cast to a narrow dtype would wrap a value before it is counted.
+        values = jnp.asarray(values, None if cell is Count else self.dtype)
+        return cell.of(jnp.broadcast_to(values, self.shape), keep=len(self.shape))
 
     @property
     def _sum(self) -> type[Count] | type[Total]:
@@ -163,10 +165,11 @@ class MetricAccumulator(MeshState):
             Bools are accepted by every operation.
         Raises:
           ValueError: the shape does not fit, or an array of shape ``self.shape`` is split over several processes.
-          TypeError: the accumulator dtype cannot hold the dtype of ``value``, such as a float for an integer.
+          TypeError: the accumulator dtype cannot hold the dtype of ``value``, such as a float for an integer; or, for
+            "max" and "min", an array on devices with a wider integer dtype.
           OverflowError: an integer of ``value`` on the host is outside of the accumulator dtype.
         """
-        _check_holds(self.dtype, value)
+        _check_holds(self.dtype, value, self.reduce_op)
         shape = np.shape(value)
         if shape == (self.num_devices, *self.shape):
             self.add_rows(_observe_rows(self.metric, self._seen(value)))
@@ -226,10 +229,14 @@ def _check_fits(sums: np.ndarray, dtype: DTypeLike) -> None:
         )
 
 
-def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
-    if _rank(jnp.result_type(value)) > _rank(dtype):
+def _check_holds(dtype: DTypeLike, value: ArrayLike, operation: MetricReduceOp) -> None:
+    given = jnp.result_type(value)
+    # A sum of integers is counted in 64 bits, and checked when it is read; an extremum is kept in the dtype. The values
+    # of an array on devices are not known here.
+    is_cut = operation is not MetricReduceOp.sum and isinstance(value, jax.Array) and jnp.issubdtype(given, jnp.integer)
+    if _rank(given) > _rank(dtype) or (is_cut and not np.can_cast(given, dtype) and _rank(dtype) == _rank(given)):
         raise TypeError(
-            f"update got {jnp.result_type(value)}, which an accumulator of {dtype} cannot hold; begin with an initial "
+            f"update got {given}, which an accumulator of {dtype} cannot hold; begin with an initial "
             "value of a dtype that can."
         )
     if jnp.issubdtype(dtype, jnp.integer) and not isinstance(value, jax.Array) and np.size(value):
