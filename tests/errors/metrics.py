@@ -26,6 +26,7 @@ from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 
 metrics, names, plain = Section("Metrics"), Section("Axis names"), WeightedMean()
 BATCH_MESH = create({"batch": 8})
+SPLIT = jax.sharding.NamedSharding(BATCH_MESH, P("batch"))
 
 
 def counted(decide, scores, labels, *weight):
@@ -296,6 +297,13 @@ ROWS = [
         TypeError,
         "update got",
         "got float32, which an accumulator of int32 cannot hold",
+    ),
+    metrics(
+        "update-numpy-wide",
+        lambda: StatefulMetric(Sum(jnp.int32)).update(np.int64(2**33), jax.device_put(jnp.ones(8), SPLIT)),
+        OverflowError,
+        "update got",
+        "a NumPy integer beyond 32 bits beside an array that is split over devices",
     ),
     metrics(
         "update-wider",

@@ -210,8 +210,9 @@ def _fitted(cell: Cell, entry: Entry) -> Cell:
             "values over the dims of the batch."
         )
     if lost := [x.dtype for x, dtype in zip(arrays, entry.dtypes, strict=True) if loses_parts(x.dtype, dtype)]:
+        kind = f"{entry.cell_type.__name__} of dtype {entry.dtypes[0]}"
         raise TypeError(
-            f"{entry.name} is a {entry.cell_type.__name__} of dtype {entry.dtypes[0]}, and {lost[0].name} was observed "
-            "for it, which would be truncated. Give the cell of identity() the dtype of the values."
+            f"{entry.name} is a {kind}, and {lost[0].name} was observed for it, which would be truncated. Give the "
+            "cell of identity() the dtype of the values."
         )
     return entry.cell_type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))

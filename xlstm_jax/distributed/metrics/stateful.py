@@ -366,12 +366,19 @@ class StatefulMetric(Metric[PyTree]):
 
         Raises:
           ValueError: an array is split over devices, and the number of devices does not divide a first dim.
+          OverflowError: an array is split over devices, and a NumPy integer needs more bits than JAX's integers have.
         """
         arguments = (args, kwargs)
         arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+        is_wide = any(map(_is_wide, jax.tree.leaves(arguments)))
         # JAX reports a single-device array as fully replicated, too; it counts once for this process.
         if any(not x.is_fully_replicated for x in arrays):
             count = self.state.num_devices
+            if is_wide:
+                raise OverflowError(
+                    "update got a NumPy integer beyond 32 bits beside an array that is split over devices, on which it "
+                    "would be truncated. Update with it separately, or enable jax_enable_x64."
+                )
             for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
                 if shape and shape[0] % count:
                     raise ValueError(
@@ -381,7 +388,7 @@ class StatefulMetric(Metric[PyTree]):
             self.state.add_batch(arguments)
             return
         on_all_processes = any(not x.is_fully_addressable for x in arrays)
-        observe = _observe_batch_on_device if arrays else _observe_batch
+        observe = _observe_batch_on_device if arrays and not is_wide else _observe_batch
         self.state.add_local(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
     @outside_set_mesh
@@ -407,6 +414,14 @@ class StatefulMetric(Metric[PyTree]):
 def _observe_batch(metric: PureMetric, arguments: PyTree) -> Vectors:
     args, kwargs = arguments
     return metric.state_of(metric.observe(*args, **kwargs)).vectors
+
+
+def _is_wide(leaf: Any) -> bool:
+    """Returns whether ``leaf`` has a NumPy integer beyond the integers of JAX, to which ``jit`` would truncate it."""
+    if not isinstance(leaf, np.ndarray | np.integer) or leaf.dtype.kind not in "iu" or not leaf.size:
+        return False
+    bounds = jnp.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return bool(np.min(leaf) < bounds.min or np.max(leaf) > bounds.max)
 
 
 # A single program, because each of many small programs would wait for the preceding program. A batch without arrays is
