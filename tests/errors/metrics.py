@@ -12,7 +12,7 @@ from xlstm_jax.distributed.metrics import (
     Sum,
     WeightedMean,
 )
-from xlstm_jax.distributed.metrics.cells import Count, Total
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.metrics.classification import (
     Accuracy,
     Binary,
@@ -26,6 +26,7 @@ from xlstm_jax.distributed.metrics.ranking import BinnedRanking
 
 metrics, names, plain = Section("Metrics"), Section("Axis names"), WeightedMean()
 BATCH_MESH = create({"batch": 8})
+SPLIT = jax.sharding.NamedSharding(BATCH_MESH, P("batch"))
 
 
 def counted(decide, scores, labels, *weight):
@@ -81,6 +82,19 @@ class OfValues(m.PureMetric):
 
     def result(self, state):
         return state["total"].value
+
+
+class OfLargest(m.PureMetric):
+    """A metric whose observations have another dtype than its state."""
+
+    def identity(self):
+        return Maximum.identity((), jnp.int32)
+
+    def observe(self, values):
+        return Maximum.of(values)
+
+    def result(self, state):
+        return state.value
 
 
 def observed(**cells):
@@ -283,6 +297,41 @@ ROWS = [
         TypeError,
         "update got",
         "got float32, which an accumulator of int32 cannot hold",
+    ),
+    metrics(
+        "update-numpy-wide",
+        lambda: StatefulMetric(Sum(jnp.int32)).update(np.int64(2**33), jax.device_put(jnp.ones(8), SPLIT)),
+        OverflowError,
+        "update got",
+        "a NumPy integer beyond 32 bits beside an array that is split over devices",
+    ),
+    metrics(
+        "update-wider",
+        lambda: MetricAccumulator(jnp.int8(0), "max").update(jnp.int32(300)),
+        TypeError,
+        "update got",
+        "got int32, which an accumulator of int8 cannot hold",
+    ),
+    metrics(
+        "complex-values",
+        lambda: WeightedMean().observe(jnp.ones(2, jnp.complex64)),
+        TypeError,
+        "a metric of real numbers got",
+        "an array of dtype complex64, shape (2,): its imaginary parts would be lost",
+    ),
+    metrics(
+        "largest-of-floats",
+        lambda: Max(jnp.int32).observe(jnp.ones(2)),
+        TypeError,
+        "… of dtype … got values",
+        "Max of dtype int32 got values of dtype float32, which it would truncate",
+    ),
+    metrics(
+        "cell-of-floats",
+        lambda: OfLargest().update(OfLargest().empty(), jnp.ones(2)),
+        TypeError,
+        "… is a …, and … was observed",
+        "the state is a Maximum of dtype int32, and float32 was observed",
     ),
     metrics("update-large", accumulated(0, 2**31), OverflowError, "update got", "beyond the accumulator's int32"),
     metrics("sum-beyond", beyond, OverflowError, "the sum is", f"the sum is {2**31}, beyond the int32"),

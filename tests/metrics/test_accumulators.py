@@ -16,6 +16,7 @@ from xlstm_jax.distributed.metrics import (
     MetricAccumulator,
     StatefulMetric,
     Sum,
+    Throughput,
     WeightedMean,
 )
 from xlstm_jax.distributed.metrics.mesh_state import _sync
@@ -45,6 +46,31 @@ def test_accumulator_updates_stay_local_to_the_device_until_sync(operation):
     assert not accumulator.is_synchronized
     accumulator.reset()
     np.testing.assert_array_equal(accumulator.local_values, np.full(8, NEUTRAL[operation]))
+
+
+def test_stateful_metric_counts_numpy_integers_beyond_32_bits_beside_arrays_on_a_device():
+    rate = StatefulMetric(Throughput())
+    rate.update(np.int64(2**33), jnp.float32(2))
+    rate.update(np.int64(2**33), 2.0)
+    rate.sync()
+    assert float(rate.compute()) == 2**32
+    split = jax.device_put(jnp.ones(8), NamedSharding(mesh_of(2, 4), P(AXES)))
+    with pytest.raises(OverflowError, match="update got a NumPy integer beyond 32 bits beside an array that is split"):
+        rate.update(np.int64(2**33), split)
+
+
+def test_accumulator_of_a_narrow_integer_wraps_no_value_of_a_wider_array():
+    total = MetricAccumulator(jnp.int8(0))
+    total.update(jnp.int32(300))
+    total.update(jnp.full(8, -30, jnp.int32))
+    total.sync()
+    assert int(total.value) == 60  # 300 as an int8 is 44
+    total.update(jnp.int32(300))
+    with pytest.raises(OverflowError, match="the sum is 360, beyond the int8"):
+        total.sync()
+        _ = total.value
+    with pytest.raises(TypeError, match="got int32, which an accumulator of int8 cannot hold"):
+        MetricAccumulator(jnp.int8(0), "max").update(jnp.int32(300))
 
 
 @pytest.mark.parametrize("shape, initial", [((), 1.5), ((2, 3), np.ones((2, 3), np.int32))], ids=["number", "array"])

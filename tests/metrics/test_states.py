@@ -23,6 +23,7 @@ from xlstm_jax.distributed.metrics import (
     Min,
     Perplexity,
     PureMetric,
+    StandardDeviation,
     Sum,
     Throughput,
     WeightedMean,
@@ -433,6 +434,44 @@ def test_count_merges_integers_of_any_sign_and_size():
     assert int(Count.of(np.array([5, -7], np.int32)).exact()) == -2
     quarters = [jnp.uint32(x) for x in (0x1FFFF, 0xFFFF, 0, 0)]  # the first carry causes the second
     assert int(cell.from_pieces(quarters).exact()) == 0x1FFFF + (0xFFFF << 16)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_count_of_numpy_integers_beyond_32_bits_is_exact(dtype):
+    large = dtype(3 * 2**32 + 5)
+    assert int(jnp.asarray(large)) == 5  # guard: JAX drops the upper 32 bits
+    assert int(Count.of(large).exact()) == 3 * 2**32 + 5
+    assert int(Count.of(np.array([large, large]), weight=np.array([2, 1])).exact()) == 3 * (3 * 2**32 + 5)
+    assert int(Count.of(np.int64(-(2**40) - 3)).exact()) == -(2**40) - 3
+    tokens = Throughput(devices=2)
+    assert float(tokens.result(tokens.observe(large, 0.5))) == pytest.approx(4 * int(large), rel=2 * U)
+
+
+def test_global_norm_counts_the_absolute_value_of_complex_entries():
+    norm = GlobalNorm()
+    assert float(norm.result(norm.observe({"a": jnp.array([3 + 4j]), "b": jnp.array([12.0])}))) == 13
+
+
+TRUNCATED = {
+    "complex sum": (Sum(), jnp.ones(2, jnp.complex64)),
+    "complex mean": (WeightedMean(), jnp.ones(2, jnp.complex64)),
+    "complex deviation": (StandardDeviation(), jnp.ones(2, jnp.complex64)),
+    "complex largest": (Max(), jnp.ones(2, jnp.complex64)),
+    "fraction": (Max(jnp.int32), jnp.array([2.7])),
+    "infinity": (Min(jnp.int32), jnp.array([jnp.inf])),
+}
+
+
+@pytest.mark.parametrize("metric, values", TRUNCATED.values(), ids=TRUNCATED)
+def test_metrics_raise_for_values_that_their_dtype_would_truncate(metric, values):
+    with pytest.raises(TypeError, match=r"complex64.*imaginary parts would be lost|which it would truncate"):
+        metric.observe(values)
+
+
+def test_layout_raises_for_a_cell_that_its_dtype_would_truncate():
+    cells = {"largest": Maximum.identity((), jnp.int32)}
+    with pytest.raises(TypeError, match="largest is a Maximum of dtype int32, and float32 was observed"):
+        Layout(cells).pack({"largest": Maximum.of(jnp.array([2.7]))}, cells)
 
 
 def test_metric_floats_and_counts_have_64_bits_with_enable_x64():

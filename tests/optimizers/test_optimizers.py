@@ -20,7 +20,9 @@ from xlstm_jax.distributed import (
     make_train_step,
     partition_specs,
     shardings,
+    skip_nonfinite,
     unbox,
+    with_ema,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
@@ -433,6 +435,32 @@ def test_elementwise_only_raises_for_centralize_on_a_leaf_split_along_two_dims()
     params = {"kernel": Sharded(jnp.ones((8, 8)), ("dp", "fsdp"))}
     with pytest.raises(ValueError, match="'centralize' is wrong on shards"):
         elementwise_only(optax.centralize()).init(params)
+
+
+def is_late(step):
+    return step >= 100
+
+
+LATE = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [100])
+HIDDEN = {  # transforms that are wrong on shards, and show no wrong update in a trial of eight steps
+    "few updates": lambda: skip_nonfinite(optax.MultiSteps(optax.lamb(0.05), 16)),
+    "zero rate": lambda: skip_nonfinite(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(LATE))),
+    "large threshold": lambda: with_ema(skip_nonfinite(optax.clip_by_global_norm(1e9)), 0.9),
+    "late condition": lambda: optax.conditionally_transform(optax.clip_by_global_norm(0.5), is_late),
+    "no NaN": lambda: optax.chain(optax.zero_nans(), optax.lamb(LATE)),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("build", HIDDEN.values(), ids=HIDDEN)
+def test_elementwise_only_raises_for_a_transform_whose_updates_another_transform_withholds(build):
+    with pytest.raises(ValueError, match=r"'.*(clip_by_global_norm|trust_ratio).*' is wrong on shards"):
+        elementwise_only(build()).init(whole_and_split())
+
+
+def test_elementwise_only_accepts_a_skipped_and_accumulated_optimizer_that_clips_over_devices():
+    tx = optax.chain(clip_by_global_norm(0.5), optax.adamw(0.1))
+    elementwise_only(skip_nonfinite(with_ema(optax.MultiSteps(tx, 16), 0.9))).init(whole_and_split())
 
 
 @pytest.mark.parametrize("build", WRONG_ON_SHARDS.values(), ids=WRONG_ON_SHARDS)

@@ -45,6 +45,27 @@ def wide_float() -> np.dtype:
     return jax.dtypes.canonicalize_dtype(jnp.float64)
 
 
+def loses_parts(given: DTypeLike, dtype: DTypeLike) -> bool:
+    """Returns whether a cast from ``given`` to ``dtype`` drops fractions (to integers or bools) or imaginary parts."""
+    kinds = jnp.complexfloating, jnp.inexact
+    return any(jnp.issubdtype(given, kind) and not jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def as_wide_floats(values: ArrayLike) -> jax.Array:
+    """Returns ``values`` as an array of floats in which metrics accumulate (``wide_float``), without a gradient.
+
+    Raises a ``TypeError`` for complex values, whose imaginary parts a cast would drop.
+    """
+    values = jnp.asarray(values)
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"a metric of real numbers got an array of dtype {values.dtype}, shape {values.shape}: its imaginary parts "
+            "would be lost. Pass jnp.abs(x), x.real or x.imag."
+        )
+    # A metric may be observed inside a loss function; no gradient may flow through its merges.
+    return lax.stop_gradient(values.astype(wide_float()))
+
+
 def masked(values: jax.Array, weight: jax.Array, empty: ArrayLike) -> jax.Array:
     """Returns ``values`` with ``empty`` where ``weight`` is 0, because padding may contain anything, NaN included.
 
@@ -123,11 +144,11 @@ class Total(Cell):
 
         Raises:
           ValueError: the shape of ``weight`` is not a prefix of the shape of ``values``.
+          TypeError: values or weights are complex, and a cast to floats would drop their imaginary parts.
         """
-        # A metric may be observed inside a loss function; no gradient may flow through its merges.
-        values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
+        values = as_wide_floats(values)
         if weight is not None:
-            weight = like_rows(weight, values).astype(values.dtype)
+            weight = as_wide_floats(like_rows(weight, values))
             values = masked(values * weight, weight, 0)
         return cls._plain(values).merged(tuple(range(values.ndim - keep)))
 
@@ -231,6 +252,10 @@ class Count(Cell):
         # A Python integer has arbitrary size; without x64 JAX would truncate it to 32 bits.
         if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
+        # So would a NumPy array or number of 64 bits, without an error.
+        if isinstance(values, np.ndarray | np.generic) and values.dtype.itemsize == 8:
+            high, low = (np.asarray(half & 0xFFFFFFFF).astype(np.uint32) for half in (values >> 32, values))
+            return cls(jnp.asarray(high), jnp.asarray(low))
         values = jnp.asarray(values)
         if values.dtype == bool:
             values = values.astype(jnp.uint32)

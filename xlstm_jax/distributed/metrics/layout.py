@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from xlstm_jax.distributed.metrics.cells import Cell
+from xlstm_jax.distributed.metrics.cells import Cell, loses_parts
 
 Cells = Any  # a Cell, or a dict of Cells
 Vectors = dict[str, jax.Array]  # [..., k] each; leading dims count devices
@@ -197,7 +197,8 @@ def _by_path(cells: Cells) -> dict[Path, Cell]:
 def _fitted(cell: Cell, entry: Entry) -> Cell:
     """Returns ``cell`` with its arrays cast to the dtypes of ``entry``, the description of this cell in a layout.
 
-    Raises a ``TypeError`` if the type of the cell differs from ``entry``, and a ``ValueError`` if its shape differs.
+    Raises a ``TypeError`` if the type of the cell differs from ``entry``, or if a cast would truncate its values, and a
+    ``ValueError`` if its shape differs.
     """
     # Not isinstance: `Minimum` is a subclass of `Maximum`, and merging it as a `Maximum` keeps the wrong extremum.
     if type(cell) is not entry.cell_type:
@@ -207,5 +208,11 @@ def _fitted(cell: Cell, entry: Entry) -> Cell:
         raise ValueError(
             f"{entry.name} has the shape {entry.shape}, and {wrong[0]} was observed for it. Reduce the observed "
             "values over the dims of the batch."
+        )
+    if lost := [x.dtype for x, dtype in zip(arrays, entry.dtypes, strict=True) if loses_parts(x.dtype, dtype)]:
+        kind = f"{entry.cell_type.__name__} of dtype {entry.dtypes[0]}"
+        raise TypeError(
+            f"{entry.name} is a {kind}, and {lost[0].name} was observed for it, which would be truncated. Give the "
+            "cell of identity() the dtype of the values."
         )
     return entry.cell_type(*(jnp.asarray(x, dtype) for x, dtype in zip(arrays, entry.dtypes, strict=True)))

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import ArrayLike
 
-from xlstm_jax.distributed.metrics.cells import Total, halves, like_rows, masked, wide_float
+from xlstm_jax.distributed.metrics.cells import Total, as_wide_floats, halves, like_rows, masked
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.metrics.sums_and_means import ratio
@@ -52,8 +51,7 @@ class StandardDeviation(PureMetric):
         return {name: Total.identity() for name in ("weight", "first", "second")}
 
     def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
-        # A metric may be observed inside a loss function; no gradient may flow through its merges.
-        values = lax.stop_gradient(jnp.asarray(values).astype(wide_float()))
+        values = as_wide_floats(values)
         if weight is None:
             first, weights = Total(values, jnp.zeros_like(values)), Total.of(float(math.prod(values.shape)))
         else:

@@ -89,7 +89,9 @@ class _Entrywise(PureMetric):
 
     def observe(self, values: ArrayLike) -> Cells:
         cell = self._sum if self.operation is MetricReduceOp.sum else self._extremum
-        return cell.of(jnp.broadcast_to(jnp.asarray(values, self.dtype), self.shape), keep=len(self.shape))
+        # A count has 64 bits: a cast to a narrow dtype would wrap a value before it is counted.
+        values = jnp.asarray(values, None if cell is Count else self.dtype)
+        return cell.of(jnp.broadcast_to(values, self.shape), keep=len(self.shape))
 
     @property
     def _sum(self) -> type[Count] | type[Total]:
@@ -163,10 +165,11 @@ class MetricAccumulator(MeshState):
             Bools are accepted by every operation.
         Raises:
           ValueError: the shape does not fit, or an array of shape ``self.shape`` is split over several processes.
-          TypeError: the accumulator dtype cannot hold the dtype of ``value``, such as a float for an integer.
+          TypeError: the accumulator dtype cannot hold the dtype of ``value``, such as a float for an integer; or, for
+            "max" and "min", an array on devices with a wider integer dtype.
           OverflowError: an integer of ``value`` on the host is outside of the accumulator dtype.
         """
-        _check_holds(self.dtype, value)
+        _check_holds(self.dtype, value, self.reduce_op)
         shape = np.shape(value)
         if shape == (self.num_devices, *self.shape):
             self.add_rows(_observe_rows(self.metric, self._seen(value)))
@@ -226,10 +229,14 @@ def _check_fits(sums: np.ndarray, dtype: DTypeLike) -> None:
         )
 
 
-def _check_holds(dtype: DTypeLike, value: ArrayLike) -> None:
-    if _rank(jnp.result_type(value)) > _rank(dtype):
+def _check_holds(dtype: DTypeLike, value: ArrayLike, operation: MetricReduceOp) -> None:
+    given = jnp.result_type(value)
+    # A sum of integers is counted in 64 bits, and checked when it is read; an extremum is kept in the dtype. The values
+    # of an array on devices are not known here.
+    is_cut = operation is not MetricReduceOp.sum and isinstance(value, jax.Array) and jnp.issubdtype(given, jnp.integer)
+    if _rank(given) > _rank(dtype) or (is_cut and not np.can_cast(given, dtype) and _rank(dtype) == _rank(given)):
         raise TypeError(
-            f"update got {jnp.result_type(value)}, which an accumulator of {dtype} cannot hold; begin with an initial "
+            f"update got {given}, which an accumulator of {dtype} cannot hold; begin with an initial "
             "value of a dtype that can."
         )
     if jnp.issubdtype(dtype, jnp.integer) and not isinstance(value, jax.Array) and np.size(value):
@@ -359,12 +366,19 @@ class StatefulMetric(Metric[PyTree]):
 
         Raises:
           ValueError: an array is split over devices, and the number of devices does not divide a first dim.
+          OverflowError: an array is split over devices, and a NumPy integer needs more bits than JAX's integers have.
         """
         arguments = (args, kwargs)
         arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
+        is_wide = any(map(_is_wide, jax.tree.leaves(arguments)))
         # JAX reports a single-device array as fully replicated, too; it counts once for this process.
         if any(not x.is_fully_replicated for x in arrays):
             count = self.state.num_devices
+            if is_wide:
+                raise OverflowError(
+                    "update got a NumPy integer beyond 32 bits beside an array that is split over devices, on which it "
+                    "would be truncated. Update with it separately, or enable jax_enable_x64."
+                )
             for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
                 if shape and shape[0] % count:
                     raise ValueError(
@@ -374,7 +388,7 @@ class StatefulMetric(Metric[PyTree]):
             self.state.add_batch(arguments)
             return
         on_all_processes = any(not x.is_fully_addressable for x in arrays)
-        observe = _observe_batch_on_device if arrays else _observe_batch
+        observe = _observe_batch_on_device if arrays and not is_wide else _observe_batch
         self.state.add_local(observe(self.metric, jax.tree.map(on_one_device, arguments)), on_all_processes)
 
     @outside_set_mesh
@@ -400,6 +414,14 @@ class StatefulMetric(Metric[PyTree]):
 def _observe_batch(metric: PureMetric, arguments: PyTree) -> Vectors:
     args, kwargs = arguments
     return metric.state_of(metric.observe(*args, **kwargs)).vectors
+
+
+def _is_wide(leaf: Any) -> bool:
+    """Returns whether ``leaf`` has a NumPy integer beyond the integers of JAX, to which ``jit`` would truncate it."""
+    if not isinstance(leaf, np.ndarray | np.integer) or leaf.dtype.kind not in "iu" or not leaf.size:
+        return False
+    bounds = jnp.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return bool(np.min(leaf) < bounds.min or np.max(leaf) > bounds.max)
 
 
 # A single program, because each of many small programs would wait for the preceding program. A batch without arrays is

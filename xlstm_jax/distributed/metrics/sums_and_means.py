@@ -23,7 +23,16 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.trees import map_sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
-from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, like_rows, wide_float
+from xlstm_jax.distributed.metrics.cells import (
+    Count,
+    Maximum,
+    Minimum,
+    Total,
+    as_wide_floats,
+    like_rows,
+    loses_parts,
+    wide_float,
+)
 from xlstm_jax.distributed.metrics.layout import Cells
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric, Synced
 
@@ -67,6 +76,12 @@ class _Extremum(PureMetric):
         return self.cell.identity(dtype=self.dtype)
 
     def observe(self, values: ArrayLike, weight: ArrayLike | None = None) -> Cells:
+        given = jnp.result_type(values)
+        if loses_parts(given, self.dtype):
+            raise TypeError(
+                f"{type(self).__name__} of dtype {jnp.dtype(self.dtype).name} got values of dtype {given.name}, which "
+                f"it would truncate. Pass {type(self).__name__}(dtype=...) the dtype of the values."
+            )
         return self.cell.of(jnp.asarray(values, self.dtype), weight)
 
     def result(self, cells: Cells) -> jax.Array:
@@ -78,7 +93,7 @@ class Max(_Extremum):
     """Largest value in ``dtype``; initially -inf, or the minimum of an integer dtype. NaN propagates.
 
     ``update(state, values, weight=None)``: values [b, ...]. Rows with weight 0 are ignored; other weights have no
-    effect.
+    effect. An integer dtype raises a ``TypeError`` for floats.
 
     >>> float(Max().result(Max().observe(jnp.array([-1.0, -5.0]))))
     -1.0
@@ -92,7 +107,7 @@ class Min(_Extremum):
     """Smallest value in ``dtype``; initially +inf, or the maximum of an integer dtype. NaN propagates.
 
     ``update(state, values, weight=None)``: values [b, ...]. Rows with weight 0 are ignored; other weights have no
-    effect.
+    effect. An integer dtype raises a ``TypeError`` for floats.
 
     >>> float(Min().result(Min().observe(jnp.array([-1.0, -5.0]))))
     -5.0
@@ -219,11 +234,13 @@ class GlobalNorm(PureMetric):
         axes = as_axis_names(self.axes) if self.axes else ()
 
         def square(leaf: Sharded) -> jax.Array:
-            value = jnp.asarray(leaf.value).astype(wide_float())
+            value = jnp.asarray(leaf.value)
             split = set(leaf.axes) | collectives.varying_axes(leaf.value)
             # Devices along the replicated axes observe equal entries: each adds an equal share of the square.
             replicated = [axis for axis in axes if axis not in split]
-            return Total.of(jnp.abs(value) ** 2).value / collectives.axis_size(replicated)
+            # Of complex entries the absolute value counts; it is computed in a complex dtype.
+            real = as_wide_floats(jnp.abs(value) if jnp.iscomplexobj(value) else value)
+            return Total.of(jnp.abs(real) ** 2).value / collectives.axis_size(replicated)
 
         squares = jax.tree.leaves(map_sharded(square, tree))
         return Total.of(jnp.stack(squares)) if squares else Total.identity()

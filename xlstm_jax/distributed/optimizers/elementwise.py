@@ -17,7 +17,7 @@ from xlstm_jax.distributed.data_parallel.trees import stored_shape
 from xlstm_jax.distributed.optimizers.lookahead import as_inner, with_plain_params
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.sharded_optimizer import owner_of_state
-from xlstm_jax.distributed.optimizers.transforms import check_transform, links, name_of
+from xlstm_jax.distributed.optimizers.transforms import Part, check_transform, links, name_of, parts
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_SHARDS = 2
@@ -25,6 +25,13 @@ _PROBE_SHARDS = 2
 # ordinary and small gradients, so that moments and learned step sizes move; then a large and a small shard, so that any
 # threshold on a norm is between them; then a NaN in one shard alone.
 _PROBE_SCALES = ((1.0, 1.0), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0), (1e4, 1e-4), (1.0, 1.0), (math.nan, 1.0), (1.0, 1.0))
+# Transforms that may hide the transform inside from a trial of few steps: MultiSteps emits an update after some steps,
+# skip_nonfinite drops the updates of a NaN, and a condition may hold late. zero_nans hides a NaN from the later links
+# of a chain.
+_WITHHOLDING = frozenset({"MultiSteps", "skip_nonfinite", "conditionally_transform", "conditionally_mask"})
+# Transforms that pass the full tree on to the transforms inside, in every step.
+_CHAINS = frozenset({"chain", "named_chain"})
+_PASSING_ON = _CHAINS | {"with_ema", "with_leaf_norms"}
 # Both runs do the same arithmetic on every element, up to the order of sums in collectives.
 _PROBE_TOLERANCE_EPS = 64
 
@@ -99,15 +106,33 @@ def _verdict(tx: optax.GradientTransformation, tree: PyTree) -> str | None:
     ``tree`` has boxed abstract arrays of global shapes. The message names the first link of a chain that is wrong. The
     result is None if no leaf is split.
     """
-    reason = _why_wrong(tx, tree) if any(leaf.axes for _, leaf in trees.sharded_leaves(tree)) else None
+    if not any(leaf.axes for _, leaf in trees.sharded_leaves(tree)):
+        return None
+    tried = ((tried, _why_wrong(tried, tree)) for tried in (tx, *_withheld(parts(tx)[0])))
+    wrong, reason = next((pair for pair in tried if pair[1]), (tx, None))
     if reason is None:
         return None
-    guilty = name_of(next((link for link in links(tx) if _why_wrong(link, tree)), tx))
+    guilty = name_of(next((link for link in links(wrong) if _why_wrong(link, tree)), wrong))
     return (
         f"elementwise_only: {guilty!r} is wrong on shards: {reason}. Run the optimizer on global arrays instead "
         "(training.make_train_step does: forward and backward inside shard_map, tx.update outside of it in the same "
         "jit); for clipping inside shard_map use xlstm_jax.distributed.clip_by_global_norm."
     )
+
+
+def _withheld(part: Part) -> Iterator[optax.GradientTransformation]:
+    """Yields each transform inside ``part`` whose updates may not appear in a trial of ``part`` of eight steps.
+
+    ``optax.MultiSteps(tx, 16)`` emits no update in eight steps, and ``skip_nonfinite(tx)`` drops the updates of a NaN,
+    which shows a norm even behind a large threshold or a learning rate that is still 0. Only transforms that get the
+    full tree of gradients are yielded: nothing inside ``optax.partition`` or ``optax.masked``.
+    """
+    withholds = part.name in _WITHHOLDING
+    for below in part.within if withholds or part.name in _PASSING_ON else ():
+        if withholds and below.tx is not None:
+            yield below.tx
+        yield from _withheld(below)
+        withholds = withholds or (part.name in _CHAINS and below.name == "zero_nans")
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:

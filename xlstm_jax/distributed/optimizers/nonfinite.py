@@ -161,10 +161,12 @@ def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
 
     ``loss`` may be None. Frozen leaves, and leaves that are not floats, are ignored.
     """
-    looked_at = trees.differentiable(trees.stored_values((gradients, loss)))
+    looked_at = trees.differentiable((gradients, loss))
     bad = jnp.any(jnp.stack([jnp.zeros((), bool), *(jnp.any(~jnp.isfinite(leaf.value)) for leaf in looked_at)]))
-    # An "or" over devices. With decisions from local shards devices would drift apart.
-    if axes := collectives.manual_axes():
+    # An "or" over devices. With decisions from local shards devices would drift apart. The axes of the boxes may also
+    # be bound by a `vmap`, in which `elementwise_only` tries a transform.
+    named = {axis for leaf in looked_at for axis in leaf.axes}
+    if axes := collectives.manual_axes() or tuple(sorted(filter(collectives.is_bound, named))):
         (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
         return count == 0
     return ~bad
