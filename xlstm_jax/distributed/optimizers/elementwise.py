@@ -17,7 +17,16 @@ from xlstm_jax.distributed.data_parallel.trees import stored_shape
 from xlstm_jax.distributed.optimizers.lookahead import as_inner, with_plain_params
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.sharded_optimizer import owner_of_state
-from xlstm_jax.distributed.optimizers.transforms import Part, check_transform, links, name_of, parts
+from xlstm_jax.distributed.optimizers.transforms import (
+    CHAINS,
+    PASSING_ON,
+    WITHHOLDING,
+    Part,
+    check_transform,
+    links,
+    name_of,
+    parts,
+)
 
 _PROBE_AXIS = "elementwise_only_probe"
 _PROBE_SHARDS = 2
@@ -25,13 +34,6 @@ _PROBE_SHARDS = 2
 # ordinary and small gradients, so that moments and learned step sizes move; then a large and a small shard, so that any
 # threshold on a norm is between them; then a NaN in one shard alone.
 _PROBE_SCALES = ((1.0, 1.0), (1e-2, 1e-2), (1.0, 1.0), (1.0, 1.0), (1e4, 1e-4), (1.0, 1.0), (math.nan, 1.0), (1.0, 1.0))
-# Transforms that may hide the transform inside from a trial of few steps: MultiSteps emits an update after some steps,
-# skip_nonfinite drops the updates of a NaN, and a condition may hold late. zero_nans hides a NaN from the later links
-# of a chain.
-_WITHHOLDING = frozenset({"MultiSteps", "skip_nonfinite", "conditionally_transform", "conditionally_mask"})
-# Transforms that pass the full tree on to the transforms inside, in every step.
-_CHAINS = frozenset({"chain", "named_chain"})
-_PASSING_ON = _CHAINS | {"with_ema", "with_leaf_norms"}
 # Both runs do the same arithmetic on every element, up to the order of sums in collectives.
 _PROBE_TOLERANCE_EPS = 64
 
@@ -127,12 +129,13 @@ def _withheld(part: Part) -> Iterator[optax.GradientTransformation]:
     which shows a norm even behind a large threshold or a learning rate that is still 0. Only transforms that get the
     full tree of gradients are yielded: nothing inside ``optax.partition`` or ``optax.masked``.
     """
-    withholds = part.name in _WITHHOLDING
-    for below in part.within if withholds or part.name in _PASSING_ON else ():
+    withholds = part.name in WITHHOLDING
+    for below in part.within if withholds or part.name in PASSING_ON else ():
         if withholds and below.tx is not None:
             yield below.tx
         yield from _withheld(below)
-        withholds = withholds or (part.name in _CHAINS and below.name == "zero_nans")
+        # It hides a NaN from the later links of a chain.
+        withholds = withholds or (part.name in CHAINS and below.name == "zero_nans")
 
 
 def _why_wrong(tx: optax.GradientTransformation, tree: PyTree) -> str | None:

@@ -20,7 +20,14 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.sharded_optimizer import as_parameters, states_of
-from xlstm_jax.distributed.optimizers.transforms import CHECKS_OF_PARTS, check_transform, links, name_of, parts
+from xlstm_jax.distributed.optimizers.transforms import (
+    CHECKS_OF_PARTS,
+    PASSING_ON,
+    check_transform,
+    links,
+    name_of,
+    parts,
+)
 from xlstm_jax.formatting import kind_of
 
 
@@ -143,3 +150,4 @@ def check_average_is_last(tx: optax.GradientTransformation) -> None:
 
 
 CHECKS_OF_PARTS["with_ema"] = check_average_is_last
+PASSING_ON.add("with_ema")

@@ -22,7 +22,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import axes_of_values, sum_of_squares
 from xlstm_jax.distributed.optimizers.sharded_optimizer import states_of
-from xlstm_jax.distributed.optimizers.transforms import check_transform
+from xlstm_jax.distributed.optimizers.transforms import PASSING_ON, check_transform
 
 KINDS = ("gradients", "parameters", "updates")
 
@@ -131,3 +131,6 @@ def _norms(of_kinds: Sequence[PyTree]) -> jax.Array:
     sums = collectives.psum(stacks, tuple(tuple(sorted(axes)) for axes in by_axes))
     order = [number for of_set in by_axes.values() for number in of_set]
     return jnp.sqrt(jnp.concatenate(sums, axis=1)[:, np.argsort(order)])
+
+
+PASSING_ON.add("with_leaf_norms")

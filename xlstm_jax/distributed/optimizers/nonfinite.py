@@ -25,7 +25,7 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
 from xlstm_jax.distributed.optimizers.norms import check_averaged
 from xlstm_jax.distributed.optimizers.sharded_optimizer import ShardedOptimizer, Trained, WrapperOfStates, states_of
-from xlstm_jax.distributed.optimizers.transforms import VALUE, check_transform
+from xlstm_jax.distributed.optimizers.transforms import VALUE, WITHHOLDING, check_transform
 from xlstm_jax.program_names import SKIPPED_IN_A_ROW, SKIPPED_STEPS
 
 
@@ -170,3 +170,6 @@ def _all_finite(gradients: PyTree, loss: jax.Array | None) -> jax.Array:
         (count,) = collectives.all_reduce(["max"], [bad.astype(jnp.int32)], axes)
         return count == 0
     return ~bad
+
+
+WITHHOLDING.add("skip_nonfinite")  # it drops the updates of a NaN

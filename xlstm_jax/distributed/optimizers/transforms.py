@@ -48,6 +48,11 @@ LOOKAHEAD, WITH_SLOW_PARAMS = "lookahead", "with_slow_params"
 HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "inject_stateful_hyperparams"})
 
 
+# Transforms that may hide the transform inside from a trial of few steps: MultiSteps emits an update after some steps,
+# and a condition may hold late. A module of the library adds its transforms to this set and to the next.
+WITHHOLDING = {"MultiSteps", "conditionally_transform", "conditionally_mask"}
+CHAINS = frozenset({"chain", "named_chain"})
+PASSING_ON = {*CHAINS}  # transforms that pass the full tree on to the transforms inside, in every step
 # Checks of an optimizer that has a certain part, by the name of the part; filled by the modules of the transforms. A
 # function of the optimizer, which raises a ``ValueError``.
 CHECKS_OF_PARTS: dict[str, Callable[[optax.GradientTransformation], None]] = {}
