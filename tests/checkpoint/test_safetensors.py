@@ -273,6 +273,36 @@ def test_values_of_split_files_start_at_multiples_of_eight_bytes(tmp_path):
         assert_same_bits(import_safetensors(folder, params), params)
 
 
+def test_tensors_of_wide_dtypes_come_first_and_start_at_multiples_of_their_item_size(tmp_path):
+    """Readers that map a file into memory need aligned tensors; one of 3 bytes before others would shift them all."""
+    params = {"a": np.ones(3, np.int8), "b": np.ones(3, np.float16), "c": np.ones(1), "d": np.ones(1, np.float32)}
+    export_safetensors(params, tmp_path)
+    tensors = safetensors_io.stored_tensors(tmp_path)
+    assert sorted(tensors, key=lambda name: tensors[name].offset) == ["c", "d", "b", "a"]
+    assert all(tensor.offset % tensor.dtype.itemsize == 0 for tensor in tensors.values())
+
+
+def test_model_without_values_is_a_file_of_a_header_alone(tmp_path):
+    params = {"w": np.zeros((0, 3), np.float32)}
+    export_safetensors(params, tmp_path)
+    assert_same_bits(import_safetensors(tmp_path, params), params)
+
+
+def test_failed_sync_while_leaves_are_written_raises_and_leaves_no_file(tmp_path, monkeypatch):
+    """Linux reports a failed write by one fsync alone: the one at the end of the file may succeed."""
+    fsync, failures = os.fsync, [OSError(5, "no such sector")]
+
+    def fails_once(descriptor):
+        if failures:
+            raise failures.pop()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    with pytest.raises(OSError, match="no such sector"):
+        export_safetensors({"w": np.ones(3)}, tmp_path)
+    assert not failures and not list(tmp_path.iterdir())
+
+
 def test_export_syncs_each_file_before_the_rename(tmp_path, monkeypatch):
     """A file is synced before the rename; otherwise, after a crash, the name may exist without the bytes."""
     synced, renamed, fsync, replace = {}, [], os.fsync, os.replace

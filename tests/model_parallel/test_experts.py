@@ -340,6 +340,39 @@ def test_router_losses_weight_rows_and_match_a_single_device():
     np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
 
 
+def test_router_losses_of_rows_with_weights_below_1_match_the_formulas():
+    """Rows of weights 1/4, 1/2 and 0; the share of the choices is a constant of the gradient."""
+    logits = np.float32([[2, 0, 1], [0, 1, -1], [5, 5, 5]])
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+    def losses(weights):
+        routing = route_tokens(jnp.asarray(logits), 2)
+        return load_balancing_loss(routing, (), weights), router_z_loss(routing, weights)
+
+    weights = np.float32([0.25, 0.5, 0])
+    share = np.float32([0.75, 0.5, 0.25]) / 1.5  # of the first row's experts 0 and 2, and the second row's 1 and 0
+    (balance, z), grad = jax.jit(lambda w: (losses(w), jax.grad(lambda w: losses(w)[0])(w)))(weights)
+    of_row = 3 * probabilities @ share
+    np.testing.assert_allclose(balance, of_row @ weights / 0.75, rtol=1e-6)
+    np.testing.assert_allclose(z, np.log(np.exp(logits).sum(-1)) ** 2 @ weights / 0.75, rtol=1e-6)
+    np.testing.assert_allclose(grad, (of_row - of_row @ weights / 0.75) / 0.75, rtol=1e-5, atol=1e-6)
+    assert jax.jit(losses)(np.zeros(3, np.float32)) == (0, 0)  # not 0 / 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_tokens_are_routed_in_float32_and_to_the_first_of_equal_experts(dtype):
+    logits = np.array([[0, 3, 3, 1], [1, 1, 1, 1]], dtype)
+    routing = jax.jit(partial(route_tokens, top_k=2))(logits)
+    assert routing.experts.tolist() == [[1, 2], [0, 1]] and routing.experts.dtype == jnp.int32
+    assert routing.weights.dtype == routing.logits.dtype == jnp.float32
+    np.testing.assert_allclose(routing.weights[0], np.exp(3) / (1 + 2 * np.exp(3) + np.exp(1)), rtol=1e-6)
+    normalized = jax.jit(partial(route_tokens, top_k=4, normalize=True))(logits)
+    np.testing.assert_allclose(normalized.weights.sum(-1), 1, rtol=1e-6)
+    for top_k in (0, 5):
+        with pytest.raises(ValueError, match=f"top_k={top_k} of 4 experts"):
+            route_tokens(logits, top_k)
+
+
 def test_load_balancing_loss_of_a_balanced_router_is_1():
     routing = Routing(jnp.arange(8)[:, None] % 4, jnp.ones((8, 1)), jnp.zeros((8, 4)))
     np.testing.assert_allclose(load_balancing_loss(routing), 1)
@@ -430,12 +463,10 @@ def test_unassigned_and_padded_rows_leave_no_nan_in_expert_gradients():
 
 
 def test_invalid_or_duplicate_expert_choices_give_nan():
-    routing = Routing(jnp.array([[1, 0], [1, 1], [2, 0], [-1, -2]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
+    routing = Routing(jnp.array([[1, 0], [1, 1], [2, 0], [-1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
-    for mixed in (
-        mix_experts(doubled, factors, rows, routing),
-        mix_experts_with_capacity(doubled, factors, rows, routing, capacity_factor=9.0)[0],
-    ):
+    for mix in (mix_experts, lambda *args: mix_experts_with_capacity(*args, capacity_factor=9.0)[0]):
+        mixed = jax.jit(partial(mix, doubled))(factors, rows, routing)
         np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
     # Choices of other tokens do not displace a token's choice from the sent rows.
     mesh, twice = (
@@ -452,11 +483,16 @@ def test_invalid_or_duplicate_expert_choices_give_nan():
 def test_rows_of_weight_0_use_no_expert_capacity():
     """Rows of weight 0 use no capacity: with C = 2, two padding rows would fill expert 0."""
     routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
-    mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
-    out, dropped = mixed(capacity_factor=1.0, row_weights=jnp.array([0, 0, 1, 2]))
+
+    @jax.jit
+    def mixed(row_weights):
+        mix = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
+        return [mix(capacity_factor=factor, row_weights=row_weights) for factor in (1.0, 0.5)]
+
+    (out, dropped), (fewer, more_dropped) = mixed(jnp.array([0, 0, 0.25, 2]))
     assert out.ravel().tolist() == [0, 0, 3, 4] and dropped == 0
-    out, dropped = mixed(capacity_factor=0.5, row_weights=jnp.array([0, 0, 1, 2]))
-    assert out.ravel().tolist() == [0, 0, 3, 0] and dropped == 0.5
+    assert fewer.ravel().tolist() == [0, 0, 3, 0] and more_dropped == 0.5
+    assert [share for _, share in mixed(jnp.zeros(4))] == [0, 0]  # not 0 / 0
 
 
 def test_dropped_share_of_replicated_tokens_matches_a_single_device():

@@ -131,6 +131,23 @@ def test_reduce_once_gathers_weights_in_the_gather_dtype():
     assert once.shape == (4,) and once.dtype == of_each.dtype == jnp.bfloat16
 
 
+def test_reduce_once_leaves_frozen_weights_frozen_and_axes_of_the_model_split():
+    def local(shard):
+        boxes = {
+            "w": Sharded(shard, ("fsdp",)),
+            "frozen": Sharded(shard, ("fsdp",), trainable=False),
+            "of the model": Sharded(shard, (("tp", "fsdp"),), model_axes=("tp",)),
+        }
+        for path, leaf in STRATEGIES["reduce_once"].weights(boxes, ("fsdp",)).items():
+            found[path] = leaf_of(leaf).trainable, leaf_of(leaf).value.shape, leaf_of(leaf).axes
+        return shard
+
+    found = {}
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2, "fsdp": 3}, devices=jax.devices()[:6])
+    jax.eval_shape(on_mesh(local, mesh, False, P(("tp", "fsdp")), P(("tp", "fsdp"))), np.ones(12, np.float32))
+    assert found == {"w": (True, (6,), ()), "frozen": (False, (6,), ()), "of the model": (True, (6,), ("tp",))}
+
+
 def test_reduce_once_with_bfloat16_gathers_keeps_gradients_in_float32():
     """``reduce_once`` with a bfloat16 gather keeps gradients in float32: 1 + 2^-12 is exact."""
     mean = jnp.full((8, 2), 1 + 2.0**-12)
