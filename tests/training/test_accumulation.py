@@ -140,11 +140,14 @@ def test_reduce_once_leaves_frozen_weights_frozen_and_axes_of_the_model_split():
         }
         for path, leaf in STRATEGIES["reduce_once"].weights(boxes, ("fsdp",)).items():
             found[path] = leaf_of(leaf).trainable, leaf_of(leaf).value.shape, leaf_of(leaf).axes
+        # axes of the batch that do not split the leaf
+        found["of others"] = leaf_of(STRATEGIES["reduce_once"].weights(boxes["w"], ("tp",))).value.shape
         return shard
 
     found = {}
     mesh = DeviceMeshManager.create_device_mesh({"tp": 2, "fsdp": 3}, devices=jax.devices()[:6])
     jax.eval_shape(on_mesh(local, mesh, False, P(("tp", "fsdp")), P(("tp", "fsdp"))), np.ones(12, np.float32))
+    assert found.pop("of others") == (2,)
     assert found == {"w": (True, (6,), ()), "frozen": (False, (6,), ()), "of the model": (True, (6,), ("tp",))}
 
 
@@ -220,3 +223,19 @@ def test_accumulation_accepts_float64_example_weights_with_float32_gradients():
 
 def _start_and_rng():
     return jax.tree.map(jnp.copy, start(mesh_of(2, 4), WRAP)), BATCH, jax.random.key(0)
+
+
+def test_minibatches_draw_from_the_key_and_their_index_and_a_single_one_from_the_key_alone():
+    key = jax.random.key(7)
+    loss = lambda w, rows, rng: w * jax.random.uniform(rng)  # noqa: E731
+
+    def gradients(count):
+        local = lambda w, rows: accumulate_gradients(loss, w, rows, key, "fsdp", count)[1]  # noqa: E731
+        return on_mesh(local, mesh_of(1, 1), True, (P(), P("fsdp")), P())(jnp.float32(1), jnp.ones(6))
+
+    assert gradients(1) == jax.random.uniform(key)
+    drawn = [jax.random.uniform(jax.random.fold_in(key, index)) for index in range(3)]
+    np.testing.assert_allclose(gradients(np.int64(3)), np.mean(drawn), rtol=1e-6)
+    for count in (0, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"num_minibatches={count!r} is not a positive integer"):
+            gradients(count)
