@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import assert_each_leaf
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
+from xlstm_jax.distributed.device_mesh.batch_leaves import with_copies
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.model_parallel import context_positions
 
@@ -122,3 +123,15 @@ class Scale:
 
     def apply(self, variables):
         return variables["params"]["w"]
+
+
+def test_rows_that_pad_an_empty_batch_are_those_of_an_earlier_batch_whose_memory_is_used_again():
+    x, y = np.arange(1.0, 7).reshape(3, 2), np.arange(3, dtype=np.int8)
+    padded = with_copies({"x": x, "y": y, "n": 5}, rows=3, padded=8)
+    assert padded["y"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1] and padded["n"] == 5
+    x[:] = 9
+    empty = with_copies({"x": x[:0], "y": y[:0], "n": 6}, rows=0, padded=2)
+    assert (empty["x"].tolist(), empty["y"].tolist(), empty["n"]) == ([[1, 2], [1, 2]], [0, 0], 6)
+    for other in ({"x": x[:0], "y": y[:0].astype(np.int16), "n": 6}, {"x": x[:0, :1], "y": y[:0], "n": 6}):
+        with pytest.raises(ValueError, match="hands in 0 rows"):
+            with_copies(other, rows=0, padded=2)

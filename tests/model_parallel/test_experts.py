@@ -443,6 +443,15 @@ def test_expert_accepts_more_rows_than_16_bits_count():
     assert dropped == 0
 
 
+def test_results_of_experts_have_the_dtype_of_the_experts_and_weights_the_dtype_of_the_router():
+    routing = Routing(jnp.array([[0], [1]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
+    factors, rows = jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)
+    with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=1.0)
+    out, dropped = jax.eval_shape(with_capacity, factors, rows, routing)
+    assert (out.dtype, dropped.dtype) == (jnp.bfloat16, jnp.float32)
+    assert jax.eval_shape(partial(mix_experts, doubled), factors, rows, routing).dtype == jnp.bfloat16
+
+
 def of_length_one(factor, rows):
     """An expert whose derivative at zeros is not finite."""
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
@@ -506,7 +515,7 @@ def test_dropped_share_of_replicated_tokens_matches_a_single_device():
 
     specs = {"params": {"experts": P("ep"), "router": P()}}
     split = jax.shard_map(partial(dropped, model), mesh=mesh, in_specs=(specs, P()), out_specs=P())
-    want = dropped(model.clone(axis=None, row_groups=4), variables, X)
+    want = jax.jit(partial(dropped, model.clone(axis=None, row_groups=4)))(variables, X)
     np.testing.assert_allclose(jax.jit(split)(variables, X), want, rtol=FLOAT32_ROUNDING)
     assert 0.1 < want < 1
 

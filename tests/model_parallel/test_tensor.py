@@ -452,6 +452,14 @@ TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
 # ---------------------------------------------------------------------------------------------------- norms and dropout
 
 
+def test_dropout_on_split_input_is_the_plain_dropout_on_a_single_device():
+    x, keys = jnp.ones((2, 8)), {"dropout": jax.random.key(1)}
+    want = nn.Dropout(0.5, deterministic=False).apply({}, x, rngs=keys)
+    np.testing.assert_array_equal(
+        on_split_input(nn.Dropout, "tp")(0.5, deterministic=False).apply({}, x, rngs=keys), want
+    )
+
+
 def test_dropout_differs_by_device_on_split_tokens_and_not_on_replicated_tokens():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     x, key = jnp.ones((2, 32, 4)), {"dropout": jax.random.key(0)}

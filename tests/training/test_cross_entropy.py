@@ -139,6 +139,23 @@ def test_chunked_cross_entropy_takes_the_first_of_equal_logits_as_likeliest():
     assert_allclose(found.loss, np.log(VOCAB), rtol=1e-6)
 
 
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+def test_losses_by_hand_of_labels_at_the_borders_of_chunks_and_of_the_vocabulary(vocab_dim):
+    """Five entries in chunks of two; the hidden states are bfloat16, and the kernel has bits that bfloat16 has not."""
+    hidden = np.array([[1, 0, 2], [0, 1, 0], [3, 1, 1], [300, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32)
+    kernel = np.array([[1, -1, 0, 2, 1], [0, 3, 1, 3, 2], [1, 0, 0, 1, 2]], np.float32) * (1 + 2.0**-10)
+    labels = np.array([4, 1, -1, 3, 5, 3], np.int8)
+    logits = hidden @ kernel
+    normalizer = logits.max(-1) + np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+    find = jax.jit(partial(chunked_cross_entropy, chunk_size=2, vocab_dim=vocab_dim))
+    found = find(hidden.astype(jnp.bfloat16), kernel if vocab_dim else kernel.T, labels)
+    want = normalizer - np.take_along_axis(logits, np.clip(labels, 0, 4)[:, None], 1)[:, 0]
+    assert_allclose(found.loss, np.where(labels < 0, 0, np.where(labels > 4, np.nan, want)), rtol=1e-6, atol=1e-6)
+    assert_allclose(found.log_normalizer, np.where(labels < 0, 0, normalizer), rtol=1e-6)
+    # Entries 1 and 3 are equally likely for the second token: the first counts.
+    assert found.correct.tolist() == [True, True, False, True, False, False]
+
+
 def test_chunked_cross_entropy_of_large_logits_does_not_overflow():
     hidden, kernel, labels = example()
     got = chunked_cross_entropy(1e4 * hidden, kernel, labels, chunk_size=8)
