@@ -359,6 +359,16 @@ def test_router_losses_of_rows_with_weights_below_1_match_the_formulas():
     assert jax.jit(losses)(np.zeros(3, np.float32)) == (0, 0)  # not 0 / 0
 
 
+def test_load_balance_of_three_devices_without_row_weights_is_that_of_one_device():
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 3}, devices=jax.devices()[:3])
+    logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    local = lambda logits: load_balancing_loss(route_tokens(logits, 2), "dp")[None]  # noqa: E731
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(logits)
+    want = jax.jit(lambda logits: load_balancing_loss(route_tokens(logits, 2)))(logits)
+    np.testing.assert_allclose(got.mean(), want, rtol=FLOAT32_ROUNDING)
+    assert len(set(got.tolist())) == 3  # guard: devices differ
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_tokens_are_routed_in_float32_and_to_the_first_of_equal_experts(dtype):
     logits = np.array([[0, 3, 3, 1], [1, 1, 1, 1]], dtype)
@@ -477,7 +487,10 @@ def test_invalid_or_duplicate_expert_choices_give_nan():
     for mix in (mix_experts, lambda *args: mix_experts_with_capacity(*args, capacity_factor=9.0)[0]):
         mixed = jax.jit(partial(mix, doubled))(factors, rows, routing)
         np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
-    # Choices of other tokens do not displace a token's choice from the sent rows.
+
+
+def test_invalid_choices_of_other_tokens_do_not_displace_a_choice_from_the_sent_rows():
+    factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
     mesh, twice = (
         DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]),
         jnp.array([[0, 0], [0, 1]]),

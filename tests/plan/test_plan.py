@@ -775,6 +775,8 @@ def test_leaf_without_gathers_has_gathered_size_0_and_a_leaf_on_hosts_its_bytes(
     assert [row.gathered_size for row in rows] == [0] * len(rows)
     gathered = row_of("w", 400, 100, uses=2, gathered_bytes=200, gather_dtype="bfloat16")
     assert (gathered.gathered_size, gathered.gather_itemsize) == (100, 2)
+    stacked = dataclasses.replace(gathered, shape=(3, 2), use_shape=(2,))
+    assert (gathered.layers, stacked.layers, dataclasses.replace(stacked, use_shape=()).layers) == (1, 3, 6)
     assert rows[-1].description == "'(optimizer) mu' float32[16] (64 B)"
     assert rows[-2].description == "'(batch_stats) mean' float32[25] (100 B)"
 

@@ -411,6 +411,14 @@ def test_step_done_raises_for_a_loss_donated_before_inspection():
             guard.step_done(8, {"loss": 1.0})
 
 
+def test_error_in_the_loop_comes_before_the_check_of_the_last_loss_which_ends_a_loop_without_error():
+    for error, expected in ((KeyError, KeyError), (None, NonFiniteError)):
+        with pytest.raises(expected), LoopGuard() as guard:
+            guard.step_done(1, {"loss": np.float32(np.inf)})
+            if error:
+                raise error
+
+
 def test_donated_loss_beside_counters_is_allowed_and_a_donated_counter_is_not():
     first, second = counted(0, 0), counted(0, 0)
     with LoopGuard() as guard:
