@@ -419,6 +419,22 @@ def test_error_in_the_loop_comes_before_the_check_of_the_last_loss_which_ends_a_
                 raise error
 
 
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(0), 0),
+        (SystemExit(3), 3),
+        (SystemExit("a text"), 1),
+        (OSError(), 13),
+    ],
+    ids=repr,
+)
+def test_exit_code_of_a_process_that_an_exception_ends(error, code):
+    assert loop_guard._exit_code(error) == code
+
+
 def test_donated_loss_beside_counters_is_allowed_and_a_donated_counter_is_not():
     first, second = counted(0, 0), counted(0, 0)
     with LoopGuard() as guard:

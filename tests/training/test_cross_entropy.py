@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, assert_each_leaf, assert_same_params, equations, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import init_sharded, value_and_grad
+from xlstm_jax.distributed import DeviceMeshManager, init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
 VOCAB, DIM = 37, 16
@@ -125,10 +125,15 @@ def test_chunked_cross_entropy_accepts_a_table_with_vocab_dim_0():
     close(got[1], want[1].T, 2e-6)
 
 
-def test_chunked_cross_entropy_gradients_have_the_dtypes_of_the_inputs():
+@pytest.mark.parametrize("of_hidden", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("of_kernel", [jnp.bfloat16, jnp.float32])
+def test_chunked_cross_entropy_gradients_have_the_dtypes_of_the_inputs(of_hidden, of_kernel):
     hidden, kernel, labels = example()
-    grads = gradients(chunked_cross_entropy, hidden.astype(jnp.bfloat16), kernel, labels)
-    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32]
+    arrays = hidden.astype(of_hidden), kernel.astype(of_kernel)
+    found = lambda hidden, kernel: chunked_cross_entropy(hidden, kernel, labels, chunk_size=8)  # noqa: E731
+    assert {x.dtype for x in jax.eval_shape(found, *arrays)[:2]} == {jnp.dtype(jnp.float32)}
+    grads = jax.eval_shape(jax.grad(lambda *arrays: found(*arrays).loss.sum(), (0, 1)), *arrays)
+    assert [grad.dtype for grad in grads] == [of_hidden, of_kernel]
 
 
 def test_chunked_cross_entropy_takes_the_first_of_equal_logits_as_likeliest():
@@ -154,6 +159,37 @@ def test_losses_by_hand_of_labels_at_the_borders_of_chunks_and_of_the_vocabulary
     assert_allclose(found.log_normalizer, np.where(labels < 0, 0, normalizer), rtol=1e-6)
     # Entries 1 and 3 are equally likely for the second token: the first counts.
     assert found.correct.tolist() == [True, True, False, True, False, False]
+
+
+def test_losses_over_three_parts_of_the_vocabulary_equal_those_of_the_unsplit_kernel():
+    """Labels are in each part, at the borders, negative, and beyond the last; logits of two parts are equal."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+    hidden = np.array([[1, 0, 2], [0, 1, 0], [3, 1, 1], [90, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 0]], np.float32)
+    kernel = np.array([[1, -1, 0, 2, 1, -1], [0, 3, 1, 3, 2, 3], [1, 0, 0, 1, 2, 0]], np.float32)
+    labels = np.array([4, 1, -1, 3, 6, 3, 5], np.int8)
+
+    def losses(kernel, vocab_axis=None):
+        return chunked_cross_entropy(hidden, kernel, labels, chunk_size=3, vocab_axis=vocab_axis)
+
+    def both(kernel):
+        split = jax.shard_map(
+            lambda kernel: losses(kernel, "tp"),
+            mesh=mesh,
+            in_specs=PartitionSpec(None, "tp"),
+            out_specs=PartitionSpec(),
+        )
+        found = []
+        for fn in (split, losses):
+            of_tokens, backward = jax.vjp(fn, kernel)
+            weights = jnp.where(labels < 6, jnp.arange(7.0), 0)
+            zeros = jnp.zeros(7), np.zeros(7, jax.dtypes.float0)
+            found.append((of_tokens, *backward(TokenLosses(weights, *zeros))))
+        return found
+
+    (got, got_grad), (want, want_grad) = jax.jit(both)(kernel)
+    assert_each_leaf(partial(assert_allclose, rtol=1e-6), got, want)
+    assert got.correct.tolist() == want.correct.tolist() == [True, True, False, True, False, False, False]
+    assert_allclose(got_grad, want_grad, rtol=1e-5, atol=1e-6)
 
 
 def test_chunked_cross_entropy_of_large_logits_does_not_overflow():
