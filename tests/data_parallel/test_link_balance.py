@@ -179,3 +179,11 @@ def test_axis_orders_of_unequal_axes_are_chosen_from_the_largest_leaf_on():
 def test_all_orders_of_six_axes_are_tried_and_three_places_of_seven(axes, expected):
     orders = link_balance.balanced_orders([2**20, 2**20], [tuple(axes)] * 2, dict.fromkeys(axes, 2))
     assert orders == [tuple(axes), tuple(expected)]
+
+
+def test_slow_axes_do_not_count_in_the_balance_of_layers_that_share_orders():
+    leaves = {f"block_{i}/{name}": (64, 0, ("slow", "x", "y")) for i in range(2) for name in "ab"}
+    sizes = {"slow": 2, "x": 2, "y": 2}
+    orders = link_balance._shared_orders(leaves, {path: path for path in leaves}, sizes, {"slow"})
+    assert orders["block_0/a"] == orders["block_1/a"] == ("x", "y", "slow")
+    assert orders["block_0/b"] == orders["block_1/b"] == ("y", "x", "slow")

@@ -147,6 +147,7 @@ def test_layers_are_stacked_by_number_and_other_names_stay():
     ]
     names += [f"block_{number}" for number in range(3, 10)]
     tree = {name: {"w": np.full(2, place)} for place, name in enumerate(names)}
+    assert isinstance(stack_layers(FrozenDict(tree), "block_{}", "blocks"), FrozenDict)
     stacked = stack_layers(tree, "block_{}", "blocks")
     assert set(stacked) == {"blocks", "block_0_norm", "norm_block_0", "block_01", "block_"}
     assert stacked["blocks"]["w"][:, 0].tolist() == [names.index(f"block_{number}") for number in range(11)]

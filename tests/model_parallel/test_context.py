@@ -228,6 +228,17 @@ def test_masks_of_positions_equal_a_loop_over_pairs_and_blocks_without_pairs_are
         assert bool(context._any_visible(options, places[queries], places[keys])) == want[queries, keys].any()
 
 
+@pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
+def test_attention_and_its_gradients_have_the_dtypes_of_their_inputs(impl):
+    arrays = [jax.ShapeDtypeStruct(QUERY.shape, dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float32)]
+    attend = lambda *arrays: context_attention(*arrays, impl=impl, block_size=4)  # noqa: E731
+    if impl != "ring":  # jax.nn.dot_product_attention takes equal dtypes
+        arrays = arrays[:1] * 3
+    assert jax.eval_shape(attend, *arrays).dtype == jnp.bfloat16
+    grads = jax.eval_shape(jax.grad(lambda *arrays: attend(*arrays).astype(jnp.float32).sum(), (0, 1, 2)), *arrays)
+    assert [grad.dtype for grad in grads] == [array.dtype for array in arrays]
+
+
 def test_masks_of_segments_compare_the_segments_of_each_sequence():
     options = context._Options((), CONTIGUOUS, False, None, 1.0, 4)
     queries, keys = np.array([[0, 0, 1], [2, 2, 2]]), np.array([[0, 1], [3, 2]])

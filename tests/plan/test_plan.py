@@ -50,7 +50,7 @@ from xlstm_jax.distributed.data_parallel.reasons import (
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
-from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan
 from xlstm_jax.distributed.plan.init_errors import InitError
 from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
 from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan, matrix_plans
@@ -814,3 +814,11 @@ def test_matrices_in_a_part_of_the_mesh_count_for_all_parts():
         MatrixPlan("muon", ("up", "gate"), 12, 2, 3, owners=8, per_owner=2, reason=""),
         MatrixPlan("muon", ("bias",), 0, 0, 0, 0, 0, "of rank 1"),
     )
+
+
+def test_plan_of_experts_counts_the_layers_of_a_scan_and_no_leaves_of_others():
+    rows = [row_of("moe/experts/up", 480, 120), row_of("moe/experts/down", 240, 60), row_of("moe/router", 800, 800)]
+    rows += [row_of("other/moe/experts/up", 40, 40), row_of("moe/experts/mean", 44, 44, collection="batch_stats")]
+    module = SimpleNamespace(axis=("x", "y"), num_experts=4, top_k=2, capacity_factor=None)
+    found = expert_plan("moe", module, 60, {"x": 2, "y": 2, "dp": 3}, rows)
+    assert (found.devices, found.layers, found.expert_bytes, found.expert_size) == (4, 3, 60, 15)

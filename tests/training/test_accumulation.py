@@ -226,16 +226,19 @@ def _start_and_rng():
 
 
 def test_minibatches_draw_from_the_key_and_their_index_and_a_single_one_from_the_key_alone():
-    key = jax.random.key(7)
     loss = lambda w, rows, rng: w * jax.random.uniform(rng)  # noqa: E731
 
-    def gradients(count):
-        local = lambda w, rows: accumulate_gradients(loss, w, rows, key, "fsdp", count)[1]  # noqa: E731
+    def run(*counts):
+        def local(w, rows):
+            key = jax.random.key(7)
+            drawn = [jax.random.uniform(key) for key in (key, *(jax.random.fold_in(key, i) for i in range(3)))]
+            return drawn, [accumulate_gradients(loss, w, rows, key, "fsdp", count)[1] for count in counts]
+
         return on_mesh(local, mesh_of(1, 1), True, (P(), P("fsdp")), P())(jnp.float32(1), jnp.ones(6))
 
-    assert gradients(1) == jax.random.uniform(key)
-    drawn = [jax.random.uniform(jax.random.fold_in(key, index)) for index in range(3)]
-    np.testing.assert_allclose(gradients(np.int64(3)), np.mean(drawn), rtol=1e-6)
+    (alone, *drawn), (single, mean) = run(1, np.int64(3))
+    assert single == alone
+    np.testing.assert_allclose(mean, np.mean(drawn), rtol=1e-6)
     for count in (0, 2.0, "2"):
         with pytest.raises(ValueError, match=f"num_minibatches={count!r} is not a positive integer"):
-            gradients(count)
+            run(count)
