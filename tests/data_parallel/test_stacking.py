@@ -151,6 +151,8 @@ def test_layers_are_stacked_by_number_and_other_names_stay():
     stacked = stack_layers(tree, "block_{}", "blocks")
     assert set(stacked) == {"blocks", "block_0_norm", "norm_block_0", "block_01", "block_"}
     assert stacked["blocks"]["w"][:, 0].tolist() == [names.index(f"block_{number}") for number in range(11)]
+    with pytest.raises(ValueError, match="the tree has no 'block_0'"):
+        stack_layers({"block_0_norm": tree["block_0"]}, "block_{}", "blocks")
     back = unstack_layers(stacked, "blocks", "block_{}")
     assert jax.tree.map(np.ndarray.tolist, back) == jax.tree.map(np.ndarray.tolist, tree)
 

@@ -215,7 +215,7 @@ def test_length_of_blocks_is_the_divisor_with_the_nearest_ratio(layout, block_si
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (3, 1)], ids=str)
+@pytest.mark.parametrize("window", [None, (0, 0), (1, 0), (4, 1)], ids=str)
 def test_masks_of_positions_equal_a_loop_over_pairs_and_blocks_without_pairs_are_skipped(window, causal):
     options = context._Options((), CONTIGUOUS, causal, window, 1.0, 4)
     left, right = window or (99, 99)

@@ -470,13 +470,16 @@ def test_tokens_of_three_devices_reach_their_experts_and_return_in_order():
         np.testing.assert_array_equal(mixed, factors[chosen].sum(1) * rows)
 
 
-def test_results_of_experts_have_the_dtype_of_the_experts_and_weights_the_dtype_of_the_router():
+def test_results_of_experts_and_gradients_have_the_dtypes_of_the_experts():
     routing = Routing(jnp.array([[0], [1]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
     factors, rows = jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)
     with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=1.0)
     out, dropped = jax.eval_shape(with_capacity, factors, rows, routing)
     assert (out.dtype, dropped.dtype) == (jnp.bfloat16, jnp.float32)
-    assert jax.eval_shape(partial(mix_experts, doubled), factors, rows, routing).dtype == jnp.bfloat16
+    mix = partial(mix_experts, doubled)
+    assert jax.eval_shape(mix, factors, rows, routing).dtype == jnp.bfloat16
+    total = lambda *args: mix(*args, routing).astype(jnp.float32).sum()  # noqa: E731
+    assert [x.dtype for x in jax.eval_shape(jax.grad(total, (0, 1)), factors, rows)] == [jnp.bfloat16] * 2
 
 
 def of_length_one(factor, rows):

@@ -229,6 +229,7 @@ def test_wrapper_of_states_runs_only_for_states_with_its_kind_of_node(monkeypatc
     "shape, names, spec",
     [
         ((8, 24), ("fsdp", None), P("fsdp", "dp")),  # shards of 2 and 24
+        ((48, 24), ("fsdp", None), P("fsdp", "dp")),  # shards of 12 and 24
         ((48, 24), (None, "fsdp"), P("dp", "fsdp")),
         ((48, 8), ("fsdp", None), P(("fsdp", "dp"), None)),  # 3 copies divide the shards of 12
         ((16, 20), ("fsdp", None), P("fsdp")),  # they divide neither 4 nor 20
