@@ -273,6 +273,58 @@ def test_values_of_split_files_start_at_multiples_of_eight_bytes(tmp_path):
         assert_same_bits(import_safetensors(folder, params), params)
 
 
+def test_tensors_of_wide_dtypes_come_first_and_start_at_multiples_of_their_item_size(tmp_path):
+    """Readers that map a file into memory need aligned tensors; one of 3 bytes before others would shift them all."""
+    params = {"a": np.ones(3, np.int8), "b": np.ones(3, np.float16), "c": np.ones(1), "d": np.ones(1, np.float32)}
+    export_safetensors(params, tmp_path)
+    tensors = safetensors_io.stored_tensors(tmp_path)
+    assert sorted(tensors, key=lambda name: tensors[name].offset) == ["c", "d", "b", "a"]
+    assert all(tensor.offset % tensor.dtype.itemsize == 0 for tensor in tensors.values())
+
+
+def test_model_without_values_is_a_file_of_a_header_alone(tmp_path):
+    params = {"w": np.zeros((0, 3), np.float32)}
+    export_safetensors(params, tmp_path)
+    assert_same_bits(import_safetensors(tmp_path, params), params)
+
+
+def test_sizes_dims_and_headers_are_read_up_to_their_limits(tmp_path, monkeypatch):
+    def read(shape, end):
+        return safetensors_io._tensor(tmp_path, 100, {"dtype": "F16", "shape": shape, "data_offsets": [6, 6 + end]})
+
+    assert read([1] * 64, 2)[1:3] == (106, (1,) * 64)
+    assert read([2**63 - 1, 0], 0).shape == (2**63 - 1, 0)
+    for shape, match in (([1] * 65, "65 dims"), ([2**63, 0], f"{2**63} is no size"), ([1], "do not fit")):
+        with pytest.raises(ValueError, match=match):
+            read(shape, 0)
+    export_safetensors({"w": np.ones(300, np.float32)}, tmp_path)
+    file = tmp_path / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    assert safetensors_io.read_header(file).metadata == {"format": "pt"}
+    for limit in (length, length - 1):
+        monkeypatch.setattr(safetensors_io, "MAX_JSON_BYTES", limit)
+        if limit == length:
+            assert set(safetensors_io.read_header(file).tensors) == {"w"}
+            continue
+        with pytest.raises(ValueError, match=f"it would have {length} bytes, which are more than the file's, or "):
+            safetensors_io.read_header(file)
+
+
+def test_failed_sync_while_leaves_are_written_raises_and_leaves_no_file(tmp_path, monkeypatch):
+    """Linux reports a failed write by one fsync alone: the one at the end of the file may succeed."""
+    fsync, failures = os.fsync, [OSError(5, "no such sector")]
+
+    def fails_once(descriptor):
+        if failures:
+            raise failures.pop()
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails_once)
+    with pytest.raises(OSError, match="no such sector"):
+        export_safetensors({"w": np.ones(3)}, tmp_path)
+    assert not failures and not list(tmp_path.iterdir())
+
+
 def test_export_syncs_each_file_before_the_rename(tmp_path, monkeypatch):
     """A file is synced before the rename; otherwise, after a crash, the name may exist without the bytes."""
     synced, renamed, fsync, replace = {}, [], os.fsync, os.replace

@@ -157,3 +157,33 @@ def test_balanced_orders_tries_few_orders_of_many_axes_and_balances_the_traffic(
         for axis, sent in traffic(size, order, axis_sizes).items():
             load[axis] += sent
     assert max(load.values()) <= 1.05 * np.mean(list(load.values()))
+
+
+# ------------------------------------------------------------------------------------------------- numbers by hand
+
+
+def test_outermost_axis_carries_most_bytes_of_a_gather():
+    sizes = {"x": 2, "y": 4, "z": 3}
+    assert link_balance._traffic(96, ("x", "y", "z"), sizes) == {"x": 48, "y": 36, "z": 8}
+    assert link_balance._traffic(96, ("z", "y"), sizes) == {"z": 64, "y": 24}
+
+
+def test_axis_orders_of_unequal_axes_are_chosen_from_the_largest_leaf_on():
+    """Of 64 bytes x carries 32 and y 24; 24 bytes more make (y, x) 35 and 42, and 8 more (x, y) 39 and 45."""
+    sizes = {"x": 2, "y": 4, "slow": 2}
+    orders = link_balance.balanced_orders([8, 64, 24], [("slow", "x", "y")] * 3, sizes, ("slow",))
+    assert orders == [("x", "y", "slow"), ("x", "y", "slow"), ("y", "x", "slow")]
+
+
+@pytest.mark.parametrize("axes, expected", [("abcdef", "fedcba"), ("abcdefg", "gfeabcd")])
+def test_all_orders_of_six_axes_are_tried_and_three_places_of_seven(axes, expected):
+    orders = link_balance.balanced_orders([2**20, 2**20], [tuple(axes)] * 2, dict.fromkeys(axes, 2))
+    assert orders == [tuple(axes), tuple(expected)]
+
+
+def test_slow_axes_do_not_count_in_the_balance_of_layers_that_share_orders():
+    leaves = {f"block_{i}/{name}": (64, 0, ("slow", "x", "y")) for i in range(2) for name in "ab"}
+    sizes = {"slow": 2, "x": 2, "y": 2}
+    orders = link_balance._shared_orders(leaves, {path: path for path in leaves}, sizes, {"slow"})
+    assert orders["block_0/a"] == orders["block_1/a"] == ("x", "y", "slow")
+    assert orders["block_0/b"] == orders["block_1/b"] == ("y", "x", "slow")

@@ -26,7 +26,9 @@ from xlstm_jax.distributed import (
     shard_params,
 )
 from xlstm_jax.distributed.checkpoint.record import _written, bare_leaves, boxed_like
+from xlstm_jax.distributed.data_parallel.extensions.padding import Pad, ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, stored_value, true_value
+from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, LeafToSplit
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.training.state import abstract_train_state
 
@@ -238,3 +240,32 @@ def test_safetensors_of_padded_leaves_load_in_plain_and_padded_models(tmp_path):
     back = import_safetensors(tmp_path, state.params)
     assert_each_leaf(np.testing.assert_array_equal, true_tree(back), true_tree(state.params))
     assert padding_of(back).keys() == padding_of(state.params).keys()
+
+
+def test_padding_of_two_dims_by_hand():
+    """W[5, 7] is padded to [8, 7] for four parts, and then to [8, 9] for three."""
+    leaf = LeafToSplit(jax.ShapeDtypeStruct((5, 7), jnp.float32), (None, None), 0, UNCHANGED_STORE)
+    padded = Pad().prepare_for_split(leaf, 4)
+    padded = Pad().prepare_for_split(padded._replace(dim=1), 3)
+    store = padded.store
+    assert (padded.value.shape, store) == ((8, 9), ZeroPadding((5, 7)))
+    assert Pad().prepare_for_split(padded, 9) is padded
+    assert store.shape((2, 3), (4, 3)) == (5, 7)
+    value = 1 + np.arange(35.0).reshape(5, 7)
+    stored = np.asarray(store.write(jnp.asarray(value), (8, 9)))
+    assert stored.shape == (8, 9) and stored.sum() == value.sum()
+    assert np.array_equal(store.read(stored, (False, False)), value) and store.read(stored, (True, False)).shape == (
+        8,
+        7,
+    )
+    for i, j in np.ndindex(4, 3):
+        part = slice(2 * i, 2 * i + 2), slice(3 * j, 3 * j + 3)
+        np.testing.assert_array_equal(store.written_part(value, (8, 9), part), stored[part])
+
+
+def test_padding_follows_dims_of_layers():
+    store = ZeroPadding((5, None, 7))
+    assert [store.with_dim(i).sizes for i in (0, 1, 3)] == [(None, 5, None, 7), (5, None, None, 7), (5, None, 7, None)]
+    assert [store.without_dim(i).sizes for i in range(3)] == [(None, 7), (5, 7), (5, None)]
+    assert [store.of_last_dims(n).sizes for n in (1, 2, 3, 4)] == [(7,), (None, 7), (5, None, 7), (5, None, 7)]
+    assert ZeroPadding((5, None)).without_dim(0) is ZeroPadding((5, None)).of_last_dims(1) is UNCHANGED_STORE

@@ -40,7 +40,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.blocks import InBlocks
+from xlstm_jax.distributed.data_parallel.wire.blocks import Blocks, InBlocks, matrix_of_parts
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import gather_array_with_mean_grads, mean_over_copies
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
@@ -397,3 +397,31 @@ def test_compiled_program_sends_the_bytes_predicted_by_sent_bytes(topology):
     sent = {name: sent_bytes((WEIGHT[0] // 4, WEIGHT[1]), 0, name) for name in FORMATS}
     assert found == {(("fsdp",), "u8"): 3 * sum(sent.values()), (("dp",), "u8"): sum(sent.values())}
     assert not {name: size for name, size in sent.items() if size > MOST_OF_BFLOAT16 * 2 * shard}
+
+
+@pytest.mark.parametrize(
+    "shape, count, expected",
+    [
+        ((8, 4, 64), 8, (8, 256)),
+        ((8, 4, 64), 16, (32, 64)),
+        ((8, 4, 64), 3, (3, 683)),  # no leading dims that 3 divides
+        ((9, 128), 3, (9, 128)),
+        ((9, 100), 3, (3, 300)),  # rows of 100 would need 28 of padding
+        ((9, 12700), 3, (9, 12700)),  # 36 of padding are less than 1/128
+        ((6,), 4, (4, 2)),
+        ((0, 64), 4, (4, 0)),
+        ((2, 64), 1, (2, 64)),
+    ],
+    ids=str,
+)
+def test_values_are_packed_in_rows_that_the_devices_divide(shape, count, expected):
+    assert matrix_of_parts(shape, count) == expected
+
+
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_error_of_a_mean_follows_from_the_largest_value_of_each_block(format_name):
+    terms = np.random.default_rng(0).uniform(size=100).astype(np.float32)
+    got = Blocks(format_name).mean_error(terms)
+    for block in (slice(0, 64), slice(64, 100)):
+        want = FORMATS[format_name].error_bound(terms[block], 2 * terms[block].max())
+        np.testing.assert_allclose(got.ravel()[block], want, rtol=1e-6)

@@ -25,6 +25,7 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
 from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, by_rows, look_up
 
@@ -287,6 +288,29 @@ class ScaledNnx(UntiedNnx):
     def __init__(self, rngs):
         super().__init__(rngs)
         self.embed.embedding = ScaledParam(self.embed.embedding.get_value())
+
+
+class DoubledNnx(nnx.Embed):
+    def __call__(self, tokens):
+        return 2 * super().__call__(tokens)
+
+
+class NamedNnx(nnx.Embed):
+    """Has the methods of ``nnx.Embed``."""
+
+
+@pytest.mark.parametrize(
+    "cls, method, expected",
+    [
+        (nnx.Embed, "__call__", True),
+        (NamedNnx, "__call__", True),
+        (nnx.Embed, "attend", False),
+        (DoubledNnx, "__call__", False),
+        (nnx.Linear, "__call__", False),
+    ],
+)
+def test_lookup_of_nnx_is_the_call_of_an_embedding_that_does_not_override_the_call(cls, method, expected):
+    assert is_flax_lookup(cls, method) is expected
 
 
 @pytest.mark.parametrize(

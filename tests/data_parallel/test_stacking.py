@@ -135,6 +135,28 @@ def split_on(mesh, axes, dim, out_spec=WHOLE, check_vma=True):
     return on_mesh(partial(split_array_over_mesh, axis_name=axes, split_axis=dim), mesh, check_vma, WHOLE, out_spec)
 
 
+def test_layers_are_stacked_by_number_and_other_names_stay():
+    names = [
+        "block_10",
+        "block_2",
+        "block_0_norm",
+        "norm_block_0",
+        "block_01",
+        "block_",
+        *map("block_{}".format, (0, 1)),
+    ]
+    names += [f"block_{number}" for number in range(3, 10)]
+    tree = {name: {"w": np.full(2, place)} for place, name in enumerate(names)}
+    assert isinstance(stack_layers(FrozenDict(tree), "block_{}", "blocks"), FrozenDict)
+    stacked = stack_layers(tree, "block_{}", "blocks")
+    assert set(stacked) == {"blocks", "block_0_norm", "norm_block_0", "block_01", "block_"}
+    assert stacked["blocks"]["w"][:, 0].tolist() == [names.index(f"block_{number}") for number in range(11)]
+    with pytest.raises(ValueError, match="the tree has no 'block_0'"):
+        stack_layers({"block_0_norm": tree["block_0"]}, "block_{}", "blocks")
+    back = unstack_layers(stacked, "blocks", "block_{}")
+    assert jax.tree.map(np.ndarray.tolist, back) == jax.tree.map(np.ndarray.tolist, tree)
+
+
 @pytest.mark.parametrize("axes", ["fsdp", ("fsdp", "dp")], ids=str)
 def test_split_array_over_mesh_assigns_slices_in_the_order_of_the_axes(axes):
     x = jnp.arange(96).reshape(4, 24)

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_each_leaf
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
+from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
+from xlstm_jax.distributed.device_mesh.batch_leaves import with_copies
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.model_parallel import context_positions
 
@@ -122,3 +124,54 @@ class Scale:
 
     def apply(self, variables):
         return variables["params"]["w"]
+
+
+def test_rows_that_pad_an_empty_batch_are_those_of_an_earlier_batch_whose_memory_is_used_again():
+    x, y = np.arange(1.0, 7).reshape(3, 2), np.arange(3, dtype=np.int8)
+    padded = with_copies({"x": x, "y": y, "n": 5}, rows=3, padded=8)
+    assert padded["y"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1] and padded["n"] == 5
+    x[:] = 9
+    empty = with_copies({"x": x[:0], "y": y[:0], "n": 6}, rows=0, padded=2)
+    assert (empty["x"].tolist(), empty["y"].tolist(), empty["n"]) == ([[1, 2], [1, 2]], [0, 0], 6)
+    for other in ({"x": x[:0], "y": y[:0].astype(np.int16), "n": 6}, {"x": x[:0, :1], "y": y[:0], "n": 6}):
+        with pytest.raises(ValueError, match="hands in 0 rows"):
+            with_copies(other, rows=0, padded=2)
+
+
+@pytest.mark.parametrize(
+    "rows, pad, expected", [(0, True, 4), (5, True, 8), (8, True, 8), (8, False, 8), (5, 8, 8), (4, 4, 4), (0, 4, 4)]
+)
+def test_rows_are_padded_to_a_multiple_of_the_shards_and_at_least_to_one_of_each(rows, pad, expected):
+    assert batches._padded_rows(rows, 4, pad, ("dp",)) == expected
+
+
+@pytest.mark.parametrize(
+    "rows, pad, match",
+    [
+        (0, False, r"Hand in 4 rows, or pass pad=True"),
+        (3, False, r"Hand in 4 rows"),
+        (9, False, r"4 does not divide the 9 rows.*Hand in 8 or 12 rows"),
+        (5, 4, "pad=4 rows for 5 rows .* at least as many, and a multiple of 4"),
+        (5, 6, "pad=6 rows for 5"),
+        (0, 0, "pad=0 rows for 0"),
+    ],
+)
+def test_rows_or_padding_that_do_not_fit_the_shards_raise(rows, pad, match):
+    with pytest.raises(ValueError, match=match):
+        batches._padded_rows(rows, 4, pad, ("dp",))
+
+
+def test_padded_batch_counts_as_padded_until_it_is_deleted(monkeypatch):
+    monkeypatch.setattr(batches, "_padded", [])
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2}, devices=jax.devices()[:2])
+    whole, weight = shard_batch({"x": np.ones((4, 1))}, mesh, "dp", pad=True)
+    assert not batches.any_padded() and weight.tolist() == [1, 1, 1, 1]  # no row was needed
+    first, weight = shard_batch({"x": np.ones((3, 1)), "n": 1}, mesh, "dp", pad=True)
+    second, _ = shard_batch({"x": np.ones((1, 1))}, mesh, "dp", pad=True)
+    assert (weight.tolist(), weight.dtype) == ([1, 1, 1, 0], np.float32)
+    found = [batches.padded_rows_of(leaf) for leaf in (first["x"], second["x"], first["n"], whole["x"], weight)]
+    assert found == [(3, 4), (1, 2), None, None, None]
+    del first
+    assert batches.any_padded()
+    del second
+    assert not batches.any_padded()

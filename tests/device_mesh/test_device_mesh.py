@@ -250,3 +250,8 @@ def test_concurrent_programs_on_simulated_cpu_devices_do_not_deadlock():
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", MANY_IN_FLIGHT], capture_output=True, text=True, timeout=180)
         assert run.stdout == "done\n", run.stderr
+
+
+def test_axes_of_a_mesh_keep_their_order():
+    mesh = DeviceMeshManager.create_abstract_mesh({"tp": 2, "dp": 4})
+    assert (mesh.axis_names, mesh.axis_sizes) == (("tp", "dp"), (2, 4))

@@ -5,7 +5,7 @@ NVLink 1e9, of network 1e8 per GPU; hosts of 4.
 """
 
 import dataclasses
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -13,6 +13,7 @@ from xlstm_jax.forecast.cost.clock import Kernels, Transfer, waits
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.cost.products import product_flops
 from xlstm_jax.forecast.cost.schedule import timed
+from xlstm_jax.forecast.forecasting import links_of
 from xlstm_jax.forecast.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.forecast.hardware.chips import Efficiency
 from xlstm_jax.forecast.hlo.program import parse
@@ -70,6 +71,20 @@ def test_links_take_the_host_size_from_the_topology():
 def test_links_of_tpus_have_no_networks_and_no_nic_bytes():
     links = Links(CHIPS["v5e"], {"x": 1})
     assert (links.networks(("x",)), links.nic_bytes(("x",), 1e9)) == ((), 0.0)
+
+
+def test_links_of_a_compiled_step_have_the_torus_of_the_coordinates_only_for_tpus_at_hand():
+    def found(chip, topology=None, coords=((0, 0, 0), (1, 2, 0), (0, 3, 0))):
+        compiled = SimpleNamespace(topology=topology, coords=coords, axis_sizes={"fsdp": 8})
+        return links_of(compiled, CHIPS[chip])
+
+    at_hand = found("v5e")
+    assert (at_hand.topology.chip, at_hand.topology.shape) == (CHIPS["v5e"], (2, 4))  # a torus of two dims
+    assert found("v5p").topology.shape == (2, 4, 1)
+    assert (at_hand.axis_sizes, at_hand.coords) == ({"fsdp": 8}, ((0, 0, 0), (1, 2, 0), (0, 3, 0)))
+    absent = parse_topology("v5e:4x4")
+    assert found("v5e", absent).topology is absent
+    assert found("h100", coords=()).topology is None
 
 
 def test_busiest_seconds_let_nvlink_and_network_run_in_parallel():

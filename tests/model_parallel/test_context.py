@@ -17,7 +17,7 @@ from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.model_parallel import ReorderedTokens, context, in_layout
 from xlstm_jax.distributed.model_parallel.context import context_attention, context_positions
-from xlstm_jax.distributed.model_parallel.sequence_layout import LAYOUTS
+from xlstm_jax.distributed.model_parallel.sequence_layout import CONTIGUOUS, LAYOUTS
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
 
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
@@ -185,6 +185,66 @@ def test_ring_attention_sends_each_key_and_value_shard_around_once(mesh):
 def test_window_ends_the_ring_after_the_last_visible_shard(mesh):
     forward = traced(mesh, lambda *arrays: context_attention(*arrays, impl="ring", window=3))
     assert forward.count("ppermute") == 2 * 1  # a device has 4 tokens, and sees the previous device's tokens
+
+
+def options_of(mesh, window, causal=True, layout=CONTIGUOUS, block_size=4):
+    return context._Options(mesh.axis_names, layout, causal, window, 1.0, block_size)
+
+
+def test_ring_takes_as_many_steps_as_a_causal_window_reaches_back():
+    mesh = DeviceMeshManager.create_device_mesh({"cp": 6}, devices=jax.devices()[:6])
+
+    def steps(**options):
+        found = []
+        local = lambda x: found.append(context._steps(options_of(mesh, **options), 4)) or x  # noqa: E731
+        jax.eval_shape(on_mesh(local, mesh, True, P("cp"), P("cp")), jnp.zeros(6))
+        return found[0]
+
+    assert [steps(window=(left, 9)) for left in (0, 1, 4, 5, 19, 20, 21)] == [1, 2, 2, 3, 6, 6, 6]
+    assert [steps(window=None), steps(window=(1, 1), causal=False), steps(window=(1, 1), layout="zigzag")] == [6, 6, 6]
+
+
+@pytest.mark.parametrize(
+    "layout, block_size, expected",
+    # The divisors of 12 are 1, 2, 3, 4, 6, 12, and those of half of it 1, 2, 3, 6.
+    [(CONTIGUOUS, 4, 4), (CONTIGUOUS, 5, 6), (CONTIGUOUS, 100, 12), ("zigzag", 4, 3), ("zigzag", 100, 6)],
+)
+def test_length_of_blocks_is_the_divisor_with_the_nearest_ratio(layout, block_size, expected):
+    options = context._Options((), layout, True, None, 1.0, block_size)
+    assert context._block_length(options, 12) == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (0, 0), (1, 0), (4, 1)], ids=str)
+def test_masks_of_positions_equal_a_loop_over_pairs_and_blocks_without_pairs_are_skipped(window, causal):
+    options = context._Options((), CONTIGUOUS, causal, window, 1.0, 4)
+    left, right = window or (99, 99)
+    places = np.arange(12)
+    want = np.array([[-left <= k - q <= right and (k <= q or not causal) for k in places] for q in places])
+    mask = context._visible(options, places, places, None, None)
+    assert mask is None and want.all() if mask is None else np.array_equal(mask[0, 0], want)
+    for q, k in np.ndindex(4, 4):
+        queries, keys = slice(3 * q, 3 * q + 3), slice(3 * k, 3 * k + 3)
+        assert bool(context._any_visible(options, places[queries], places[keys])) == want[queries, keys].any()
+
+
+@pytest.mark.parametrize("impl", ["ring", "gather", "ulysses"])
+def test_attention_and_its_gradients_have_the_dtypes_of_their_inputs(impl):
+    arrays = [jax.ShapeDtypeStruct(QUERY.shape, dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float32)]
+    attend = lambda *arrays: context_attention(*arrays, impl=impl, block_size=4)  # noqa: E731
+    if impl != "ring":  # jax.nn.dot_product_attention takes equal dtypes
+        arrays = arrays[:1] * 3
+    assert jax.eval_shape(attend, *arrays).dtype == jnp.bfloat16
+    grads = jax.eval_shape(jax.grad(lambda *arrays: attend(*arrays).astype(jnp.float32).sum(), (0, 1, 2)), *arrays)
+    assert [grad.dtype for grad in grads] == [array.dtype for array in arrays]
+
+
+def test_masks_of_segments_compare_the_segments_of_each_sequence():
+    options = context._Options((), CONTIGUOUS, False, None, 1.0, 4)
+    queries, keys = np.array([[0, 0, 1], [2, 2, 2]]), np.array([[0, 1], [3, 2]])
+    mask = context._visible(options, np.arange(3), np.arange(2), queries, keys)
+    assert mask.shape == (2, 1, 3, 2)
+    assert mask.astype(int)[:, 0].tolist() == [[[1, 0], [1, 0], [0, 1]], [[0, 1], [0, 1], [0, 1]]]
 
 
 def test_ring_attention_stores_only_local_residuals_for_the_backward_pass(mesh):

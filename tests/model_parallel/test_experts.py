@@ -340,6 +340,49 @@ def test_router_losses_weight_rows_and_match_a_single_device():
     np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
 
 
+def test_router_losses_of_rows_with_weights_below_1_match_the_formulas():
+    """Rows of weights 1/4, 1/2 and 0; the share of the choices is a constant of the gradient."""
+    logits = np.float32([[2, 0, 1], [0, 1, -1], [5, 5, 5]])
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+
+    def losses(weights):
+        routing = route_tokens(jnp.asarray(logits), 2)
+        return load_balancing_loss(routing, (), weights), router_z_loss(routing, weights)
+
+    weights = np.float32([0.25, 0.5, 0])
+    share = np.float32([0.75, 0.5, 0.25]) / 1.5  # of the first row's experts 0 and 2, and the second row's 1 and 0
+    (balance, z), grad = jax.jit(lambda w: (losses(w), jax.grad(lambda w: losses(w)[0])(w)))(weights)
+    of_row = 3 * probabilities @ share
+    np.testing.assert_allclose(balance, of_row @ weights / 0.75, rtol=1e-6)
+    np.testing.assert_allclose(z, np.log(np.exp(logits).sum(-1)) ** 2 @ weights / 0.75, rtol=1e-6)
+    np.testing.assert_allclose(grad, (of_row - of_row @ weights / 0.75) / 0.75, rtol=1e-5, atol=1e-6)
+    assert jax.jit(losses)(np.zeros(3, np.float32)) == (0, 0)  # not 0 / 0
+
+
+def test_load_balance_of_three_devices_without_row_weights_is_that_of_one_device():
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 3}, devices=jax.devices()[:3])
+    logits = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+    local = lambda logits: load_balancing_loss(route_tokens(logits, 2), "dp")[None]  # noqa: E731
+    got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(logits)
+    want = jax.jit(lambda logits: load_balancing_loss(route_tokens(logits, 2)))(logits)
+    np.testing.assert_allclose(got.mean(), want, rtol=FLOAT32_ROUNDING)
+    assert len(set(got.tolist())) == 3  # guard: devices differ
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_tokens_are_routed_in_float32_and_to_the_first_of_equal_experts(dtype):
+    logits = np.array([[0, 3, 3, 1], [1, 1, 1, 1]], dtype)
+    routing = jax.jit(partial(route_tokens, top_k=2))(logits)
+    assert routing.experts.tolist() == [[1, 2], [0, 1]] and routing.experts.dtype == jnp.int32
+    assert routing.weights.dtype == routing.logits.dtype == jnp.float32
+    np.testing.assert_allclose(routing.weights[0], np.exp(3) / (1 + 2 * np.exp(3) + np.exp(1)), rtol=1e-6)
+    normalized = jax.jit(partial(route_tokens, top_k=4, normalize=True))(logits)
+    np.testing.assert_allclose(normalized.weights.sum(-1), 1, rtol=1e-6)
+    for top_k in (0, 5):
+        with pytest.raises(ValueError, match=f"top_k={top_k} of 4 experts"):
+            route_tokens(logits, top_k)
+
+
 def test_load_balancing_loss_of_a_balanced_router_is_1():
     routing = Routing(jnp.arange(8)[:, None] % 4, jnp.ones((8, 1)), jnp.zeros((8, 4)))
     np.testing.assert_allclose(load_balancing_loss(routing), 1)
@@ -410,6 +453,35 @@ def test_expert_accepts_more_rows_than_16_bits_count():
     assert dropped == 0
 
 
+def test_tokens_of_three_devices_reach_their_experts_and_return_in_order():
+    """Two experts on each device: device 0 sends both choices of all its tokens to device 1, the others to all."""
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 3}, devices=jax.devices()[:3])
+    first = np.array([[2, 3], [3, 2], [2, 3]])
+    chosen = np.concatenate([first, [[5, 0], [1, 4], [0, 1]], [[0, 5], [3, 0], [4, 2]]])
+    factors, rows = 10.0 ** np.arange(6, dtype=np.float32)[:, None], np.arange(1, 10, dtype=np.float32)[:, None]
+    routing = Routing(chosen, np.ones((9, 2), np.float32), np.zeros((9, 6), np.float32))
+
+    def local(factors, rows, routing):
+        with_capacity = mix_experts_with_capacity(doubled, factors, rows, routing, "ep", capacity_factor=3.0)[0]
+        return mix_experts(doubled, factors, rows, routing, "ep", block_size=2), with_capacity
+
+    both = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(factors, rows, routing)
+    for mixed in both:
+        np.testing.assert_array_equal(mixed, factors[chosen].sum(1) * rows)
+
+
+def test_results_of_experts_and_gradients_have_the_dtypes_of_the_experts():
+    routing = Routing(jnp.array([[0], [1]]), jnp.ones((2, 1)), jnp.zeros((2, 2)))
+    factors, rows = jnp.ones((2, 1), jnp.bfloat16), jnp.ones((2, 1), jnp.bfloat16)
+    with_capacity = partial(mix_experts_with_capacity, doubled, capacity_factor=1.0)
+    out, dropped = jax.eval_shape(with_capacity, factors, rows, routing)
+    assert (out.dtype, dropped.dtype) == (jnp.bfloat16, jnp.float32)
+    mix = partial(mix_experts, doubled)
+    assert jax.eval_shape(mix, factors, rows, routing).dtype == jnp.bfloat16
+    total = lambda *args: mix(*args, routing).astype(jnp.float32).sum()  # noqa: E731
+    assert [x.dtype for x in jax.eval_shape(jax.grad(total, (0, 1)), factors, rows)] == [jnp.bfloat16] * 2
+
+
 def of_length_one(factor, rows):
     """An expert whose derivative at zeros is not finite."""
     return factor * rows / jnp.sqrt((rows**2).sum(-1, keepdims=True))
@@ -430,14 +502,16 @@ def test_unassigned_and_padded_rows_leave_no_nan_in_expert_gradients():
 
 
 def test_invalid_or_duplicate_expert_choices_give_nan():
-    routing = Routing(jnp.array([[1, 0], [1, 1], [2, 0], [-1, -2]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
+    routing = Routing(jnp.array([[1, 1], [2, 0], [-1, 0], [1, 0]]), jnp.ones((4, 2)), jnp.zeros((4, 2)))
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
-    for mixed in (
-        mix_experts(doubled, factors, rows, routing),
-        mix_experts_with_capacity(doubled, factors, rows, routing, capacity_factor=9.0)[0],
-    ):
-        np.testing.assert_array_equal(mixed.ravel(), [11, np.nan, np.nan, np.nan])
-    # Choices of other tokens do not displace a token's choice from the sent rows.
+    # A capacity of one row, which invalid choices do not take.
+    for mix in (mix_experts, lambda *args: mix_experts_with_capacity(*args, capacity_factor=0.25)[0]):
+        mixed = jax.jit(partial(mix, doubled))(factors, rows, routing)
+        np.testing.assert_array_equal(mixed.ravel(), [np.nan, np.nan, np.nan, 11])
+
+
+def test_invalid_choices_of_other_tokens_do_not_displace_a_choice_from_the_sent_rows():
+    factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
     mesh, twice = (
         DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]),
         jnp.array([[0, 0], [0, 1]]),
@@ -450,13 +524,17 @@ def test_invalid_or_duplicate_expert_choices_give_nan():
 
 
 def test_rows_of_weight_0_use_no_expert_capacity():
-    """Rows of weight 0 use no capacity: with C = 2, two padding rows would fill expert 0."""
+    """Rows of weight 0 use no capacity: with C = 1, a padding row would fill expert 0."""
     routing = Routing(jnp.array([[0], [0], [0], [0]]), jnp.ones((4, 1)), jnp.zeros((4, 2)))
-    mixed = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
-    out, dropped = mixed(capacity_factor=1.0, row_weights=jnp.array([0, 0, 1, 2]))
-    assert out.ravel().tolist() == [0, 0, 3, 4] and dropped == 0
-    out, dropped = mixed(capacity_factor=0.5, row_weights=jnp.array([0, 0, 1, 2]))
+
+    @jax.jit
+    def mixed(row_weights):
+        mix = partial(mix_experts_with_capacity, doubled, jnp.ones((2, 1)), jnp.arange(1.0, 5)[:, None], routing)
+        return mix(capacity_factor=0.5, row_weights=row_weights)
+
+    out, dropped = mixed(jnp.array([0, 0, 0.25, 2]))
     assert out.ravel().tolist() == [0, 0, 3, 0] and dropped == 0.5
+    assert mixed(jnp.zeros(4))[1] == 0  # not 0 / 0
 
 
 def test_dropped_share_of_replicated_tokens_matches_a_single_device():
@@ -470,7 +548,7 @@ def test_dropped_share_of_replicated_tokens_matches_a_single_device():
 
     specs = {"params": {"experts": P("ep"), "router": P()}}
     split = jax.shard_map(partial(dropped, model), mesh=mesh, in_specs=(specs, P()), out_specs=P())
-    want = dropped(model.clone(axis=None, row_groups=4), variables, X)
+    want = jax.jit(partial(dropped, model.clone(axis=None, row_groups=4)))(variables, X)
     np.testing.assert_allclose(jax.jit(split)(variables, X), want, rtol=FLOAT32_ROUNDING)
     assert 0.1 < want < 1
 

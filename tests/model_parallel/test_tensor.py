@@ -452,6 +452,31 @@ TP8, TP4 = {"tp": 8}, {"fsdp": 2, "tp": 4}
 # ---------------------------------------------------------------------------------------------------- norms and dropout
 
 
+class FactorOfColumns(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * self.param("scale", nn.initializers.ones, (2,))
+
+
+def test_gradient_of_replicated_parameters_on_split_input_sums_three_devices():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+    grad = jax.grad(
+        lambda scale, x: on_split_input(FactorOfColumns, "tp")().apply({"params": {"scale": scale}}, x).sum()
+    )
+    for check_vma in (True, False):
+        got = on_mesh(grad, mesh, check_vma, (P(), P("tp")), P())(jnp.ones(2), jnp.arange(6.0).reshape(3, 2))
+        assert got.tolist() == [6, 9]
+
+
+def test_dropout_on_split_input_is_the_plain_dropout_on_a_single_device():
+    def drop(cls, key):
+        return cls(0.5, deterministic=False).apply({}, jnp.ones((2, 8)), rngs={"dropout": key})
+
+    key = jax.random.key(1)
+    got, want = jax.jit(lambda key: [drop(cls, key) for cls in (on_split_input(nn.Dropout, "tp"), nn.Dropout)])(key)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_dropout_differs_by_device_on_split_tokens_and_not_on_replicated_tokens():
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
     x, key = jnp.ones((2, 32, 4)), {"dropout": jax.random.key(0)}

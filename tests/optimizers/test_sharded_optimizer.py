@@ -11,16 +11,27 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, assert_each_leaf, assert_same_params, data, fsdp, mean_loss, mesh_of, plain
 from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    Replicas,
     TrainState,
     abstract_train_state,
     create_train_state,
     make_train_step,
     unbox,
 )
-from xlstm_jax.distributed.optimizers.sharded_optimizer import WRAPPERS, Trained, WrapperOfStates, sharded_optimizer
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.optimizers.sharded_optimizer import (
+    WRAPPERS,
+    Trained,
+    WrapperOfStates,
+    optimizer_state_shardings,
+    sharded_optimizer,
+)
 
 STEPS = 5
 
@@ -212,3 +223,24 @@ def test_wrapper_of_states_runs_only_for_states_with_its_kind_of_node(monkeypatc
         before = Trained(0, params, optimizer.init(params), {})
         jax.jit(lambda grads, of=optimizer, before=before: of.update(grads, before, {})[0].params)(params)
         assert len(seen) == calls
+
+
+@pytest.mark.parametrize(
+    "shape, names, spec",
+    [
+        ((8, 24), ("fsdp", None), P("fsdp", "dp")),  # shards of 2 and 24
+        ((48, 24), ("fsdp", None), P("fsdp", "dp")),  # shards of 12 and 24
+        ((48, 24), (None, "fsdp"), P("dp", "fsdp")),
+        ((48, 8), ("fsdp", None), P(("fsdp", "dp"), None)),  # 3 copies divide the shards of 12
+        ((16, 20), ("fsdp", None), P("fsdp")),  # they divide neither 4 nor 20
+        ((20, 9), ("fsdp", None), P("fsdp", "dp")),
+    ],
+    ids=str,
+)
+def test_state_of_three_copies_is_split_along_the_largest_shard_that_they_divide(shape, names, spec):
+    mesh = DeviceMeshManager.create_abstract_mesh({"dp": 3, "fsdp": 4, "tp": 1})
+    for axes in ("dp", ("tp", "dp")):  # an axis of one device has no copies
+        copies = Communication(replicas=Replicas(axes, shard_optimizer_state=True))
+        params = {"w": Sharded(jax.ShapeDtypeStruct(shape, jnp.float32), names, communication=copies)}
+        moments = {"mu": {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}}
+        assert optimizer_state_shardings(moments, params, mesh)["mu"]["w"].spec == spec

@@ -1,5 +1,6 @@
 """Tests of the plan against real placements, gathers and kept bytes: leaf by leaf, byte by byte, on 8 devices."""
 
+import dataclasses
 import io
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import time
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -41,14 +43,17 @@ from xlstm_jax.distributed.data_parallel.reasons import (
     NoParameter,
     OfSeveral,
     PrngKeys,
+    Scalar,
     TooSmall,
     Unwrapped,
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan, expert_plan
 from xlstm_jax.distributed.plan.init_errors import InitError
-from xlstm_jax.distributed.plan.leaf_plan import ByteCount
+from xlstm_jax.distributed.plan.leaf_plan import ByteCount, LeafPlan
+from xlstm_jax.distributed.plan.matrix_plan import MatrixPlan, matrix_plans
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.distributed.plan.sharding_plan import ShardingPlan
 from xlstm_jax.forecast.training import Workload
@@ -716,3 +721,104 @@ def test_plan_sharding_does_not_report_library_errors_as_init_error():
     with pytest.raises(ValueError, match="'nope' is not an axis of axis_sizes") as raised:
         plan_sharding(shard_modules(Positions(), nn.Dense, "nope", 8), {"fsdp": 4}, FEWER)
     assert not isinstance(raised.value, InitError)
+
+
+# ------------------------------------------------------------------------------------------------- numbers by hand
+
+
+def row_of(path, total, per_device, *, collection="params", kind="parameters", **fields):
+    parts = total // per_device
+    shape = (total // 4,)
+    counts = {kind: ByteCount(total, per_device)}
+    return LeafPlan(path, collection, shape, "float32", (None,), parts, Scalar(), shape, **counts, **fields)
+
+
+def plan_by_hand(devices=4):
+    rows = (
+        row_of("a", 400, 100),
+        row_of("small", 8, 8),
+        row_of("b", 800, 200),
+        row_of("large", 40, 40),
+        row_of("(batch_stats) mean", 100, 100, collection="batch_stats", kind="other"),
+        row_of("(optimizer) mu", 64, 16, collection="optimizer", kind="host"),
+    )
+    return ShardingPlan({"dp": 1, "fsdp": devices}, "", rows)
+
+
+def test_replicated_leaves_are_parameters_largest_first_and_none_on_a_single_device():
+    plan = plan_by_hand()
+    assert [row.path for row in plan.replicated] == ["large", "small"]
+    assert plan.replicated_fraction == 48 / 1248
+    assert plan.bytes_per_device == 100 + 8 + 200 + 40 + 100  # without the host
+    assert (plan_by_hand(1).replicated, plan_by_hand(1).replicated_fraction) == ((), 0)
+
+
+def test_plan_check_allows_exactly_its_limits():
+    plan = plan_by_hand()
+    plan.check(max_replicated_fraction=48 / 1248, max_bytes_per_device=448)
+    plan.check(max_replicated_fraction=1)
+    plan_by_hand(1).check(max_replicated_fraction=0)
+    for limits, match in [
+        ({"max_replicated_fraction": 0.038}, r"3.8% of the parameters' bytes .*The largest: 'large'"),
+        ({"max_replicated_fraction": 1, "max_bytes_per_device": 447}, "448 bytes.*The largest per device: 'b'"),
+        ({"max_replicated_fraction": 1.001}, "is no fraction"),
+        ({"max_replicated_fraction": -0.001}, "is no fraction"),
+        ({"max_replicated_fraction": float("nan")}, "is no fraction"),
+        ({"max_bytes_per_device": 0}, "is no positive number"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            plan.check(**limits)
+
+
+def test_leaf_without_gathers_has_gathered_size_0_and_a_leaf_on_hosts_its_bytes():
+    rows = plan_by_hand().rows
+    assert [row.gathered_size for row in rows] == [0] * len(rows)
+    gathered = row_of("w", 400, 100, uses=2, gathered_bytes=200, gather_dtype="bfloat16")
+    assert (gathered.gathered_size, gathered.gather_itemsize) == (100, 2)
+    stacked = dataclasses.replace(gathered, shape=(3, 2), use_shape=(2,))
+    assert (gathered.layers, stacked.layers, dataclasses.replace(stacked, use_shape=()).layers) == (1, 3, 6)
+    assert rows[-1].description == "'(optimizer) mu' float32[16] (64 B)"
+    assert rows[-2].description == "'(batch_stats) mean' float32[25] (100 B)"
+
+
+def test_difference_of_plans_names_leaves_in_the_order_of_the_first_plan_then_added_leaves():
+    plan = plan_by_hand()
+    other = dataclasses.replace(plan, rows=(row_of("new", 4, 4), row_of("b", 800, 800), *plan.rows[:2]))
+    changes = plan.diff(other)
+    assert [change.path for change in changes] == ["b", "large", *(row.path for row in plan.rows[-2:]), "new"]
+    assert [bool(change.before) + 2 * bool(change.after) for change in changes] == [3, 1, 1, 1, 2]
+    assert set(changes[0].before) == {"parts", "parameters"}
+
+
+def test_padding_of_experts_and_idle_owners_of_matrices_by_hand():
+    def padding(top_k, experts=8, capacity=None):
+        return ExpertPlan("moe", experts, top_k, capacity, ("ep",), 4, 1, 0, 0).padding
+
+    # Two experts on each of four devices: a token sends at most two rows to a device.
+    assert [padding(1), padding(2), padding(4), padding(4, capacity=1.25)] == [4, 4, 2, 1.25]
+    seven, five = (MatrixPlan("muon", ("w",), count, 2, 3, owners=4, per_owner=2, reason="") for count in (7, 5))
+    assert (seven.idle_fraction, seven.workless_fraction) == (1 / 8, 0)
+    assert (five.idle_fraction, five.workless_fraction) == (3 / 8, 1 / 4)
+    none = MatrixPlan("muon", ("w",), 0, 0, 0, 0, 0, "of rank 1")
+    assert (none.idle_fraction, none.workless_fraction) == (0, 0)
+
+
+def test_matrices_in_a_part_of_the_mesh_count_for_all_parts():
+    """Three layers on each of two parts: two matrices in each layer, updated by four devices of a part."""
+    leaves, form = (SimpleNamespace(path="up"), SimpleNamespace(path="gate")), SimpleNamespace(rows=2, columns=3)
+    group = SimpleNamespace(leaves=leaves, form=form, count=6, num_owners=4, places_per_owner=2)
+    choices = {path: SimpleNamespace(count=6, dims=(1, 2), reason="") for path in ("up", "gate")}
+    choices["bias"] = SimpleNamespace(count=0, dims=(), reason="of rank 1")
+    found = matrix_plans([SimpleNamespace(rule="muon", groups=[group], choices=choices)])
+    assert found == (
+        MatrixPlan("muon", ("up", "gate"), 12, 2, 3, owners=8, per_owner=2, reason=""),
+        MatrixPlan("muon", ("bias",), 0, 0, 0, 0, 0, "of rank 1"),
+    )
+
+
+def test_plan_of_experts_counts_the_layers_of_a_scan_and_no_leaves_of_others():
+    rows = [row_of("moe/experts/up", 480, 120), row_of("moe/experts/down", 240, 60), row_of("moe/router", 800, 800)]
+    rows += [row_of("other/moe/experts/up", 40, 40), row_of("moe/experts/mean", 44, 44, collection="batch_stats")]
+    module = SimpleNamespace(axis=("x", "y"), num_experts=4, top_k=2, capacity_factor=None)
+    found = expert_plan("moe", module, 60, {"x": 2, "y": 2, "dp": 3}, rows)
+    assert (found.devices, found.layers, found.expert_bytes, found.expert_size) == (4, 3, 60, 15)

@@ -25,7 +25,7 @@ from xlstm_jax.distributed import (
     check_replicas,
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.resilience import watchdog
+from xlstm_jax.distributed.resilience import loop_guard, watchdog
 from xlstm_jax.distributed.resilience.loop_guard import _failure_of
 from xlstm_jax.distributed.resilience.replica_check import check_local_replicas
 from xlstm_jax.distributed.resilience.watchdog import EXIT_FAILED, EXIT_HUNG, LOOK_EVERY_S, MAX_TIMEOUT_S
@@ -265,6 +265,42 @@ def test_ctrl_c_interrupts_without_should_stop_calls_or_when_pressed_twice(optio
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_loop_that_asks_may_take_further_steps_after_ctrl_c():
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as raised, LoopGuard() as guard:
+        for step in range(4):
+            guard.step_done(step, {"loss": 1.0})
+            if step == 1:
+                signal.raise_signal(signal.SIGINT)
+            assert guard.should_stop(step) == (step >= 1)
+    assert isinstance(raised.value, SystemExit) and raised.value.code == 130
+
+
+def test_guard_watches_each_step_with_its_limit_and_a_paused_section_without(monkeypatch):
+    watched = []
+
+    class Recorded(watchdog.Watchdog):
+        def watch(self, activity, timeout_s):
+            watched.append((activity, timeout_s))
+            super().watch(activity, None)
+
+    monkeypatch.setattr(loop_guard, "Watchdog", Recorded)
+    with LoopGuard(step_timeout_s=50, first_step_timeout_s=700) as guard:
+        guard.step_done(3, {"loss": 1.0})
+        with guard.paused(), pytest.raises(KeyError), guard.paused(90):
+            raise KeyError
+        guard.step_done(4)
+    paused = "the paused section after step 4 began", None
+    assert watched == [
+        ("the first step", 700),
+        ("step 4", 50),
+        paused,
+        (f"the paused section after {paused[0]} began", 90),
+        paused,
+        ("step 4", 50),
+        ("step 5", 50),
+    ]
+
+
 def test_loop_guard_keeps_an_ignored_sigint_ignored():
     """``LoopGuard`` keeps SIGINT ignored, as in a background run (nohup)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -375,6 +411,41 @@ def test_step_done_raises_for_a_loss_donated_before_inspection():
             guard.step_done(8, {"loss": 1.0})
 
 
+def test_error_in_the_loop_comes_before_the_check_of_the_last_loss_which_ends_a_loop_without_error():
+    for error, expected in ((KeyError, KeyError), (None, NonFiniteError)):
+        with pytest.raises(expected), LoopGuard() as guard:
+            guard.step_done(1, {"loss": np.float32(np.inf)})
+            if error:
+                raise error
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (KeyboardInterrupt(), 130),
+        (SystemExit(), 0),
+        (SystemExit(0), 0),
+        (SystemExit(3), 3),
+        (SystemExit("a text"), 1),
+        (OSError(), 13),
+    ],
+    ids=repr,
+)
+def test_exit_code_of_a_process_that_an_exception_ends(error, code):
+    assert loop_guard._exit_code(error) == code
+
+
+def test_donated_loss_beside_counters_is_allowed_and_a_donated_counter_is_not():
+    first, second = counted(0, 0), counted(0, 0)
+    with LoopGuard() as guard:
+        guard.step_done(1, first)
+        first["loss"].delete()
+        guard.step_done(2, second)
+        second["skipped_in_a_row"].delete()
+        with pytest.raises(ValueError, match="the loss of step 2 was donated"):
+            guard.step_done(3, counted(0, 0))
+
+
 def test_loop_guard_raises_for_calls_outside_of_the_block_and_wrong_arguments():
     guard = LoopGuard(step_timeout_s=None)
     with pytest.raises(ValueError, match="step_done of a LoopGuard outside of its block"):
@@ -445,8 +516,9 @@ def test_check_replicas_raises_for_a_differing_copy_with_leaf_and_device(values,
     tree = {"fine": good, "layer": {"bias": Sharded(bad, (None,) * bad.ndim)}}
     with pytest.raises(
         ReplicaError, match=r"1 of 2 leaves .*'layer/bias', .* device (2 of process 0 and another on device )?6 of pro"
-    ):
+    ) as raised:
         check_replicas(tree)
+    assert [device.id for device in raised.value.devices] == [6]  # the smallest group, not the others
     check_replicas({"fine": good})  # guard: correct copies pass
 
 
@@ -479,6 +551,9 @@ def test_check_local_replicas_ignores_bits_of_nans_split_arrays_and_donated_arra
         bits = {np.asarray(shard.data).tobytes() for shard in nan.addressable_shards}
         assert len(bits) == 2  # guard: the NaNs differ in a bit
         check_local_replicas("loss", nan)
+        one_nan = with_one_bad_copy(0 * values, P(), 6, lambda data: data.at[3].set(jnp.nan))
+        with pytest.raises(ReplicaError, match="device 6 of process 0"):
+            check_local_replicas("loss", one_nan)
 
 
 def test_check_replicas_accepts_unreplicated_leaves_and_equal_copies():

@@ -131,6 +131,26 @@ def test_reduce_once_gathers_weights_in_the_gather_dtype():
     assert once.shape == (4,) and once.dtype == of_each.dtype == jnp.bfloat16
 
 
+def test_reduce_once_leaves_frozen_weights_frozen_and_axes_of_the_model_split():
+    def local(shard):
+        boxes = {
+            "w": Sharded(shard, ("fsdp",)),
+            "frozen": Sharded(shard, ("fsdp",), trainable=False),
+            "of the model": Sharded(shard, (("tp", "fsdp"),), model_axes=("tp",)),
+        }
+        for path, leaf in STRATEGIES["reduce_once"].weights(boxes, ("fsdp",)).items():
+            found[path] = leaf_of(leaf).trainable, leaf_of(leaf).value.shape, leaf_of(leaf).axes
+        # axes of the batch that do not split the leaf
+        found["of others"] = leaf_of(STRATEGIES["reduce_once"].weights(boxes["w"], ("tp",))).value.shape
+        return shard
+
+    found = {}
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2, "fsdp": 3}, devices=jax.devices()[:6])
+    jax.eval_shape(on_mesh(local, mesh, False, P(("tp", "fsdp")), P(("tp", "fsdp"))), np.ones(12, np.float32))
+    assert found.pop("of others") == (2,)
+    assert found == {"w": (True, (6,), ()), "frozen": (False, (6,), ()), "of the model": (True, (6,), ("tp",))}
+
+
 def test_reduce_once_with_bfloat16_gathers_keeps_gradients_in_float32():
     """``reduce_once`` with a bfloat16 gather keeps gradients in float32: 1 + 2^-12 is exact."""
     mean = jnp.full((8, 2), 1 + 2.0**-12)
@@ -203,3 +223,22 @@ def test_accumulation_accepts_float64_example_weights_with_float32_gradients():
 
 def _start_and_rng():
     return jax.tree.map(jnp.copy, start(mesh_of(2, 4), WRAP)), BATCH, jax.random.key(0)
+
+
+def test_minibatches_draw_from_the_key_and_their_index_and_a_single_one_from_the_key_alone():
+    loss = lambda w, rows, rng: w * jax.random.uniform(rng)  # noqa: E731
+
+    def run(*counts):
+        def local(w, rows):
+            key = jax.random.key(7)
+            drawn = [jax.random.uniform(key) for key in (key, *(jax.random.fold_in(key, i) for i in range(3)))]
+            return drawn, [accumulate_gradients(loss, w, rows, key, "fsdp", count)[1] for count in counts]
+
+        return on_mesh(local, mesh_of(1, 1), True, (P(), P("fsdp")), P())(jnp.float32(1), jnp.ones(6))
+
+    (alone, *drawn), (single, mean) = run(1, np.int64(3))
+    assert single == alone
+    np.testing.assert_allclose(mean, np.mean(drawn), rtol=1e-6)
+    for count in (0, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"num_minibatches={count!r} is not a positive integer"):
+            run(count)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.support import AXES, assert_each_leaf, assert_same_params, equations, fsdp, mesh_of, on_mesh
-from xlstm_jax.distributed import init_sharded, value_and_grad
+from xlstm_jax.distributed import DeviceMeshManager, init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
 VOCAB, DIM = 37, 16
@@ -125,10 +125,15 @@ def test_chunked_cross_entropy_accepts_a_table_with_vocab_dim_0():
     close(got[1], want[1].T, 2e-6)
 
 
-def test_chunked_cross_entropy_gradients_have_the_dtypes_of_the_inputs():
-    hidden, kernel, labels = example()
-    grads = gradients(chunked_cross_entropy, hidden.astype(jnp.bfloat16), kernel, labels)
-    assert [grad.dtype for grad in grads] == [jnp.bfloat16, jnp.float32]
+@pytest.mark.parametrize("of_hidden", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("of_kernel", [jnp.bfloat16, jnp.float32])
+def test_chunked_cross_entropy_gradients_have_the_dtypes_of_the_inputs(of_hidden, of_kernel):
+    arrays = jax.ShapeDtypeStruct((5, DIM), of_hidden), jax.ShapeDtypeStruct((DIM, VOCAB), of_kernel)
+    labels = np.zeros(5, np.int32)
+    found = lambda hidden, kernel: chunked_cross_entropy(hidden, kernel, labels, chunk_size=8)  # noqa: E731
+    assert {x.dtype for x in jax.eval_shape(found, *arrays)[:2]} == {jnp.dtype(jnp.float32)}
+    grads = jax.eval_shape(jax.grad(lambda *arrays: found(*arrays).loss.sum(), (0, 1)), *arrays)
+    assert [grad.dtype for grad in grads] == [of_hidden, of_kernel]
 
 
 def test_chunked_cross_entropy_takes_the_first_of_equal_logits_as_likeliest():
@@ -137,6 +142,54 @@ def test_chunked_cross_entropy_takes_the_first_of_equal_logits_as_likeliest():
     found = jax.jit(partial(chunked_cross_entropy, chunk_size=8))(hidden, 0 * kernel, labels)
     assert_array_equal(~found.correct, np.arange(48).reshape(8, 6) == 0)
     assert_allclose(found.loss, np.log(VOCAB), rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+def test_losses_by_hand_of_labels_at_the_borders_of_chunks_and_of_the_vocabulary(vocab_dim):
+    """Five entries in chunks of two; the hidden states are bfloat16, and the kernel has bits that bfloat16 has not."""
+    hidden = np.array([[1, 0, 2], [0, 1, 0], [3, 1, 1], [300, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32)
+    kernel = np.array([[1, -1, 0, 2, 1], [0, 3, 1, 3, 2], [1, 0, 0, 1, 2]], np.float32) * (1 + 2.0**-10)
+    labels = np.array([4, 1, -1, 3, 5, 3], np.int8)
+    logits = hidden @ kernel
+    normalizer = logits.max(-1) + np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+    find = jax.jit(partial(chunked_cross_entropy, chunk_size=2, vocab_dim=vocab_dim))
+    found = find(hidden.astype(jnp.bfloat16), kernel if vocab_dim else kernel.T, labels)
+    want = normalizer - np.take_along_axis(logits, np.clip(labels, 0, 4)[:, None], 1)[:, 0]
+    assert_allclose(found.loss, np.where(labels < 0, 0, np.where(labels > 4, np.nan, want)), rtol=1e-6, atol=1e-6)
+    assert_allclose(found.log_normalizer, np.where(labels < 0, 0, normalizer), rtol=1e-6)
+    # Entries 1 and 3 are equally likely for the second token: the first counts.
+    assert found.correct.tolist() == [True, True, False, True, False, False]
+
+
+def test_losses_over_three_parts_of_the_vocabulary_equal_those_of_the_unsplit_kernel():
+    """Labels are in each part, at the borders, negative, and beyond the last; logits of two parts are equal."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+    hidden = np.array([[1, 0, 2], [0, 1, 0], [3, 1, 1], [90, 0, 0], [1, 1, 1], [0, 1, 0], [0, 1, 0]], np.float32)
+    kernel = np.array([[1, -1, 0, 2, 1, -1], [0, 3, 1, 3, 2, 3], [1, 0, 0, 1, 2, 0]], np.float32)
+    labels = np.array([4, 1, -1, 3, 6, 3, 5], np.int8)
+
+    def losses(kernel, vocab_axis=None):
+        return chunked_cross_entropy(hidden, kernel, labels, chunk_size=3, vocab_axis=vocab_axis)
+
+    def both(kernel):
+        split = jax.shard_map(
+            lambda kernel: losses(kernel, "tp"),
+            mesh=mesh,
+            in_specs=PartitionSpec(None, "tp"),
+            out_specs=PartitionSpec(),
+        )
+        found = []
+        for fn in (split, losses):
+            of_tokens, backward = jax.vjp(fn, kernel)
+            weights = jnp.where(labels < 6, jnp.arange(7.0), 0)
+            zeros = jnp.zeros(7), np.zeros(7, jax.dtypes.float0)
+            found.append((of_tokens, *backward(TokenLosses(weights, *zeros))))
+        return found
+
+    (got, got_grad), (want, want_grad) = jax.jit(both)(kernel)
+    assert_each_leaf(partial(assert_allclose, rtol=1e-6), got, want)
+    assert got.correct.tolist() == want.correct.tolist() == [True, True, False, True, False, False, False]
+    assert_allclose(got_grad, want_grad, rtol=1e-5, atol=1e-6)
 
 
 def test_chunked_cross_entropy_of_large_logits_does_not_overflow():

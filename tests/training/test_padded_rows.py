@@ -9,14 +9,23 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, fsdp, mesh_of
-from xlstm_jax.distributed import check_step, create_train_state, make_eval_step, make_train_step, shard_batch, unbox
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    check_step,
+    create_train_state,
+    make_eval_step,
+    make_train_step,
+    shard_batch,
+    unbox,
+)
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
-from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training import mistakes, padded_rows
 from xlstm_jax.distributed.training.loss import LossFunction
 from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
@@ -216,6 +225,54 @@ def test_train_and_eval_steps_with_row_weights_give_no_warning_on_a_padded_batch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program()
+
+
+def all_rows(x, axis="dp"):
+    return jax.lax.psum(x.sum(), axis)
+
+
+# Results of a device by kind, a metric, and the results that count copies.
+COUNTED = {
+    "rows": (lambda x, w: {"loss": x.sum()}, None, {"loss": [""]}),
+    "rows and weights of all": (lambda x, w: {"loss": (x * w).sum() / all_rows(w)}, None, {}),
+    "rows and weights of the device": (lambda x, w: {"loss": (x * w).sum()}, None, {"mean of local means": [""]}),
+    "a sum of parts of a row": (lambda x, w: {"loss": w * all_rows(x, "tp") / all_rows(w)}, None, {}),
+    "a sum of all rows": (lambda x, w: {"loss": w * all_rows(x) / all_rows(w)}, None, {"statistic": [""]}),
+    "the largest row": (lambda x, w: {"loss": (x / x.max()).sum() * w.sum() / all_rows(w)}, None, {}),
+    "largest of each column": (lambda x, w: {"aux:c": x.max(0)}, None, {"aux": ["c"]}),
+    "largest of all": (lambda x, w: {"aux:c": x.max(), "aux:d": x.min()}, None, {}),
+    "numbers of rows": (lambda x, w: {"weight of the loss": jnp.ones(()), "loss": (x * w).sum()}, None,
+                        {"weight of the loss": [""]}),
+    "both": (lambda x, w: {"weight of the loss": jnp.ones(()), "loss": x.sum()}, None, {"loss": [""]}),
+    "integers of others": (lambda x, w: {"loss": w * jax.lax.all_gather(x.astype(int), "dp").sum() / all_rows(w)},
+                           None, {}),
+    "rows of others": (lambda x, w: {"weight of the loss": w.sum(),
+                                     "loss": w * jax.lax.all_gather(x, "dp").sum()}, None, {"comparison": [""]}),
+    "a collection of statistics": (lambda x, w: {"collection:mean": all_rows(x), "loss": w * all_rows(x) / all_rows(w)},
+                                   None, {"collection": ["mean"]}),
+    "a metric": (lambda x, w: {"aux:values": x, "aux:other": w}, WeightedMean(), {}),
+    "a metric without weights": (lambda x, w: {"aux:values": x}, WeightedMean(), {"metric": [""]}),
+    "a maximum": (lambda x, w: {"metric:values": x}, Max(), {}),
+    "metrics": (lambda x, w: {"metric:a/values": x, "metric:c/values": x, "metric:b/values": x, "metric:b/weight": w},
+                Compose({"a": WeightedMean(), "b": WeightedMean(), "c": Max()}), {"metric": ["a"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("results, metric, expected", COUNTED.values(), ids=COUNTED)
+def test_results_that_count_copies_are_found_by_kind(results, metric, expected):
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "tp": 2}, devices=jax.devices()[:4])
+    batch, weight = shard_batch({"x": np.ones((3, 2), np.float32)}, mesh, "dp", pad=True)
+    batch["weight"] = weight
+
+    def local(batch):
+        for name, value in results(batch["x"], batch["weight"]).items():
+            kind, _, path = name.partition(":")
+            padded_rows.with_names(value, kind, path)
+        return batch["weight"]
+
+    step = jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"), check_vma=False)
+    found = padded_rows.counting_padding(step, metric, ("dp",), batch, (batch,), {})
+    assert found == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- check_step
