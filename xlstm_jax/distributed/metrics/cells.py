@@ -253,8 +253,9 @@ class Count(Cell):
         if isinstance(values, int) and not isinstance(values, bool):
             return cls(jnp.uint32((values >> 32) & 0xFFFFFFFF), jnp.uint32(values & 0xFFFFFFFF))
         # So would a NumPy array or number of 64 bits, without an error.
-        if isinstance(values, np.ndarray | np.generic) and values.dtype.itemsize == 8:
-            high, low = (np.asarray(half & 0xFFFFFFFF).astype(np.uint32) for half in (values >> 32, values))
+        if isinstance(values, np.ndarray | np.integer) and values.dtype.kind in "iu" and values.dtype.itemsize == 8:
+            wide: np.ndarray[Any, np.dtype[Any]] = np.asarray(values)
+            high, low = ((half & 0xFFFFFFFF).astype(np.uint32) for half in (wide >> 32, wide))
             return cls(jnp.asarray(high), jnp.asarray(low))
         values = jnp.asarray(values)
         if values.dtype == bool:
