@@ -21,7 +21,7 @@ error of the value is u, from rounding to float32.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
