@@ -12,7 +12,7 @@
 #   make test-mutants  puts some 400 mistakes into the library, each of which a test must see, and 40 drawn ones; half an hour
 #   make docs-screens  pictures of every page of the site, narrow and wide, light and dark, and what does not fit; minutes
 #   make prepare-release VERSION=... URL=...  version and changelog, as a commit; make release then builds and tries it
-#   make test-deletion  deletes each feature from a copy, and runs the tests of the rest; twenty minutes; ARGS="--only padding"
+#   make test-deletion  deletes each feature from a copy, and runs the tests of the rest; twenty minutes; ARGS="--only padding --every-test"
 #   make test-faults   kills the training job some fifty times, fills its disk, damages its checkpoints; half an hour
 # PYTHON chooses the interpreter, VENV the folder of the environment. A target installs the extras of setup.cfg that it
 # needs, the first time that it runs; what other targets have installed stays. So `make docs test` also runs the tests of
