@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     unbox,
 )
 from xlstm_jax.distributed.data_parallel import link_balance
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
@@ -187,3 +187,9 @@ def test_slow_axes_do_not_count_in_the_balance_of_layers_that_share_orders():
     orders = link_balance._shared_orders(leaves, {path: path for path in leaves}, sizes, {"slow"})
     assert orders["block_0/a"] == orders["block_1/a"] == ("x", "y", "slow")
     assert orders["block_0/b"] == orders["block_1/b"] == ("y", "x", "slow")
+
+
+def test_frozen_leaves_count_their_gather_alone_in_the_balance():
+    box = Sharded(jnp.zeros((4, 6)), ("fsdp", None))
+    bytes_of = {trainable: link_balance._sent_bytes(box.replace(trainable=trainable)) for trainable in (True, False)}
+    assert bytes_of == {True: 2 * 4 * 24, False: 4 * 24}, "gather and scatter of 24 values in float32; the gather alone"

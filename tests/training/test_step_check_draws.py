@@ -183,6 +183,12 @@ def test_ratios_over_keys_are_known_unless_the_noise_is_too_large(factor, rest, 
         assert (np.hypot(ratio.value - 1, ratio.relative_residual) <= ratio.allowed) == equal, ratio
 
 
+def test_ratio_is_known_if_noise_explains_at_most_half_of_the_nearest_ratio():
+    # A ratio of two devices is off by 0.5 from 1: noise of 0.25 on either side could not be told apart.
+    known = [comparison.Ratio(1.0, 0.0, allowed).is_known for allowed in (0.24, 0.25, 0.26)]
+    assert known == [True, True, False], f"known with noise of 0.24, 0.25 and 0.26: {known}"
+
+
 def test_constant_key_draws_equal_values_for_any_shape_fold_or_split():
     for u in CHOICES:
         key = constant_key(u)
