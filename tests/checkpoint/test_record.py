@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import in_case, mesh_of
+from xlstm_jax.distributed import TrainState
 from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
     check_sound,
@@ -126,6 +128,14 @@ def test_record_format_checksums_and_digests_stay_unchanged():
         "d1ce74ae767ef6fe",
         "ab12adf3766d024c",
     )
+
+
+def test_record_names_the_optimizer_at_the_first_leaf_of_its_state():
+    state = TrainState.create(apply_fn=None, params={"w": np.zeros(2, np.float32)}, tx=optax.sgd(0.1, momentum=0.9))
+    paths = ("params/w", "opt_state/1/x", "opt_state/0/trace/w")
+    record = record_without_sums({path: np.zeros(2) for path in paths}, state)
+    named = {path: entry["optimizer"].partition(" of ")[0] for path, entry in record.items() if "optimizer" in entry}
+    assert named == {"opt_state/0/trace/w": "chain(trace, scale)"}, named
 
 
 def test_random_keys_of_different_implementations_have_different_record_dtypes():
