@@ -453,7 +453,7 @@ def _whole(x: jax.Array, wire: Wire | None, dim: int, axes: tuple[str, ...], com
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3, 4))
-@not_transposed(1, 5, axes_at=2)
+@not_transposed(5, axes_at=2)
 def _scattered(
     cotangent: jax.Array, dim: int, axes: tuple[str, ...], communication: Communication, primal: PrimalType
 ) -> jax.Array:

@@ -19,21 +19,21 @@ from xlstm_jax.private_names import ad, batching, core, mlir
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def not_transposed(arrays: int, arguments: int, axes_at: int) -> Callable[[Function], Function]:
+def not_transposed(arguments: int, axes_at: int) -> Callable[[Function], Function]:
     """Returns a decorator for a function whose forward derivative is JAX's, and whose transpose raises an error.
 
-    The function returns an array. Of its ``arguments`` the first ``arrays`` are trees of arrays, and the rest is static
-    (hashable). The argument ``axes_at`` has the mesh axes; if all have size 1, the transpose is JAX's, and is right.
+    The function takes an array and returns an array. The rest of its ``arguments`` is static (hashable). The argument
+    ``axes_at`` has the mesh axes; if all have size 1, the transpose is JAX's, and is right.
     """
 
     def decorated(fn: Function) -> Function:
-        new: Any = jax.custom_jvp(fn, nondiff_argnums=tuple(range(arrays, arguments)))
+        new: Any = jax.custom_jvp(fn, nondiff_argnums=tuple(range(1, arguments)))
 
         def derivative(*args: Any) -> tuple[Any, Any]:
             *static, primals, tangents = args
-            out, tangent = jax.jvp(lambda *values: fn(*values, *static), primals, tangents)
+            out, tangent = jax.jvp(lambda value: fn(value, *static), primals, tangents)
             is_float = tangent.dtype != jax.dtypes.float0
-            is_mean = is_float and bool(collectives.spread_axes(static[axes_at - arrays]))
+            is_mean = is_float and bool(collectives.spread_axes(static[axes_at - 1]))
             return out, _FORWARD_ONLY.bind(tangent) if is_mean else tangent
 
         new.defjvp(derivative)
@@ -42,16 +42,13 @@ def not_transposed(arrays: int, arguments: int, axes_at: int) -> Callable[[Funct
     return decorated
 
 
+@not_transposed(2, axes_at=1)
 def differentiated_once(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Returns ``value`` unchanged; a gradient through it raises an error, unless all ``axes`` have size 1.
 
     A backward rule passes its result, which only a second gradient differentiates.
     """
-    return _unchanged(value, axes)
-
-
-@not_transposed(1, 2, axes_at=1)
-def _unchanged(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    del axes
     return value
 
 
