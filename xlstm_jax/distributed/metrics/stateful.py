@@ -369,8 +369,9 @@ class StatefulMetric(Metric[PyTree]):
           OverflowError: an array is split over devices, and a NumPy integer needs more bits than JAX's integers have.
         """
         arguments = (args, kwargs)
-        arrays = [x for x in jax.tree.leaves(arguments) if isinstance(x, jax.Array)]
-        is_wide = any(map(_is_wide, jax.tree.leaves(arguments)))
+        leaves = jax.tree.leaves(arguments)
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
+        is_wide = any(map(_is_wide, leaves))
         # JAX reports a single-device array as fully replicated, too; it counts once for this process.
         if any(not x.is_fully_replicated for x in arrays):
             count = self.state.num_devices
@@ -379,7 +380,7 @@ class StatefulMetric(Metric[PyTree]):
                     "update got a NumPy integer beyond 32 bits beside an array that is split over devices, on which it "
                     "would be truncated. Update with it separately, or enable jax_enable_x64."
                 )
-            for shape in (np.shape(x) for x in jax.tree.leaves(arguments)):
+            for shape in map(np.shape, leaves):
                 if shape and shape[0] % count:
                     raise ValueError(
                         f"update got an array of shape {shape}, whose first dim {count} devices do not divide. Pad it "
@@ -420,7 +421,10 @@ def _is_wide(leaf: Any) -> bool:
     """Returns whether ``leaf`` has a NumPy integer beyond the integers of JAX, to which ``jit`` would truncate it."""
     if not isinstance(leaf, np.ndarray | np.integer) or leaf.dtype.kind not in "iu" or not leaf.size:
         return False
-    bounds = jnp.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    # Values are read only if the dtype could hold a wider one: this runs at every update.
+    if (dtype := jax.dtypes.canonicalize_dtype(leaf.dtype)) == leaf.dtype:
+        return False
+    bounds = jnp.iinfo(dtype)
     return bool(np.min(leaf) < bounds.min or np.max(leaf) > bounds.max)
 
 

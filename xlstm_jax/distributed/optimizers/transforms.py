@@ -49,7 +49,7 @@ HANDS_ON_PAIRS = frozenset({"chain", "named_chain", "inject_hyperparams", "injec
 
 
 # Transforms that may hide the transform inside from a trial of few steps: MultiSteps emits an update after some steps,
-# and a condition may hold late. A module of the library adds its transforms to this set and to the next.
+# and a condition may hold late. Modules of the library add their transforms to this set and to ``PASSING_ON``.
 WITHHOLDING = {"MultiSteps", "conditionally_transform", "conditionally_mask"}
 CHAINS = frozenset({"chain", "named_chain"})
 PASSING_ON = {*CHAINS}  # transforms that pass the full tree on to the transforms inside, in every step
