@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from xlstm_jax.distributed import scan_layers
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses
 
 VOCAB_SIZE = 256

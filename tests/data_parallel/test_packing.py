@@ -45,12 +45,8 @@ from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
 from xlstm_jax.distributed.data_parallel.extensions.packing import packed_gathers
 from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    DEFAULT_COMMUNICATION,
-    RUNNING_LOSS,
-    RunningLoss,
-    set_context,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, set_context
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)

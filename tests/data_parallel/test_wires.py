@@ -13,7 +13,7 @@ from jax import lax
 from tests.support import AXES, KEPT, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, plan_sharding, scan_layers, unbox
 from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
-from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS, WireFormat
+from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS, WireFormat
 
 NAME = "bfloat16_stochastic"
 BATCH = data()

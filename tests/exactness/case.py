@@ -35,7 +35,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, path_string
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.equations import name_and_params
 
 KEY, STEPS, DECAY = jax.random.key(0), 2, 0.5

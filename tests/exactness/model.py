@@ -21,7 +21,7 @@ from flax import nnx
 
 from tests.support import plain
 from xlstm_jax.distributed import LMHead, scan_layers
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.model_parallel import (
     Experts,
     SplitAttention,

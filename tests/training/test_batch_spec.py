@@ -34,7 +34,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.device_mesh.zigzag import to_zigzag
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.model_parallel import ColumnDense, context_attention, context_positions, in_layout
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training.fitting import Options, code_of, layout_of_step

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from tests.house.test_layers import MODULES, imported
 from tests.support import AXES, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import accumulate_gradients, create_train_state, make_train_step
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over
 from xlstm_jax.distributed.training.carries import CARRIES

@@ -33,7 +33,7 @@ from xlstm_jax.distributed.checkpoint import Checkpointer
 from xlstm_jax.distributed.data_parallel.extensions import fp8_products
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.forecast import forecast
 
 X = jax.random.normal(jax.random.key(1), (16, 16)) * (1 + jnp.arange(16) % 5)[:, None]

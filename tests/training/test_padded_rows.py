@@ -26,7 +26,7 @@ from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes, padded_rows
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 

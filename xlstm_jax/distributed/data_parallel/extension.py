@@ -36,7 +36,8 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, PrimalType, Wire
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, PrimalType
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire
 from xlstm_jax.introspection import accepts_call
 
 ModulePath = tuple[str, ...]

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen
-from xlstm_jax.distributed.data_parallel.wire.communication import cast_dtype, dtype_name
+from xlstm_jax.distributed.data_parallel.wire.dtypes import cast_dtype, dtype_name
 from xlstm_jax.formatting import kind_of
 
 LeafPredicate = Callable[[str], Any]

@@ -34,15 +34,10 @@ from xlstm_jax.distributed.data_parallel.boxes import QuickBox, reader
 from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes, value_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    DEFAULT_COMMUNICATION,
-    RUNNING_LOSS,
-    Communication,
-    Wire,
-    gather_dims,
-    with_equal_type,
-    with_summed_gradient,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, gather_dims
+from xlstm_jax.distributed.data_parallel.wire.gradient_rules import with_equal_type, with_summed_gradient
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire
 from xlstm_jax.introspection import inside_branch
 from xlstm_jax.program_names import GATHER_SCOPE
 

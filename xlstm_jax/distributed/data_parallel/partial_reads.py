@@ -1,13 +1,19 @@
 """Conditions under which parts of a split matrix can be sent instead of the full matrix.
 
-Used by ``extensions/rows`` (lookups in a table) and ``extensions/pieces`` (chunks of a kernel).
+Used by ``extensions/rows`` (lookups in a table) and ``extensions/pieces`` (chunks of a kernel), which read the shards
+of a unit with its options: ``shards_to_read``.
 """
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.introspection import inside_branch
@@ -38,3 +44,25 @@ def bound_split(box: Sharded, *operands: jax.Array) -> tuple[int, tuple[str, ...
     if not over or any(isinstance(operand, BatchTracer) for operand in operands) or inside_branch():
         return None
     return next(dim for dim, entry in enumerate(box.names) if entry), over
+
+
+def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
+    """Returns the split leaf in ``box``, still a shard, in a box with the communication options of a unit.
+
+    ``policy`` has the options of the unit. Options that the unit leaves ``None``, and the replicas, are read from
+    ``box``. ``None`` is returned if the leaf is also split over axes that the unit does not gather.
+    """
+    if not all(map(policy.has_axis, box.axes)):
+        return None
+    # The box names the copies, as in ``gather_here``.
+    return box.replace(communication=replace(policy.communication, replicas=None).filled_from(box.communication))
+
+
+def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
+    """Returns the split parameters of a module by name: boxes with this device's shards and the options of the unit.
+
+    ``policy`` has the options of the unit, ``params`` are the module's "params". Left out are entries of submodules,
+    bare leaves, and leaves that are also split over axes that the unit does not gather.
+    """
+    shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
+    return {name: shard for name, shard in shards.items() if shard is not None}

@@ -31,18 +31,19 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (
-    RUNNING_LOSS,
     Communication,
     PrimalType,
-    RunningLoss,
-    Wire,
-    check_one_gradient_of_one_batch,
     gradient_of_shard,
     set_context,
     shard_as_sent,
     terms_to_scatter,
 )
-from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire
+from xlstm_jax.distributed.data_parallel.wire.wrong_gradients import (
+    check_one_gradient_of_one_batch,
+    differentiated_once,
+)
 from xlstm_jax.program_names import GATHER_SCOPE
 
 Layer = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]

@@ -1,12 +1,13 @@
-"""Functions on trees with boxes as leaves: walks, the leaves that take a gradient, unboxing and boxing, shardings."""
+"""Functions on trees with boxes as leaves: walks, trained leaves, unboxing and boxing, shardings, norms."""
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -30,6 +31,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     entry_axes,
     size_if_bound,
     value_dtype,
+    wide_dtype,
 )
 
 
@@ -58,6 +60,14 @@ def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
     ``blocks/mlp/kernel``.
     """
     return [(path, leaf_of(leaf)) for path, leaf in flatten_with_path(tree)[0]]
+
+
+def replicated_leaves(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Returns the paths of the leaves that no axis splits, in tree order; [] on a mesh of a single device.
+
+    A leaf that is split over an axis of size 1 counts as split.
+    """
+    return [] if mesh.size == 1 else [path for path, leaf in sharded_leaves(tree) if not leaf.axes]
 
 
 def map_leaves(
@@ -372,3 +382,25 @@ def bytes_per_device(tree: PyTree) -> int:
         return math.prod(shape) * value_dtype(value).itemsize
 
     return sum(nbytes(leaf.value) for _, leaf in sharded_leaves(tree))
+
+
+# --------------------------------------------------------------------------------------------------------------- norms
+
+
+def l2_norm(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns the L2 norm over all entries of the arrays, a scalar of float32 or a wider float; 0 without arrays."""
+    total: Any = 0
+    for squares in map(sum_of_squares, arrays):
+        # Operations of ``jnp`` take three times as long to trace as operations of ``lax``, which need equal dtypes.
+        total = jax.lax.add(total, squares) if getattr(total, "dtype", 0) == squares.dtype else total + squares
+    return jnp.sqrt(jnp.float32(0) + total)
+
+
+def sum_of_squares(value: jax.Array) -> jax.Array:
+    """Returns the sum of the squares of an array's entries, a scalar of float32 or a wider float.
+
+    Of complex entries the absolute values are squared. Inside ``shard_map`` the sum is over the local shard.
+    """
+    wide = value.astype(wide_dtype(value.dtype))
+    squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
+    return jax.lax.reduce_sum(squares, range(squares.ndim))

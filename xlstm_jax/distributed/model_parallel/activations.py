@@ -25,7 +25,7 @@ import jax
 from jax import Array
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
 from xlstm_jax.distributed.data_parallel.wire.transposes import all_parts, equal_in, local_part, summed
 
 

@@ -39,7 +39,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     entry_axes,
     promoting,
 )
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
 from xlstm_jax.distributed.data_parallel.wire.transposes import (
     Exchange,
     all_parts,

@@ -24,7 +24,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.trees import named_leaf
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
 from xlstm_jax.formatting import format_axes
 
 LAYOUTS = CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"

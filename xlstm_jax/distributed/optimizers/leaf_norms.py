@@ -18,9 +18,10 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.trees import sum_of_squares
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.optimizers.lookahead import as_inner
-from xlstm_jax.distributed.optimizers.norms import axes_of_values, sum_of_squares
+from xlstm_jax.distributed.optimizers.norms import axes_of_values
 from xlstm_jax.distributed.optimizers.sharded_optimizer import states_of
 from xlstm_jax.distributed.optimizers.transforms import PASSING_ON, check_transform
 

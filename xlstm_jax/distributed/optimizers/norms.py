@@ -15,7 +15,6 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import wide_dtype
 from xlstm_jax.formatting import kind_of
 
 AxesOfEach = tuple[tuple[str, ...], ...]
@@ -43,28 +42,17 @@ def global_norm(tree: PyTree) -> jax.Array:
     by_axes: dict[frozenset[str], Any] = {}
     leaves = [(path, leaf) for path, leaf in trees.sharded_leaves(tree) if leaf.is_differentiable]
     named = {axis for _, leaf in leaves for axis in leaf.axes}
-    is_global = not collectives.manual_axes() and not any(map(collectives.is_bound, named))
+    if not collectives.manual_axes() and not any(map(collectives.is_bound, named)):
+        return trees.l2_norm([leaf.value for _, leaf in leaves])
     for path, leaf in leaves:
-        axes = frozenset[str]() if is_global else axes_of_values(path, leaf, "global_norm")
+        axes = axes_of_values(path, leaf, "global_norm")
         # Sum before the collective: a single scalar is sent for each set of axes, for any number of leaves. (With
         # operations of ``lax`` for equal dtypes: operations of ``jnp`` take three times as long to trace.)
-        total, before = sum_of_squares(leaf.value), by_axes.get(axes, 0)
+        total, before = trees.sum_of_squares(leaf.value), by_axes.get(axes, 0)
         alike = axes in by_axes and before.dtype == total.dtype  # NumPy's float64 is equal to None
         by_axes[axes] = jax.lax.add(before, total) if alike else before + total
-    sums = list(by_axes.values())
-    if not is_global:
-        sums = _differentiable_sum(sums, tuple([tuple(sorted(axes)) for axes in by_axes]))
+    sums = _differentiable_sum(list(by_axes.values()), tuple([tuple(sorted(axes)) for axes in by_axes]))
     return jnp.sqrt(sum(sums, start=jnp.float32(0)))
-
-
-def sum_of_squares(value: jax.Array) -> jax.Array:
-    """Returns the sum of the squares of an array's entries, a scalar of float32 or a wider float.
-
-    Of complex entries the absolute values are squared. Inside ``shard_map`` the sum is over the local shard.
-    """
-    wide = value.astype(wide_dtype(value.dtype))
-    squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
-    return jax.lax.reduce_sum(squares, range(squares.ndim))
 
 
 # Sums values[i] over axes[i]; the gradient is for a loss that is averaged over devices. The transpose of a sum over N

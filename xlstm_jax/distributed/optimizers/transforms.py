@@ -26,6 +26,7 @@ import optax
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.formatting import joined, kind_of
 from xlstm_jax.introspection import closure
 
@@ -360,17 +361,20 @@ def _needs_more(who: str, needed: str) -> str:
     )
 
 
-def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
-    """Checks, before tracing, that a step can call the optimizer; returns the parts of the optimizer.
+def check_optimizer(tx: optax.GradientTransformation, caller: str, *, makes_pairs: bool) -> None:
+    """Checks, before tracing, that a training step can call the optimizer ``tx``. ``caller`` begins the text of errors.
 
-    The result has a ``Part`` (name and closure values of a transform) for ``tx`` and for each transform within,
-    outermost first. ``caller`` begins the text of errors.
+    With ``makes_pairs`` the caller replaces an ``optax.lookahead``, which takes pairs of fast and slow parameters, by
+    ``with_slow_params``; without, such an optimizer raises.
 
     Raises:
+      TypeError: ``tx`` is not an optax transform.
       ValueError: a transform, at any depth, is one of the transforms of optax in ``REFUSED``, or needs an argument that
         a step does not have; names both. Or ``optax.lookahead`` is inside a transform that does not pass its pairs of
-        parameters on; or a check in ``CHECKS_OF_PARTS`` raises.
+        parameters on; a mask or labels are a tree with boxes, although optimizers receive parameters without boxes; or
+        a check in ``CHECKS_OF_PARTS`` raises.
     """
+    check_transform(tx, caller)
     transforms = parts(tx)
     for part in transforms:
         if part.name in CHECKS_OF_PARTS:
@@ -382,10 +386,26 @@ def check_callable(tx: optax.GradientTransformation, caller: str) -> list[Part]:
         named = [parameter for parameter in further if parameter.kind not in (VAR_POSITIONAL, VAR_KEYWORD)]
         if needed := [p.name for p in named if p.default is p.empty and p.name not in STEP_EXTRA_ARGS]:
             raise ValueError(f"{caller}: {_needs_more(part.name, joined([f'{name}=' for name in needed]))}")
-    if LOOKAHEAD in {part.name for part in transforms} and (around := _around_lookahead(transforms[0])):
+        for argument in ("mask", "param_labels"):
+            tree = part.closure_values.get(argument)
+            for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
+                if is_box(leaf):
+                    raise ValueError(
+                        f"the {argument} of optax.{part.name} has '{path}' in a box, {tuple(leaf.names)}, and an "
+                        "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
+                        f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
+                    )
+    if LOOKAHEAD not in {part.name for part in transforms}:
+        return
+    if around := _around_lookahead(transforms[0]):
         raise ValueError(
             f"{caller}: optax.lookahead stands in {around}, which does not pass on the pairs of fast and slow "
             f"parameters that it needs. Write {around}(with_slow_params(optax.lookahead(...)), ...), from "
             "xlstm_jax.distributed.optimizers."
         )
-    return transforms
+    if not makes_pairs and sees_pairs(tx):
+        raise ValueError(
+            f"{caller}: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
+            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
+            "tx=with_slow_params(optax.lookahead(...))."
+        )

@@ -30,12 +30,14 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, s
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name, mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.communication import mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.dtypes import dtype_name
 from xlstm_jax.distributed.training.arguments import check_batch
+from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Inputs
-from xlstm_jax.distributed.training.gradients import averaged, local_result, varying_leaves
-from xlstm_jax.distributed.training.loss import Auxiliary, LossFunction, MinibatchLossFn
+from xlstm_jax.distributed.training.gradients import LossFunction, averaged, local_result, varying_leaves
+from xlstm_jax.distributed.training.loss import MinibatchLossFn
 from xlstm_jax.distributed.training.moments import Averaged, Differentiated, run_checks
 
 # ---------------------------------------------------------------------------------------------------------- minibatches

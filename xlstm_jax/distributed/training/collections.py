@@ -22,7 +22,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
-from xlstm_jax.distributed.training.loss import Loss
+from xlstm_jax.distributed.training.gradients import Loss
 from xlstm_jax.distributed.training.varying import Axes, differing_args, differing_axes, with_name_for_reader
 from xlstm_jax.formatting import kind_of, listed
 

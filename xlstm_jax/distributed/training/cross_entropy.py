@@ -35,14 +35,12 @@ from xlstm_jax.distributed.data_parallel.extensions.pieces import ReadsShards, p
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import common_dtype, promoting
-from xlstm_jax.distributed.data_parallel.wire.communication import (
-    PrimalType,
-    check_one_gradient_of_one_batch,
-    gradient_of_shard,
-    shard_as_sent,
-)
+from xlstm_jax.distributed.data_parallel.wire.communication import PrimalType, gradient_of_shard, shard_as_sent
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
-from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
+from xlstm_jax.distributed.data_parallel.wire.wrong_gradients import (
+    check_one_gradient_of_one_batch,
+    differentiated_once,
+)
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, enter_split, gather_tokens, leave_split
 from xlstm_jax.distributed.model_parallel.dense import column_products, split_param
 

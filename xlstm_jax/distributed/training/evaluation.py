@@ -19,7 +19,8 @@ from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.training.arguments import (

@@ -1,5 +1,8 @@
 """``value_and_grad``: gradients of the mean loss over devices, inside ``shard_map``, in both ``check_vma`` modes.
 
+``LossFunction`` calls the user's loss function, and converts the return value, in any of the forms that ``loss`` lists,
+to a ``Loss``. The step, its minibatches and the comparison with one device read the fields of a ``Loss``.
+
 Weighting. A loss is the mean over the local examples; the gradient is the mean over devices of the local gradients. If
 devices hold different weights (tokens), the loss function returns (sum, weight) instead. With W the total weight on N
 devices, each device differentiates sum * N / W: the mean of these over devices is the global weighted mean, and the
@@ -11,9 +14,10 @@ Parameters are therefore cast to varying before differentiation: JAX then return
 ``check_vma=False``, and a single mean serves both modes.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Concatenate, NamedTuple
 
@@ -30,10 +34,85 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, sp
 from xlstm_jax.distributed.data_parallel.shard import mean_gradients
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
-from xlstm_jax.distributed.training.loss import LocalLossFn, Loss, LossFunction, P
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
+from xlstm_jax.distributed.training.loss import LocalLossFn, P
 from xlstm_jax.distributed.training.moments import Differentiated, LossOfDevice, run_checks
+from xlstm_jax.formatting import kind_of
 from xlstm_jax.private_names import core
+
+# ---------------------------------------------------------------------------------------------------- the loss function
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Loss:
+    """Return value of a user's loss function, in the form that the library reads.
+
+    ``total`` is the mean, or the weighted sum if ``weight`` is given. ``aux`` and ``collections`` are as returned by
+    the loss function, or None.
+    """
+
+    total: Scalar
+    weight: Scalar | None = None
+    aux: PyTree = None
+    collections: PyTree = None
+
+
+@dataclass(frozen=True)
+class LossFunction:
+    """User's loss function, with flags that describe the structure of its return value. Calls return a ``Loss``."""
+
+    fn: Callable[..., Any]
+    weighted: bool
+    has_aux: bool = False
+    has_collections: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Loss:
+        """Calls the user's function; returns its loss, weight, auxiliary output and collections as a ``Loss``.
+
+        The fields ``weighted``, ``has_aux`` and ``has_collections`` say which parts the function returns; others are
+        None.
+
+        Raises:
+          TypeError: the return value has another structure, or the loss is not a real scalar of a floating dtype.
+        """
+        total: Any = self.fn(*args, **kwargs)
+        weight: Any = None
+        aux, collections = None, None
+        # Unpack pairs from the outermost inwards.
+        if self.has_collections:
+            pair = "(what it returns without collections, updated collections)"
+            total, collections = _pair(total, "with collections", pair)
+        if self.has_aux:
+            total, aux = _pair(total, "has_aux=True", "(loss, aux)")
+        if self.weighted:
+            total, weight = _pair(total, "weighted=True", "(sum, weight)")
+        if total is None or (self.weighted and weight is None):
+            raise TypeError("loss_fn returned None where a scalar loss is expected; does it end with a return?")
+        for value in (total, weight) if self.weighted else (total,):
+            is_number = hasattr(value, "dtype") or isinstance(value, int | float | complex)
+            if not is_number or np.shape(value) != ():
+                described = kind_of(value)
+                with contextlib.suppress(TypeError):  # raised for a leaf that is no number, such as a string
+                    described = jax.tree.map(jax.typeof, value)
+                raise TypeError(
+                    f"loss_fn returned {described} where a scalar loss is expected, with has_aux={self.has_aux} and "
+                    f"weighted={self.weighted}. A pair (loss, aux) needs has_aux=True, a pair (sum, weight) "
+                    "weighted=True."
+                )
+        if not jnp.issubdtype(dtype := jnp.result_type(total), jnp.floating):
+            raise TypeError(f"loss_fn returned a loss of dtype {dtype}; only a real float has a gradient.")
+        return Loss(total, weight, aux, collections)
+
+
+def _pair(returned: Any, option: str, meaning: str) -> tuple[Any, Any]:
+    if not (isinstance(returned, tuple | list) and len(returned) == 2):
+        raise TypeError(f"{option}: loss_fn must return {meaning}, not {kind_of(returned)}.")
+    return returned[0], returned[1]
+
+
+# --------------------------------------------------------------------------------------------------------- its gradient
 
 
 def fold_rng_over_axis(rng: jax.Array, axis_name: AxisNames) -> jax.Array:
@@ -169,29 +248,6 @@ def local_result(
     with explained():
         (mean, (aux, scale, weight, collections)), grads = value_and_grads(varying_leaves(trainable, axes))
     return LocalResult(mean, grads, aux, scale, weight, collections, running.gathered_in_branches)
-
-
-def check_axes(value: jax.Array, axes: tuple[str, ...], subject: str) -> None:
-    """Raises a ``ValueError`` if the type of a loss or weight varies over other axes than the axes to average over.
-
-    The value must vary over each of ``axes`` with several devices, and over no other axis. ``subject`` names the value
-    in the error, as "the loss". Types show this under ``check_vma=True`` alone.
-    """
-    varying = collectives.varying_axes(value)
-    for axis in collectives.spread_axes(axes):
-        if collectives.is_tracked(axis) and axis not in varying:
-            raise ValueError(
-                f"{subject} that loss_fn returned does not vary over {axis!r} (its type is {jax.typeof(value)}): it "
-                "was reduced over that axis already, or depends on neither parameters nor batch. Return the local "
-                "value of this device, which is averaged here, and a constant weight as a Python number."
-            )
-    # JAX would sum the gradients of leaves that do not vary over such an axis, and no later mean would divide them.
-    for axis in collectives.spread_axes(sorted(varying - set(axes))):
-        raise ValueError(
-            f"the loss varies over {axis!r}, which the axes to average over, {axes}, leave out: gradients of "
-            f"replicated leaves would be summed over its {collectives.axis_size([axis])} devices. Name all axes along "
-            f"which the batch or gathered weights differ, or reduce over {axis!r} in the model (tensor parallel)."
-        )
 
 
 @contextmanager

@@ -11,7 +11,7 @@ anything, so warnings about splits are skipped.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,14 +33,10 @@ from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
 from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
 from xlstm_jax.distributed.optimizers.transforms import (
-    HOLDERS_OF_MASKS,
-    LOOKAHEAD,
-    check_callable,
-    check_transform,
+    Part,
     decay_mask,
     parts,
     schedules,
-    sees_pairs,
 )
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.moments import CreatedState, TracedStep
@@ -123,66 +119,28 @@ def _warn(text: str, key: object = None) -> None:
 # -------------------------------------------------------------------------------------------------------- the optimizer
 
 
-def check_optimizer(tx: optax.GradientTransformation) -> None:
-    """Checks an optimizer for mistakes, before ``create_train_state`` initialises its state.
+def warn_of_narrow_params(params: PyTree, narrow: Sequence[str]) -> None:
+    """Warns of trained parameters of 16 bits, which small updates do not change; ``narrow`` has their paths.
 
-    Raises:
-      TypeError: ``tx`` is not an optax transform.
-      ValueError: a transform at any depth needs what no step provides, such as an unknown argument; or
-        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; or a mask or labels are
-        a tree with boxes, although optimizers receive parameters without boxes.
-    """
-    check_transform(tx, "create_train_state")
-    for part in check_callable(tx, "create_train_state"):
-        for argument in ("mask", "param_labels"):
-            tree = part.closure_values.get(argument)
-            for path, leaf in [] if tree is None or callable(tree) else trees.leaves_with_path(tree):
-                if is_box(leaf):
-                    raise ValueError(
-                        f"the {argument} of optax.{part.name} has '{path}' in a box, {tuple(leaf.names)}, and an "
-                        "optimizer sees parameters without boxes. Pass a function of parameters, lambda params: "
-                        f"jax.tree.map(..., params), or unbox the tree: {argument}=unbox(tree)."
-                    )
-
-
-def check_optimizer_of_step(tx: optax.GradientTransformation) -> None:
-    """Checks the optimizer of a state that may not come from ``create_train_state``, before a step is traced.
-
-    Raises:
-      ValueError: a transform at any depth needs what no step provides, such as an unknown argument; or
-        ``optax.lookahead`` is inside a transform that does not pass its pairs of parameters on; or the optimizer is a
-        bare ``optax.lookahead``, which needs pairs of parameters.
-    """
-    transforms = check_callable(tx, "the step")
-    if LOOKAHEAD in {part.name for part in transforms} and sees_pairs(tx):
-        raise ValueError(
-            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
-            "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
-            "tx=with_slow_params(optax.lookahead(...))."
-        )
-
-
-def warn_of_optimizer(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Warns of trained 16-bit parameters, which small updates do not change, and of suspect masks of weight decay.
-
-    A mask of the optimizer ``tx`` is suspect if nothing decays, or if biases or scales decay, and no other vector does.
     ``params`` are boxed.
     """
-    differentiable = [(path, leaf) for path, leaf in trees.sharded_leaves(params) if leaf.is_differentiable]
-    dtypes = {path: value_dtype(leaf.value) for path, leaf in differentiable}
-    if narrow := [(path, dtype) for path, dtype in dtypes.items() if dtype.itemsize <= 2]:
-        path, dtype = narrow[0]
-        least = float(jnp.finfo(dtype).eps) / 2
-        _warn(
-            f"'{path}', and {len(narrow)} of {len(differentiable)} parameters in all, are trained in {dtype}: updates "
-            f"smaller than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and "
-            "gather in 16 bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': "
-            "docs/dtypes.md.",
-            ("narrow", dtype),
-        )
-    with_mask = [part for part in parts(tx) if part.name in HOLDERS_OF_MASKS]
-    if not with_mask:
-        return
+    leaves = dict(trees.sharded_leaves(params))
+    dtype, trained = value_dtype(leaves[narrow[0]].value), [leaf for leaf in leaves.values() if leaf.is_differentiable]
+    least = float(jnp.finfo(dtype).eps) / 2
+    _warn(
+        f"'{narrow[0]}', and {len(narrow)} of {len(trained)} parameters in all, are trained in {dtype}: updates "
+        f"smaller than {least:.2g} of a weight are rounded away. Keep parameters in float32, and compute and "
+        "gather in 16 bits, by dtype=jnp.bfloat16 without param_dtype, and gather_dtype='bfloat16': "
+        "docs/dtypes.md.",
+        ("narrow", dtype),
+    )
+
+
+def warn_of_masks(with_mask: Sequence[Part], params: PyTree) -> None:
+    """Warns of suspect masks of weight decay: if nothing decays, or if biases or scales decay, and no other vector.
+
+    ``with_mask`` are the parts of the optimizer that may have a mask; ``params`` are boxed.
+    """
     shapes = jax.eval_shape(trainable, params)
     ndim = {path: leaf.ndim for path, leaf in trees.leaves_with_path(shapes)}
     for taken in filter(None, [decay_mask(part, shapes) for part in with_mask]):
@@ -275,19 +233,15 @@ FACTS: dict[type, Callable[[Any], ModelFacts]] = {CreatedState: lambda context: 
 def warn_of_replicated(context: CreatedState | TracedStep) -> None:
     """Warns if no parameter is split over devices of the mesh, or if at least 5 % of the bytes are not split.
 
-    ``context`` has the parameters, boxed, and their mesh: of a new state, or of the state of a step. If some parameters
-    are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. Nothing is split on a mesh of a single device,
-    so nothing warns there. For the text of a warning, and only then, ``FACTS`` may trace the model.
+    ``context`` has the parameters, boxed, their mesh, and the paths of replicated parameters: of a new state, or of the
+    state of a step. If some parameters are split, fewer than ``FEW_BYTES`` of replicated bytes do not warn. For the
+    text of a warning, and only then, ``FACTS`` may trace the model.
     """
     if isinstance(context, CreatedState):
         params, mesh = context.params, context.mesh
     else:
         params, mesh = context.step.state.params, context.step.layout.mesh
-    leaves = dict(trees.sharded_leaves(params))
-    # A leaf split over an axis of size 1 counts as split: fsdp=1 is a choice.
-    replicated = [path for path, leaf in leaves.items() if not leaf.axes]
-    if mesh.size == 1 or not replicated:
-        return
+    leaves, replicated = dict(trees.sharded_leaves(params)), list(context.replicated)
     nbytes = {path: leaf.stored_bytes for path, leaf in leaves.items()}
     replicated.sort(key=lambda path: -nbytes[path])
     total, replicated_bytes = sum(nbytes.values()), sum(nbytes[path] for path in replicated)

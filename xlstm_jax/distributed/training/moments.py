@@ -24,11 +24,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
+from xlstm_jax.distributed.data_parallel.trees import replicated_leaves, sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate
+from xlstm_jax.distributed.optimizers.transforms import HOLDERS_OF_MASKS, Part, parts
 from xlstm_jax.distributed.training.arguments import ARGUMENTS
-from xlstm_jax.distributed.training.loss import Loss, LossFunction
 from xlstm_jax.distributed.training.nan_inputs import DELETED, looks_for_nans, naming_nans
 from xlstm_jax.distributed.training.varying import OPAQUE, Equations, read_equations
 from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_set_mesh, typed_like
@@ -112,12 +114,28 @@ class CreatedState(NamedTuple):
     stacks: Stacks
     allow_replicated: bool
 
+    @property
+    def replicated(self) -> list[str]:
+        """The paths of the parameters that no axis splits; [] on a mesh of a single device."""
+        return replicated_leaves(self.params, self.mesh)
+
+    @property
+    def narrow(self) -> list[str]:
+        """The paths of the trained parameters of 16 bits or less."""
+        leaves = [(path, leaf) for path, leaf in sharded_leaves(self.params) if leaf.is_differentiable]
+        return [path for path, leaf in leaves if value_dtype(leaf.value).itemsize <= 2]
+
+    @property
+    def with_mask(self) -> list[Part]:
+        """The parts of the optimizer that may have a mask of weight decay."""
+        return [part for part in parts(self.tx) if part.name in HOLDERS_OF_MASKS]
+
 
 @dataclass(frozen=True)
 class StepTrace:
     """Argument of checks while a step is traced: the arguments of ``make_train_step`` and of the step."""
 
-    loss: LossFunction
+    weighted: bool
     layout: BatchLayout
     num_minibatches: int
     metric: PureMetric | None
@@ -143,6 +161,11 @@ class TracedStep:
     stacks: Stacks
     trace_again: Callable[[], None]
     axes_without_rows: frozenset[str]
+
+    @property
+    def replicated(self) -> list[str]:
+        """The paths of the parameters of the state that no axis splits; [] on a mesh of a single device."""
+        return replicated_leaves(self.step.state.params, self.step.layout.mesh)
 
 
 class EvaluationTrace(NamedTuple):
@@ -211,7 +234,7 @@ class Differentiated(NamedTuple):
     """Argument of checks of a differentiated ``loss(*args)``, with the paths of leaves gathered in a ``lax.cond``."""
 
     gathered_in_branches: Sequence[str]
-    loss: Callable[..., Loss]
+    loss: Callable[..., Any]
     args: tuple[PyTree, ...]
     axes: tuple[str, ...]
 

@@ -36,8 +36,7 @@ from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
-from xlstm_jax.distributed.training.gradients import fold_rng_over_axis, traced_call, value_and_grad
-from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.gradients import Loss, LossFunction, fold_rng_over_axis, traced_call, value_and_grad
 from xlstm_jax.distributed.training.moments import Results, run_checks
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like

@@ -30,12 +30,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batches import padded_rows_of
 from xlstm_jax.distributed.metrics.cells import Cell
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
 from xlstm_jax.distributed.metrics.sums_and_means import Compose, Max, Min
-from xlstm_jax.distributed.training.loss import Loss, LossFunction
+from xlstm_jax.distributed.training.gradients import Loss, LossFunction
 from xlstm_jax.distributed.training.varying import Axes, propagate_labels
 from xlstm_jax.equations import COLLECTIVES, named_axes
 from xlstm_jax.explicit_axes import on_auto_axes

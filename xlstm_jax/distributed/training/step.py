@@ -12,13 +12,12 @@ from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
-from xlstm_jax.distributed.data_parallel.wire.collectives import axis_index, common_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import axis_index
 from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout
 from xlstm_jax.distributed.metrics.pure_metric import Local, PureMetric
 from xlstm_jax.distributed.optimizers.learning_rate import LearningRate, check_learning_rate, learning_rates
-from xlstm_jax.distributed.optimizers.norms import global_norm
-from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable, with_trainable
+from xlstm_jax.distributed.optimizers.sharded_optimizer import trainable
 from xlstm_jax.distributed.optimizers.transforms import GRAD, GRAD_FN, VALUE, VALUE_FN
 from xlstm_jax.distributed.training.accumulation import DEFAULT_ACCUMULATION, Accumulation, accumulated
 from xlstm_jax.distributed.training.arguments import (
@@ -29,11 +28,12 @@ from xlstm_jax.distributed.training.arguments import (
     takes_key,
     without_key,
 )
+from xlstm_jax.distributed.training.at_params import gradients_at, loss_and_grads_at, loss_at
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.carries.carry import BatchResult
 from xlstm_jax.distributed.training.constant_arrays import with_constants
-from xlstm_jax.distributed.training.gradients import traced_call
-from xlstm_jax.distributed.training.loss import LossFn, LossFunction, LossOutput
+from xlstm_jax.distributed.training.gradients import LossFunction, traced_call
+from xlstm_jax.distributed.training.loss import LossFn, LossOutput
 from xlstm_jax.distributed.training.moments import CheckedStep, Results, StepTrace, TracedStep, run_checks
 from xlstm_jax.distributed.training.padded_rows import MarkedLoss, counting_padding
 from xlstm_jax.distributed.training.single_axes import with_single_axes
@@ -204,7 +204,7 @@ class StepOptions:
             return options_of_state.step(state, batch, rng, local, extra_trees=extra_trees)
         extra_trees = {} if extra_trees is None else extra_trees
         count, options = self.accumulation.num_minibatches, (self.metric, self.learning_rate, self.allow_replicated)
-        trace = StepTrace(self.loss, self.layout, count, *options, state, batch, rng, local, extra_trees)
+        trace = StepTrace(self.loss.weighted, self.layout, count, *options, state, batch, rng, local, extra_trees)
         run_checks("trace", trace)
         program = self.program(state, batch, rng, local, extra_trees)
         on_mesh, args = jax.shard_map(program.fn, **program.options), program.args
@@ -241,13 +241,14 @@ class StepOptions:
         at other parameters, for an optimizer that asks for them.
         """
         # Arrays are global: norms and optimizer moments are computed from unsharded leaves.
-        metrics = {"loss": result.loss, "grad_norm": global_norm(result.grads)}
-        grads, again = trainable(result.grads), partial(_loss_and_grads_at, state.params, of_params)
+        gradients = [leaf.value for _, leaf in trees.sharded_leaves(result.grads) if leaf.is_differentiable]
+        metrics = {"loss": result.loss, "grad_norm": trees.l2_norm(gradients)}
+        grads, again = trainable(result.grads), partial(loss_and_grads_at, state.params, of_params)
         extra_args = {
             VALUE: result.loss,
             GRAD: grads,
-            VALUE_FN: partial(_loss_at, again),
-            GRAD_FN: partial(_gradients_at, again),
+            VALUE_FN: partial(loss_at, again),
+            GRAD_FN: partial(gradients_at, again),
         }
         after, of_optimizer = updated_state(state, grads, self.layout.mesh, result.collections, **extra_args)
         metrics |= of_optimizer
@@ -328,54 +329,3 @@ def _checked_aux(aux: Any, metrics: Metrics) -> Metrics:
     if taken := sorted(aux.keys() & metrics.keys()):
         raise ValueError(f"the auxiliary output has the name {taken[0]!r}, as has a metric of the step; rename it.")
     return aux
-
-
-def _loss_and_grads_at(
-    like: PyTree, of_batch: Callable[[PyTree], BatchResult], params: PyTree
-) -> tuple[jax.Array, PyTree]:
-    """Returns (loss, gradients) of the step's batch, with the same random draws, at other ``params``.
-
-    ``params`` and gradients are global arrays without boxes and padding, None for untrained leaves. ``like`` are the
-    parameters of the state: ``params`` get their boxes. ``of_batch(boxed parameters)`` computes loss and gradients.
-    """
-    result = of_batch(with_trainable(like, params))
-    return result.loss, trainable(result.grads)
-
-
-LossAndGrads = Callable[[PyTree], tuple[jax.Array, PyTree]]
-
-
-def _gradients_at(again: LossAndGrads, params: PyTree, index: jax.Array | int = 0) -> PyTree:
-    """Returns the gradients at ``params``, for optax's SAM (``opaque_mode=True``).
-
-    ``again(params)`` returns (loss, gradients) of the step's batch. ``index``, the number of the call, has no effect:
-    every adversarial step uses the batch of the step.
-    """
-    del index
-    return again(params)[1]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss_at(again: LossAndGrads, params: PyTree) -> jax.Array:
-    """Returns the loss at ``params``, for line searches (L-BFGS), which differentiate it.
-
-    ``again(params)`` returns (loss, gradients) of the step's batch. The function has a custom gradient rule. If JAX
-    differentiated the ``shard_map``, each device would get 1/N of the cotangent, and the means inside would divide by N
-    once more.
-    """
-    return again(params)[0]
-
-
-def _loss_at_fwd(again: LossAndGrads, params: PyTree) -> tuple[jax.Array, PyTree]:
-    return again(params)
-
-
-def _loss_at_bwd(again: LossAndGrads, grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
-    def times(grad: jax.Array) -> jax.Array:
-        wide = common_dtype(grad.dtype, cotangent.dtype)
-        return (grad.astype(wide) * cotangent.astype(wide)).astype(grad.dtype)
-
-    return (jax.tree.map(times, grads),)
-
-
-_loss_at.defvjp(_loss_at_fwd, _loss_at_bwd)

@@ -36,7 +36,9 @@ from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN, RUNNING_LOSS, Communication, Wire
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN, RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire
 from xlstm_jax.program_names import GATHER_SCOPE
 
 NAME = "float8_e4m3fn of its product"  # name of the wire in plans

@@ -9,7 +9,7 @@ from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension,
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_read_as_stored, is_split
-from xlstm_jax.distributed.data_parallel.modules.unit import shard_to_read
+from xlstm_jax.distributed.data_parallel.partial_reads import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 

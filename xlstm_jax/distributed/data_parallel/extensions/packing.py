@@ -28,8 +28,9 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, earlier_gather, sh
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option, PrimalType, Wire, gather_dims
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication, Option, PrimalType, gather_dims
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes, sent_itemsize
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire
 
 PACKED = "packed:"  # mark of a leaf that shares the axis order of its unit's parcel; followed by the leaf's depth
 

@@ -13,8 +13,7 @@ from flax import linen as nn
 
 from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
-from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts, shards_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
@@ -97,7 +96,7 @@ class PieceReaders(Extension):
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         if not reads_shards(module, method):
             return None
-        shards = unit.shards_to_read(policy, module.variables.get("params", {}))
+        shards = shards_to_read(policy, module.variables.get("params", {}))
         return type(module).from_shards(module, method, shards, *args, **kwargs)
 
     @contextmanager

@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives, communication
 from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean
-from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS, cast_dtype, dtype_name, packed_format
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.dtypes import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS
 
 PACKED_TWICE = 2  # number of roundings in blocks: of the terms, then of the mean
 

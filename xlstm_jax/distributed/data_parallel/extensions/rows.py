@@ -15,8 +15,7 @@ from flax.linen.dtypes import promote_dtype
 
 from xlstm_jax.distributed.data_parallel.extension import Extension
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_library_box
-from xlstm_jax.distributed.data_parallel.modules import unit
-from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts
+from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts, shards_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import entry_axes
@@ -81,7 +80,7 @@ class RowLookups(Extension):
     def from_shards(self, module: Any, method: str, policy: ShardPolicy, args: Any, kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not is_lookup(module, method):
             return None
-        table = unit.shards_to_read(policy, module.variables.get("params", {})).get(TABLE)
+        table = shards_to_read(policy, module.variables.get("params", {})).get(TABLE)
         rows = None if table is None else look_up_rows(table, args[0], "/".join((*module.path, TABLE)))
         return rows if rows is None else promote_dtype(rows, dtype=module.dtype, inexact=False)[0]
 

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from flax import linen as nn
@@ -42,7 +42,13 @@ from xlstm_jax.distributed.data_parallel.extension import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_gathered_here
 from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.modules.linen_errors import (
+    check_not_inside_reader,
+    inside_map_error,
+    no_unit_error,
+)
 from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
+from xlstm_jax.distributed.data_parallel.modules.stacks import RECORDED_STACKS
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     Method,
     ModuleSystem,
@@ -56,9 +62,9 @@ from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, 
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.communication import Option, set_context
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.formatting import kind_of, path_pattern
+from xlstm_jax.formatting import kind_of
 from xlstm_jax.introspection import inside_map_variables, scans_over_params
-from xlstm_jax.private_names import linen_callers, linen_interceptors
+from xlstm_jax.private_names import linen_interceptors
 from xlstm_jax.program_names import INTER_HOST_AXES
 
 Target = TypeVar("Target", bound=nn.Module | Callable[..., Any])
@@ -349,33 +355,6 @@ def active_interceptors_of(kind: type[Watcher]) -> list[Watcher]:
 _called = operator.attrgetter("orig_method.func")
 
 
-def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context in which ``on_call(module)`` is called after each return of ``__call__`` of a Linen module."""
-
-    def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        result = method(*args, **kwargs)
-        if context.method_name == "__call__":
-            on_call(context.module)
-        return result
-
-    return nn.intercept_methods(intercept)
-
-
-@dataclasses.dataclass(eq=False)
-class Stacks:
-    """Record of stacked layers (``nn.scan``) that run inside a unit, which gathers all layers' weights at once.
-
-    ``layers`` maps the name of the layer's module (its class, without a name) to the class name of the layer:
-    {"blocks": "Block"}. Scans of functions are not recorded, since their layers cannot be identified here.
-    """
-
-    layers: dict[str, str] = dataclasses.field(default_factory=dict)
-    scan: type[nn.Module] | None = None  # the class that ``nn.scan`` has made, until a unit or the layer is entered
-
-
-RECORDED_STACKS: ContextVar[Stacks | None] = ContextVar("RECORDED_STACKS", default=None)  # set to record stacks
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class RunningUnit:
     """Record of a unit whose method runs.
@@ -452,29 +431,7 @@ def _returned(module: nn.Module, method: str, result: Any) -> Any:
     return nn.module.wrap_method_once(returns)(module)
 
 
-# ------------------------------------------------------------------------------------------------- unsupported wrappers
-
-READERS = (nn.WeightNorm, nn.SpectralNorm)  # layers of Flax that read the parameters of another layer
-
-
-def check_not_inside_reader(module: nn.Module) -> None:
-    """Raises a ``ValueError`` if a wrapped module runs inside ``nn.WeightNorm`` or ``nn.SpectralNorm``.
-
-    These layers read the parameters of the module inside, and would compute norms of shards.
-    """
-    for caller in linen_callers():
-        if isinstance(caller, READERS):
-            kind, layer = type(caller).__name__, type(module).__name__
-            raise ValueError(
-                f"'{'/'.join(module.path)}' is wrapped by shard_module_params, and nn.{kind} stands around it, "
-                "which would take norms of shards. Wrap a module that contains both, and call "
-                f"nn.{kind}(nn.{layer}(...)) of the plain class inside."
-            )
-
-
 # --------------------------------------------------------------------------------- modules of a model, from outside
-
-SHOWN = 12  # modules that an error lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -661,7 +618,12 @@ class LinenRun:
             # A cell would gather at every step of its loop; the RNN around it gathers once.
             is_chosen = sum([math.prod(leaf.true_shape) for leaf in own]) > selection.size
             is_chosen = is_chosen and not isinstance(module, nn.RNNCellBase)
-        if is_chosen and not (inside_map_variables(MapOfLeaves) and self._is_left_out(path)):
+        if is_chosen and inside_map_variables(MapOfLeaves):
+            # The map of the model would compute from shards. A module around it may be chosen by size instead.
+            if predicate:
+                raise inside_map_error(path)
+            is_chosen = False
+        if is_chosen:
             # Units inside were left earlier, and keep their parameters.
             self._has_units, self._unit_of = True, dict.fromkeys(leaves, path) | self._unit_of
             if stacks := RECORDED_STACKS.get():
@@ -669,38 +631,8 @@ class LinenRun:
             # The module holds unsharded parameters: a lifted function without effect splits them when it returns.
             with_gathers(do_nothing, None, policy)(module)
         if len(self._open_modules) == 1 and not path and not self._has_units:
-            self._refuse(module)
+            raise no_unit_error(self.sharding.where, type(module), self._seen)
         return result
-
-    def _is_left_out(self, path: str) -> bool:
-        """Returns True or raises, for the module at ``path``, which is inside an ``nn.map_variables`` of the model.
-
-        Such a module cannot be a unit: the map would compute from shards. True if units are chosen by size
-        (``larger_than``), which passes over the module: a module around the map may be chosen, and gathers before the
-        map runs.
-
-        Raises:
-          ValueError: units are chosen by a class or a predicate, which has chosen the module.
-        """
-        if not self.sharding.selection.predicate:
-            return True
-        outer = path.rpartition("/")[0]
-        raise ValueError(
-            f"shard_modules: '{path}' runs within an nn.map_variables of the model (nn.WeightNorm and nn.SpectralNorm "
-            "contain one), which would compute from shards. Choose the module around the map: "
-            f"where=lambda path, module: path == {outer!r}, or larger_than(size)."
-        )
-
-    def _refuse(self, model: nn.Module) -> NoReturn:
-        """Raises a ``ValueError`` that ``where`` of ``shard_modules`` has chosen no module; lists the modules."""
-        outer_first = sorted(self._seen.items(), key=lambda item: item[0].count("/"))
-        patterns = {path_pattern(f"{path}/")[:-1]: cls.__name__ for path, cls in outer_first if path}
-        described = [f"{path!r} ({name})" for path, name in patterns.items()]
-        more = f" and {len(described) - SHOWN} more" if len(described) > SHOWN else ""
-        raise ValueError(
-            f"shard_modules: where={self.sharding.where!r} chooses none of the modules of {type(model).__name__}: "
-            f"'' (the model itself), {', '.join(described[:SHOWN])}{more}. Pass a class or a predicate of one of these."
-        )
 
 
 def do_nothing(module: nn.Module) -> None:

@@ -15,7 +15,7 @@ Entering and leaving depend on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -275,28 +275,6 @@ def _with_axes_of_rules(policy: ShardPolicy, box: Sharded) -> tuple[str, ...]:
     """
     others = [axis for axis in box.gathered_axes if not policy.has_axis(axis) and collectives.is_bound(axis)]
     return (*policy.axes, *others)
-
-
-def shard_to_read(policy: ShardPolicy, box: Sharded) -> Sharded | None:
-    """Returns the split leaf in ``box``, still a shard, in a box with the communication options of a unit.
-
-    ``policy`` has the options of the unit. Options that the unit leaves ``None``, and the replicas, are read from
-    ``box``. ``None`` is returned if the leaf is also split over axes that the unit does not gather.
-    """
-    if not all(map(policy.has_axis, box.axes)):
-        return None
-    # The box names the copies, as in ``gather_here``.
-    return box.replace(communication=replace(policy.communication, replicas=None).filled_from(box.communication))
-
-
-def shards_to_read(policy: ShardPolicy, params: Mapping[str, Any]) -> dict[str, Sharded]:
-    """Returns the split parameters of a module by name: boxes with this device's shards and the options of the unit.
-
-    ``policy`` has the options of the unit, ``params`` are the module's "params". Left out are entries of submodules,
-    bare leaves, and leaves that are also split over axes that the unit does not gather.
-    """
-    shards = {name: shard_to_read(policy, leaf) for name, leaf in params.items() if isinstance(leaf, Sharded)}
-    return {name: shard for name, shard in shards.items() if shard is not None}
 
 
 def split_over(leaf: Sharded, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,6 @@ import numpy as np
 
 from xlstm_jax.common_types import DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import Wire, WireFormat
 from xlstm_jax.distributed.data_parallel.wire.quantized import (
     BLOCK_SIZE,
     FORMATS,
@@ -28,6 +27,7 @@ from xlstm_jax.distributed.data_parallel.wire.quantized import (
     packed_size,
     unpack,
 )
+from xlstm_jax.distributed.data_parallel.wire.wire import Wire, WireFormat
 
 
 @jax.tree_util.register_static

@@ -1,4 +1,4 @@
-"""Communication of a leaf: the format of sent shards, the options, the gather of an array and its backward rule.
+"""Communication of a leaf: its options, the gather of an array, and the backward rule of the gather.
 
 [Note: path of a shard through a gather]
   stored     W[d_fsdp, f]                              each device keeps its shard
@@ -10,21 +10,15 @@
 
 ``gather_params`` calls the gather, ``gather_dims``, for each leaf of a tree, and so does a box when it is read.
 ``prefetch`` runs the same steps separately. The gather, its backward rule, ``prefetch`` and plans use only the methods
-of ``Wire``, and depend on no format. Formats that users select by ``gather_dtype`` are ``WireFormat``s in separate
-files, registered in ``WIRE_FORMATS`` with a row each in ``formats``. A feature computes wires from a module's state as
-an ``Extension`` of a unit.
+of ``wire.Wire``, and depend on no format.
 
 The box of a leaf holds the options, ``Communication``:
   gather          shards are sent in ``gather_dtype``; default: the stored dtype
   reduce-scatter  gradients are summed in ``grad_scatter_dtype``; default: float32, or the leaf's dtype if wider
   copies          gradients of copies of a shard are averaged as ``Copies`` defines
 
-Only floats are ever cast, and only to floats of the same kind (real, complex). Nothing is narrowed unless a user asks.
-A value gathered in a ``WireFormat`` has the leaf's dtype.
-
-``RunningLoss`` has facts on the loss function under trace, set by ``value_and_grad`` and read by each gather. The facts
-are in a context variable, because the user's model runs between ``value_and_grad``, which has the axes, and the
-gathers. The variable is read while a model is traced, never while a step runs.
+Nothing is narrowed unless a user asks. A value gathered in a ``WireFormat`` has the leaf's dtype. Gradients that a mean
+over devices would falsify raise an error: ``wrong_gradients``.
 """
 
 import contextlib
@@ -32,7 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,119 +47,14 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
-from xlstm_jax.distributed.data_parallel.wire.second_gradients import not_transposed
-from xlstm_jax.formatting import shortened
-from xlstm_jax.introspection import transposes_a_shard_map
+from xlstm_jax.distributed.data_parallel.wire.dtypes import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
+from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS, Unchanged, Wire
+from xlstm_jax.distributed.data_parallel.wire.wrong_gradients import check_one_gradient_of_one_batch, not_transposed
 from xlstm_jax.private_names import BatchTracer
 from xlstm_jax.program_names import INTER_HOST_AXES
 
-
-class Wire(Protocol):
-    """Format in which a gather sends a leaf's shards. A pytree: arrays of the format (a scale, say) are children.
-
-    ``rounds_again``: True if sending a received value a second time rounds the value again.
-    """
-
-    rounds_again: ClassVar[bool]
-
-    def send(self, shard: jax.Array) -> jax.Array:
-        """Returns the array to send in place of ``shard``, such as 8-bit codes of its values.
-
-        ``shard`` is this device's shard of a leaf, [..., d / N, ...] for a dim d that is split over N devices, already
-        cast to the gather dtype.
-        """
-        ...
-
-    def along(self, dim: int) -> int:
-        """Returns the dim along which the gather concatenates the sent arrays, for a leaf that is split along ``dim``.
-
-        The result may differ from ``dim`` if ``send`` reshapes the shard.
-        """
-        ...
-
-    def receive(self, arrived: jax.Array) -> jax.Array:
-        """Returns the gathered value [..., d, ...], in the gather dtype, from the sent arrays of N devices.
-
-        ``arrived`` has the results of ``send``, concatenated in device order along the dim that ``along`` returns. The
-        split dim has N times the size of a shard.
-        """
-        ...
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Unchanged:
-    """Wire that sends shards unchanged."""
-
-    rounds_again: ClassVar[bool] = False
-
-    def send(self, shard: jax.Array) -> jax.Array:
-        return shard
-
-    def along(self, dim: int) -> int:
-        return dim
-
-    def receive(self, arrived: jax.Array) -> jax.Array:
-        return arrived
-
-
-class WireFormat:
-    """Format for sending only, selected by ``gather_dtype``: a gathered value has the dtype of its leaf.
-
-    Subclasses implement ``wire``, ``itemsize`` and ``nbytes``. A format that can also average gradients of copies
-    sets ``averages = True`` and implements ``mean_of_terms`` and ``mean_error``.
-    """
-
-    averages: ClassVar[bool] = False
-
-    def supports_dtype(self, dtype: DType) -> bool:
-        """Returns whether shards of this dtype are sent in the format; shards of other dtypes are sent unchanged.
-
-        Here True for real floats only; a subclass may override the method.
-        """
-        return bool(jnp.issubdtype(dtype, jnp.floating))
-
-    def wire(self, shape: tuple[int, ...], dtype: DType, dim: int) -> Wire:
-        """Returns the ``Wire``, which packs and unpacks shards of this shape and dtype in a gather along ``dim``.
-
-        Abstract.
-        """
-        raise NotImplementedError
-
-    @property
-    def itemsize(self) -> float:
-        """Bytes sent per value, on average, in an array without padding. Abstract."""
-        raise NotImplementedError
-
-    def nbytes(self, shape: tuple[int, ...], dim: int) -> int:
-        """Returns the number of bytes of one shard of this shape, as sent in a gather along ``dim``. Abstract."""
-        raise NotImplementedError
-
-    def mean_of_terms(self, term: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        """Returns the sum of the devices' float32 ``term`` over the mesh ``axes``, sent in this format. Abstract.
-
-        Each device has divided its value by the number of devices, so the sum is a mean. The result is bitwise equal on
-        these devices, and equal by type.
-        """
-        raise NotImplementedError
-
-    def mean_error(self, terms: np.ndarray) -> np.ndarray:
-        """Returns the largest error of a single rounding to this format, for each entry of ``terms``. Abstract.
-
-        ``terms`` is a vector with the absolute values of a gradient's entries. The result may have another shape, such
-        as [blocks, block size], and further entries for padding: the caller takes its L2 norm.
-        """
-        raise NotImplementedError
-
-
-WIRE_FORMATS: dict[str, WireFormat] = {}  # by the names that users pass; filled by ``formats``
-
-
 # ---------------------------------------------------------------------------------------------------- options of a leaf
-
-SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16"}
-SHORT_NAMES |= {"fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "float8": "float8_e4m3fn"}
-SHORT_NAMES |= {"fp32": "float32", "f32": "float32", "fp64": "float64", "f64": "float64"}
 
 
 class Option:
@@ -257,84 +146,6 @@ class Communication:
 
 
 DEFAULT_COMMUNICATION = Communication()
-
-
-def dtype_name(
-    dtype: DTypeLike | None,
-    argument: str = "dtype",
-    formats: Collection[str] = (),
-    refused: Collection[str] = (),
-) -> str | None:
-    """Returns the name of a dtype, so that equal dtypes compare as equal; ``None`` for ``None``.
-
-    ``formats`` are names of 8-bit formats that are accepted as well, and ``refused`` names of floats that are not
-    accepted, such as float8_e4m3fn, an 8-bit format. ``argument``, the user's argument, is named in errors.
-
-    Raises:
-      TypeError: ``dtype`` is not a dtype.
-      ValueError: ``dtype`` is in ``refused``; or neither in ``formats`` nor a real or complex float, as parameters are
-        cast only to floats.
-    """
-    if dtype is None or (isinstance(dtype, str) and dtype in formats):
-        return dtype
-    try:
-        jax_dtype = jnp.dtype(dtype)
-    except (TypeError, ValueError):
-        meant = SHORT_NAMES.get(str(dtype).lower(), "bfloat16")
-        raise TypeError(
-            f"{argument}={shortened(repr(dtype), 60)} is no dtype; write {argument}='{meant}' or jnp.{meant}."
-        ) from None
-    is_cast_to = jnp.issubdtype(jax_dtype, jnp.inexact) and jax_dtype.name not in refused
-    if jax_dtype.name not in formats and not is_cast_to:
-        raise ValueError(f"{argument}={jax_dtype.name}: {_refusal(jax_dtype.name, formats)}")
-    return jax_dtype.name
-
-
-def _refusal(name: str, formats: Collection[str]) -> str:
-    """Returns the end of an error text: why the dtype ``name``, no float, is refused, and which dtypes are accepted.
-
-    ``formats`` are the 8-bit formats that the argument accepts: () for sums of gradients.
-    """
-    if name in WIRE_FORMATS and name not in formats:
-        return (
-            f"{name} travels in blocks with scales, which a reduce-scatter cannot sum; only gather_dtype and "
-            "Replicas(reduce_dtype=...) accept it. Use a floating dtype, such as 'bfloat16', or None."
-        )
-    return (
-        f"parameters and gradients are floats, which a cast to {name} would truncate. Use a floating dtype, such as "
-        f"'bfloat16'{', or ' + ', '.join(map(repr, formats)) if formats else ''}, or None."
-    )
-
-
-def packed_format(x: Any, requested: DTypeLike | None) -> str | None:
-    """Returns ``requested`` if ``WIRE_FORMATS`` has an 8-bit format of this name for the dtype of ``x``; else None."""
-    wire_format = WIRE_FORMATS.get(str(requested))
-    return str(requested) if wire_format and wire_format.supports_dtype(value_dtype(x)) else None
-
-
-def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | None = None) -> DType:
-    """Returns the dtype of ``x`` after a gather or reduce-scatter for which the user has ``requested`` a dtype.
-
-    The dtype of x is kept if nothing was requested, if x is not a float, or if ``requested`` is a format of
-    ``WIRE_FORMATS`` for x. Errors name ``argument``, the user's argument, and ``path``, the path of the leaf.
-
-    Raises:
-      ValueError: ``requested`` is not a floating dtype, or would make a complex value real or a real value complex.
-    """
-    dtype = value_dtype(x)
-    if requested is None or not jnp.issubdtype(dtype, jnp.inexact) or packed_format(x, requested):
-        return dtype
-    requested = jnp.dtype(requested)
-    kind = jnp.complexfloating if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.floating
-    if not jnp.issubdtype(requested, kind):
-        leaf = f"'{path}'" if path else "the value"
-        lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
-        raise ValueError(
-            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype, or wrap the "
-            f"leaf's module separately, with {argument}=None."
-        )
-    return requested
 
 
 # -------------------------------------------------------------------------------------------------- gather of an array
@@ -511,73 +322,6 @@ def gradient_of_shard(scattered: jax.Array, communication: Communication, primal
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-def check_one_gradient_of_one_batch(
-    path: str, primal: PrimalType, cotangent: jax.Array, axes: tuple[str, ...], of_layers: bool | None = None
-) -> None:
-    """Raises a ``ValueError`` in the backward pass of a gather if a mean of gradients over ``axes`` would be wrong.
-
-    First case: ``cotangent`` is batched by ``vmap``, one gradient per example, and the shard (described by ``primal``)
-    is not. If the shard is batched too, as in an ensemble, each shard has its own gradient, and nothing is raised.
-    Second case: the gather is differentiated within a loss function that is differentiated itself. Under a ``remat``
-    inside the ``vmap`` no tracer shows that the shard is one of several; callers then pass ``of_layers=True``, which
-    permits the first case. Third case: the gradient is taken from outside of ``shard_map``, where JAX expects a sum
-    over the devices. ``path`` names the leaf in the error. If all ``axes`` have size 1, nothing is raised.
-    """
-    if not collectives.spread_axes(axes):
-        return
-    if not primal.in_loss and transposes_a_shard_map():
-        count = collectives.axis_size(axes)
-        raise ValueError(
-            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken from outside of shard_map: it would be 1/{count} of the gradient, a mean over the {count} devices "
-            f"of {axes} where JAX expects the sum. Take the gradient inside: value_and_grad(loss_fn, axis_names) of "
-            "xlstm_jax.distributed, in the function under shard_map, which then returns the gradients."
-        )
-    for_each_example = isinstance(cotangent, BatchTracer) and not (primal.batched or of_layers)
-    if for_each_example or RUNNING_LOSS.get().axes:
-        where = "under vmap, for each example" if for_each_example else "in a loss function, which is differentiated"
-        raise ValueError(
-            f"the gradient of {f'{path!r}' if path else 'a parameter'}, of shape {primal.shape} on this device, is "
-            f"taken {where}: it would be a mean over the devices of {axes}. Call full = gather_params(params, "
-            "axis_name) first in the loss function, and differentiate with respect to full."
-        )
-
-
-def with_summed_gradient(shard: jax.Array, model_axes: tuple[str, ...], path: str) -> jax.Array:
-    """Returns the shard with a gradient that is multiplied by the number of devices along batch axes in ``model_axes``.
-
-    ``model_axes`` are the axes of a gather over which the model itself splits the leaf at ``path``; only a user's code
-    gathers over such axes. Batch axes are the axes over which the batch of the running loss is split. The gradient of
-    the gather is a mean over the axes. ``sync_gradients`` expects a sum over the axes of the batch, and divides the
-    sum; the factor makes the mean a sum. If no loss of ``training.value_and_grad`` is running, the backward pass raises
-    a ``ValueError``. If all ``model_axes`` have size 1, the shard is returned unchanged.
-    """
-    model_axes = collectives.spread_axes(model_axes)
-    return _with_summed_gradient(shard, model_axes, RUNNING_LOSS.get().axes, path) if model_axes else shard
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _with_summed_gradient(
-    shard: jax.Array, model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str
-) -> jax.Array:
-    return shard
-
-
-def _with_summed_gradient_bwd(
-    model_axes: tuple[str, ...], batch_axes: tuple[str, ...], path: str, residual: None, cotangent: jax.Array
-) -> tuple[jax.Array]:
-    if not batch_axes:
-        raise ValueError(
-            f"the model itself splits {f'{path!r}' if path else 'a parameter'} over {model_axes}, by its box, and a "
-            "gather over these axes is differentiated: sync_gradients would treat the mean of gradients as a sum. Take "
-            "the gradient by training.value_and_grad."
-        )
-    return (cotangent * collectives.axis_size([axis for axis in model_axes if axis in batch_axes]),)
-
-
-_with_summed_gradient.defvjp(lambda shard, model_axes, batch_axes, path: (shard, None), _with_summed_gradient_bwd)
-
-
 def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
     """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
 
@@ -661,65 +405,6 @@ def _gather_some(
         else:
             value = collectives.all_gather(value, dim, (axis,))
     return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def with_equal_type(value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Returns ``value``, a gathered array, with the type "equal along ``axes``"; the gradient is unchanged.
-
-    The caller knows that ``value`` is equal on all devices along ``axes``; the type of a gather's result still says
-    that the value varies. In the backward pass the gradient, equal along ``axes`` too, becomes varying by type.
-    """
-    # The sum of the first device's value and of zeros has the same bits, NaN included.
-    is_first = collectives.axis_index(axes) == 0
-    return collectives.all_reduce_sum(jnp.where(is_first, value, jnp.zeros_like(value)), axes)
-
-
-def _with_equal_type_bwd(axes: tuple[str, ...], residual: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    del residual
-    return (collectives.to_varying(cotangent, axes),)
-
-
-with_equal_type.defvjp(lambda value, axes: (with_equal_type(value, axes), None), _with_equal_type_bwd)
-
-
-# ----------------------------------------------------------------------------------------------------- the running loss
-
-
-OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection whose gradient is its next value
-
-
-@dataclass(frozen=True)
-class RunningLoss:
-    """Facts on the loss function under trace, whose gradient will be averaged over ``axes``.
-
-    An evaluation has no ``axes``, since no gradient is averaged; its batch is split over ``evaluated_axes``.
-    ``is_reference`` marks the loss of a comparison with one device: its values have no varying types, whatever the
-    step has. ``overwrites``: the state of fp8 products is differentiated with the parameters.
-
-    ``model_axes`` are the model's own axes in the boxes of the loss's parameters. (A model may put other boxes, without
-    this information, around parameters.) Gathers append the paths of leaves gathered within a branch
-    (``lax.cond``) to ``gathered_in_branches``, and (shard, key, gathered value) to ``gathers``: ``leaf.earlier_gather``
-    defines the key. ``trace`` is the trace in which the loss is called: a gather in another trace may be in a branch.
-    """
-
-    axes: tuple[str, ...] = ()
-    evaluated_axes: tuple[str, ...] = ()
-    model_axes: frozenset[str] = frozenset()
-    gathered_in_branches: list[str] = field(default_factory=list)
-    gathers: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    is_reference: bool = False
-    overwrites: bool = False
-    trace: Any = None
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Axes over which the batch of the loss or evaluation is split; () outside of both."""
-        return self.axes or self.evaluated_axes
-
-
-# Outside of a loss: a ``RunningLoss`` without axes.
-RUNNING_LOSS: ContextVar[RunningLoss] = ContextVar("RUNNING_LOSS", default=RunningLoss())  # noqa: B039  # never filled
 
 
 @contextlib.contextmanager

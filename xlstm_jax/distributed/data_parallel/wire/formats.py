@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from xlstm_jax.distributed.data_parallel.wire.blocks import Blocks
-from xlstm_jax.distributed.data_parallel.wire.communication import WIRE_FORMATS
+from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS
 
 WIRE_FORMATS |= {
     "int8": Blocks("int8"),

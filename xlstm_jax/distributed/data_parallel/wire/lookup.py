@@ -28,11 +28,13 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean, w
 from xlstm_jax.distributed.data_parallel.wire.communication import (
     Communication,
     PrimalType,
-    check_one_gradient_of_one_batch,
     gradient_of_shard,
     shard_as_sent,
 )
-from xlstm_jax.distributed.data_parallel.wire.second_gradients import differentiated_once
+from xlstm_jax.distributed.data_parallel.wire.wrong_gradients import (
+    check_one_gradient_of_one_batch,
+    differentiated_once,
+)
 
 # Narrower columns waste the lanes of a TPU, which works on rows of this many values.
 LANES = 128

@@ -21,7 +21,7 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import dtype_name
+from xlstm_jax.distributed.data_parallel.wire.dtypes import dtype_name
 from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice, choices_of
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixGroup, in_rounds
 from xlstm_jax.distributed.optimizers.matrices.layout import Values, map_groups, report_matrices

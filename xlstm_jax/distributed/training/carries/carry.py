@@ -15,8 +15,7 @@ from typing import NamedTuple, Self
 import jax
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.training.gradients import LocalResult
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LocalResult, LossFunction
 
 NO_COLLECTIONS: Mapping[str, PyTree] = MappingProxyType({})
 

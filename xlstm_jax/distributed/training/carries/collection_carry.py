@@ -8,8 +8,7 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Carry
 from xlstm_jax.distributed.training.collections import updated_collections
-from xlstm_jax.distributed.training.gradients import LocalResult
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LocalResult, LossFunction
 
 
 @dataclass(frozen=True)

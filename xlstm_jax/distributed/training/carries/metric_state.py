@@ -9,8 +9,7 @@ from typing import Self
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.training.carries.carry import BatchResult, Carry, Inputs
-from xlstm_jax.distributed.training.gradients import LocalResult
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LocalResult, LossFunction
 
 
 @dataclass(frozen=True)

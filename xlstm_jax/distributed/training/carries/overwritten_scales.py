@@ -16,11 +16,10 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import rebox
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.training.carries.carry import Inputs
 from xlstm_jax.distributed.training.carries.collection_carry import CollectionCarry
-from xlstm_jax.distributed.training.gradients import LocalResult
-from xlstm_jax.distributed.training.loss import Loss
+from xlstm_jax.distributed.training.gradients import LocalResult, Loss
 
 
 class OverwrittenScales(CollectionCarry):

@@ -7,6 +7,7 @@ folder can be deleted.
 
 from functools import partial
 
+from xlstm_jax.distributed.optimizers.transforms import check_optimizer
 from xlstm_jax.distributed.training.arguments import (
     PADDING,
     check_batch,
@@ -24,17 +25,16 @@ from xlstm_jax.distributed.training.checks import (
 from xlstm_jax.distributed.training.checks.averaging import AVERAGED_ONCE
 from xlstm_jax.distributed.training.checks.collections import COLLECTIONS_OF_STATE, EQUAL_COLLECTIONS
 from xlstm_jax.distributed.training.checks.jax_errors import raise_with_cure
+from xlstm_jax.distributed.training.checks.loss_axes import check_axes
 from xlstm_jax.distributed.training.equal_results import check_equal_results
 from xlstm_jax.distributed.training.first_batch import compare_keys
-from xlstm_jax.distributed.training.gradients import check_axes
 from xlstm_jax.distributed.training.mistakes import (
-    check_optimizer,
-    check_optimizer_of_step,
     warn_of_averages,
     warn_of_equal_weights,
     warn_of_gathered_stacks,
     warn_of_idle_axes,
-    warn_of_optimizer,
+    warn_of_masks,
+    warn_of_narrow_params,
     warn_of_other_schedule,
     warn_of_replicated,
     warn_of_replicated_trees,
@@ -44,14 +44,17 @@ from xlstm_jax.distributed.training.varying import check_branches
 
 MISTAKES, ERRORS = "mistakes.md", "troubleshooting.md"
 CHECKS[:] = [
-    TrainingCheck("optimizer", check_optimizer, "optimizers.md"),
+    TrainingCheck(
+        "optimizer", partial(check_optimizer, caller="create_train_state", makes_pairs=True), "optimizers.md"
+    ),
     TrainingCheck("model", check_model, ERRORS, reads=("model",)),
     TrainingCheck("model", partial(check_keys, taker="model.init"), ERRORS, reads=("rng",)),
     TrainingCheck("shapes", check_shapes, ERRORS, reads=("variables", "mesh")),
     TrainingCheck("values", compare_keys, "processes.md", reads=("rng", "mesh"), needs="in_several_processes"),
     COLLECTIONS_OF_STATE,
-    TrainingCheck("state", warn_of_optimizer, "optimizers.md", reads=("tx", "params")),
-    TrainingCheck("state", warn_of_replicated, MISTAKES, unless="allow_replicated"),
+    TrainingCheck("state", warn_of_narrow_params, "optimizers.md", reads=("params", "narrow"), needs="narrow"),
+    TrainingCheck("state", warn_of_masks, "optimizers.md", reads=("with_mask", "params"), needs="with_mask"),
+    TrainingCheck("state", warn_of_replicated, MISTAKES, needs="replicated", unless="allow_replicated"),
     TrainingCheck(
         "state",
         warn_of_gathered_stacks,
@@ -61,7 +64,9 @@ CHECKS[:] = [
         unless="allow_replicated",
     ),
     TrainingCheck("trace", check_call, ERRORS, reads=("state", "rng", "local", "layout.mesh", "metric", "extra_trees")),
-    TrainingCheck("trace", check_optimizer_of_step, "optimizers.md", reads=("state.tx",)),
+    TrainingCheck(
+        "trace", partial(check_optimizer, caller="the step", makes_pairs=False), "optimizers.md", reads=("state.tx",)
+    ),
     TrainingCheck("trace", check_batch, ERRORS, reads=("batch", "layout", "num_minibatches")),
     TrainingCheck(
         "trace of an evaluation", check_evaluated, ERRORS, reads=("state", "local", "extra_trees", "layout.mesh")
@@ -81,7 +86,7 @@ CHECKS[:] = [
     ),
     EQUAL_COLLECTIONS,
     TrainingCheck("results", check_equal_results, ERRORS, needs="unproved"),
-    TrainingCheck("traced", warn_of_equal_weights, MISTAKES, reads=("step.state.tx",), needs="step.loss.weighted"),
+    TrainingCheck("traced", warn_of_equal_weights, MISTAKES, reads=("step.state.tx",), needs="step.weighted"),
     TrainingCheck(
         "traced",
         warn_of_other_schedule,
@@ -96,7 +101,7 @@ CHECKS[:] = [
         reads=("axes_without_rows", "step.layout", "step.state", "step.extra_trees", "jaxpr"),
         needs="axes_without_rows",
     ),
-    TrainingCheck("traced", warn_of_replicated, MISTAKES, unless="step.allow_replicated"),
+    TrainingCheck("traced", warn_of_replicated, MISTAKES, needs="replicated", unless="step.allow_replicated"),
     TrainingCheck(
         "traced",
         warn_of_gathered_stacks,

@@ -31,13 +31,14 @@ from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.shard import wrong_averages_pass
 from xlstm_jax.distributed.data_parallel.trees import readable
-from xlstm_jax.distributed.data_parallel.wire.communication import OVERWRITTEN
+from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, auto_mesh, batch_layout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import CONTIGUOUS, SequenceLayout
 from xlstm_jax.distributed.training.arguments import ExtraTrees, collections_of, takes_key, without_key
 from xlstm_jax.distributed.training.batch_axes import StepOfState
 from xlstm_jax.distributed.training.constant_arrays import with_constants
-from xlstm_jax.distributed.training.loss import LossFunction, LossOutput
+from xlstm_jax.distributed.training.gradients import LossFunction
+from xlstm_jax.distributed.training.loss import LossOutput
 from xlstm_jax.distributed.training.state import FlaxTrainState
 from xlstm_jax.distributed.training.step import StepOptions
 from xlstm_jax.distributed.training.step_check import report

@@ -33,14 +33,15 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, tr
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, is_prng_key, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import RUNNING_LOSS, RunningLoss, set_context
+from xlstm_jax.distributed.data_parallel.wire.communication import set_context
+from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout, num_shards
 from xlstm_jax.distributed.model_parallel.sequence_layout import in_natural_order, layout_context
 from xlstm_jax.distributed.training.accumulation import MinibatchResult, mean_over, rows_at, split_rows
 from xlstm_jax.distributed.training.arguments import collections_of
 from xlstm_jax.distributed.training.carries import carries_of
 from xlstm_jax.distributed.training.carries.carry import Inputs
-from xlstm_jax.distributed.training.loss import LossFunction
+from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.step_check.draws import Traced, folded, traced
 from xlstm_jax.distributed.training.varying import differing_axes
 
