@@ -130,6 +130,7 @@ def climbs(run: Callable[[], Any], *values: Any) -> int:
 
 # The files that a reader needs for a step, in reading order.
 WAY = (
+    "wire/wire",
     "wire/communication",
     "store",
     "leaf",

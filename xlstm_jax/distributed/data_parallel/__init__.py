@@ -23,9 +23,10 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Seven files lead a parameter through a step, some 1,400 lines of code; read in this order:
-  wire/communication.py    format in which a shard is sent and received: ``Wire``; the options of a leaf; the gather of
-                           an array, and the gradient of the gather. A new format is a row of wire/formats.py
+Eight files lead a parameter through a step, some 1,300 lines of code; read in this order:
+  wire/wire.py             format in which a shard is sent and received: ``Wire``. A new format is a ``WireFormat`` in a
+                           new file, and a row of wire/formats.py
+  wire/communication.py    the options of a leaf; the gather of an array, and the gradient of the gather
   store.py                 format in which a device stores a leaf: ``Store``. A new format is a subclass in a new file
   leaf.py                  a leaf: stored array, axes of each dim, communication, store, trainable or frozen
   shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
