@@ -62,7 +62,7 @@ def sharded_leaves(tree: PyTree) -> list[tuple[str, Sharded]]:
     return [(path, leaf_of(leaf)) for path, leaf in flatten_with_path(tree)[0]]
 
 
-def replicated_leaves(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[str]:
+def paths_of_replicated(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[str]:
     """Returns the paths of the leaves that no axis splits, in tree order; [] on a mesh of a single device.
 
     A leaf that is split over an axis of size 1 counts as split.

@@ -405,7 +405,7 @@ def check_optimizer(tx: optax.GradientTransformation, caller: str, *, makes_pair
         )
     if not makes_pairs and sees_pairs(tx):
         raise ValueError(
-            f"{caller}: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
+            "the step: state.tx is optax.lookahead, which needs pairs of fast and slow parameters, and state.params "
             "is a single tree. Make the state with create_train_state(model, optax.lookahead(...), ...), or pass "
             "tx=with_slow_params(optax.lookahead(...))."
         )

@@ -1,15 +1,15 @@
 """Section of a sharding plan about mixtures of experts: the device of each expert, and the size of an expert."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from flax import linen as nn
 from rich.console import RenderableType
 
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.modules.holders import seeing_calls
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 from xlstm_jax.distributed.model_parallel.experts import Experts
 from xlstm_jax.distributed.plan.leaf_plan import PARAMETERS, LeafPlan
@@ -162,15 +162,3 @@ class ExpertSection(Section[ExpertPlan]):
 
     table = staticmethod(experts_table)
     from_json = staticmethod(ExpertPlan.from_json)
-
-
-def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
-    """Returns a context in which ``on_call(module)`` is called after each return of ``__call__`` of a Linen module."""
-
-    def intercept(method: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
-        result = method(*args, **kwargs)
-        if context.method_name == "__call__":
-            on_call(context.module)
-        return result
-
-    return nn.intercept_methods(intercept)

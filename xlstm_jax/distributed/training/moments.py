@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from xlstm_jax.common_types import Model, PyTree
 from xlstm_jax.distributed.data_parallel.modules import Stacks
-from xlstm_jax.distributed.data_parallel.trees import replicated_leaves, sharded_leaves
+from xlstm_jax.distributed.data_parallel.trees import paths_of_replicated, sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype
 from xlstm_jax.distributed.device_mesh.batch_layout import BatchLayout
 from xlstm_jax.distributed.metrics.pure_metric import PureMetric
@@ -117,7 +117,7 @@ class CreatedState(NamedTuple):
     @property
     def replicated(self) -> list[str]:
         """The paths of the parameters that no axis splits; [] on a mesh of a single device."""
-        return replicated_leaves(self.params, self.mesh)
+        return paths_of_replicated(self.params, self.mesh)
 
     @property
     def narrow(self) -> list[str]:
@@ -165,7 +165,7 @@ class TracedStep:
     @property
     def replicated(self) -> list[str]:
         """The paths of the parameters of the state that no axis splits; [] on a mesh of a single device."""
-        return replicated_leaves(self.step.state.params, self.step.layout.mesh)
+        return paths_of_replicated(self.step.state.params, self.step.layout.mesh)
 
 
 class EvaluationTrace(NamedTuple):

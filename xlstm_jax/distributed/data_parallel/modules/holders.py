@@ -5,8 +5,8 @@ NNX     modules exist at any time
 """
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from flax import linen as nn
@@ -57,3 +57,15 @@ def _name(cls: type[Any]) -> str:
         if getattr(sys.modules.get(module), cls.__name__, None) in cls.__mro__:
             return f"{library}.{cls.__name__}"
     return cls.__name__
+
+
+def seeing_calls(on_call: Callable[[Any], None]) -> AbstractContextManager[None]:
+    """Returns a context in which ``on_call(module)`` is called after each return of ``__call__`` of a Linen module."""
+
+    def intercept(method: Method, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+        result = method(*args, **kwargs)
+        if context.method_name == "__call__":
+            on_call(context.module)
+        return result
+
+    return nn.intercept_methods(intercept)

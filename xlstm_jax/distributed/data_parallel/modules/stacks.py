@@ -2,8 +2,7 @@
 
 import dataclasses
 from contextvars import ContextVar
-
-from flax import linen as nn
+from typing import Any
 
 
 @dataclasses.dataclass(eq=False)
@@ -15,7 +14,7 @@ class Stacks:
     """
 
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
-    scan: type[nn.Module] | None = None  # the class that ``nn.scan`` has made, until a unit or the layer is entered
+    scan: type[Any] | None = None  # the class that ``nn.scan`` has made, until a unit or the layer is entered
 
 
 RECORDED_STACKS: ContextVar[Stacks | None] = ContextVar("RECORDED_STACKS", default=None)  # set to record stacks
