@@ -9,8 +9,9 @@ import inspect
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,15 @@ def warn_user(text: str) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, stacklevel = frame.f_back, stacklevel + 1
     warnings.warn(text, stacklevel=2 if frame is None else stacklevel)
+
+
+def locals_of_traceback(error: Exception, function: str | None = None) -> list[Mapping[str, Any]]:
+    """Returns the local variables of each frame in the traceback of ``error``, by name, outermost frame first.
+
+    ``function``: only of frames of functions with this name; None: of all frames.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [frame.f_locals for frame in frames if function in (None, frame.f_code.co_name)]
 
 
 def inside_branch() -> bool:

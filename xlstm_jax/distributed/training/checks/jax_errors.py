@@ -8,7 +8,7 @@ import jax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.formatting import listed, one_line
-from xlstm_jax.introspection import MIXED_AXES
+from xlstm_jax.introspection import MIXED_AXES, locals_of_traceback
 
 # Fragments of JAX's error texts.
 NO_TYPE = " requires varying manual axes to match"
@@ -107,8 +107,7 @@ def _seeks_constants(error: Exception) -> bool:
 
     The trace is recognised by the frames of the traceback: an argument of Flax's function says so.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "body_fn"]
-    return any(frame.f_locals.get("init_mode") is True for frame in frames)
+    return any(variables.get("init_mode") is True for variables in locals_of_traceback(error, "body_fn"))
 
 
 def _is_of_vmapped_axis(error: Exception) -> bool:
@@ -153,7 +152,7 @@ def _module_of(error: Exception) -> str:
     of its class. Without a Linen module returns "this loss".
     """
     innermost: Any = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        running = frame.f_locals.get("self")
+    for variables in locals_of_traceback(error):
+        running = variables.get("self")
         innermost = running if getattr(running, "scope", None) is not None else innermost
     return f"module '{'/'.join(innermost.path) or type(innermost).__name__}'" if innermost else "this loss"
