@@ -93,6 +93,7 @@ FEATURES = [
             "training/carries/overwritten_scales.py",
             "training/checks/collections.py",
             "training/nnx_gradients.py",  # variables that a module changes are collections
+            "training/nnx_masked_statistics.py",
         ),
         r"\bKeptCollections\b|\bCollectionCarry\b|training\.collections\b"
         r"|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
@@ -128,6 +129,7 @@ FEATURES = [
             "data_parallel/extensions/nnx_rows.py",
             "model_parallel/nnx_splitting.py",
             "training/nnx_gradients.py",
+            "training/nnx_masked_statistics.py",
         ),
         r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
     ),

@@ -147,6 +147,7 @@ IMPORT_NNX = {
     "wraps or converts modules (data_parallel/modules)": {"nnx_filters", "nnx_model", "nnx_module"},
     "splits layers over an axis (model_parallel)": {"nnx_splitting"},
     "differentiates modules (training)": {"nnx_gradients"},
+    "replaces one kind of NNX layer (training)": {"nnx_masked_statistics"},
     "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},
     "is itself an NNX module": {"data_parallel_methods", "distributed_metrics"},
 }

@@ -235,6 +235,26 @@ def test_statistics_and_written_kernels_after_a_call_are_those_of_one_device():
         assert np.abs(after[path] - start[path]).max() > 1e-3, path
 
 
+@pytest.mark.parametrize("fast, check_vma", [(True, True), (False, False)])
+def test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices(fast, check_vma):
+    """Devices have 1, 3, 4 and 0 unmasked rows; loss, gradients and statistics are those of one device."""
+    x = jax.random.normal(jax.random.key(1), (16, 3)) * (1 + jnp.arange(16) % 3)[:, None] + jnp.arange(16)[:, None] / 4
+    mask = (jnp.arange(16) >= 3) & (jnp.arange(16) != 4) & (jnp.arange(16) < 12)
+    make = lambda rngs: nnx.BatchNorm(3, use_fast_variance=fast, momentum=0.5, rngs=rngs)  # noqa: E731
+    loss = lambda net, x, mask: jnp.mean(jnp.sin(net(x, mask=mask[:, None])) ** 2)  # noqa: E731
+    plain, net = make(nnx.Rngs(0)), create_nnx_module(nnx_model(make), 0, mesh=mesh_of(1, 4))
+    start = values_of(plain)
+    wanted, of_one = nnx.value_and_grad(loss)(plain, x, mask)
+    value, grads = nnx_value_and_grad(loss, check_vma=check_vma)(net, x, mask)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert_same_values(net, plain)
+    for name in ("scale", "bias"):
+        np.testing.assert_allclose(grads[name].get_raw_value(), of_one[name].get_raw_value(), rtol=1e-4, atol=1e-6)
+    assert np.abs(values_of(plain)["mean"] - start["mean"]).max() > 0.1  # guards: statistics change,
+    unlike = jnp.mean(x, 0), jnp.mean(x, 0, where=mask[:, None])  # and the masked rows are unlike the others
+    assert np.abs(unlike[0] - unlike[1]).max() > 0.1
+
+
 # ---------------------------------------------------------------------------- a decoder in the manner of examples/gemma
 
 

@@ -38,6 +38,7 @@ from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import Loss, LossFunction, fold_rng_over_axis, traced_call, value_and_grad
 from xlstm_jax.distributed.training.moments import Results, run_checks
+from xlstm_jax.distributed.training.nnx_masked_statistics import count_unmasked_rows
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
 from xlstm_jax.formatting import format_axes, listed
@@ -297,6 +298,7 @@ class _Program:
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
                 # Statistics of all rows, as on a single device. Flax annotates one name, and takes several.
                 node.axis_name = cast(Any, self.axes)
+                count_unmasked_rows(node)
         boxed = trees.map_leaves(boxed_leaf, (trainable, frozen), one_leaf=is_variable)
         for node in nodes:
             # A cell makes zeros for its first carry; by type these are equal on all devices.
