@@ -483,6 +483,27 @@ def test_draws_differ_by_device_and_by_call(passed):
     assert 2 in counts
 
 
+def test_draws_from_a_key_among_the_arguments_differ_by_device():
+    """A single key differs by device; of an array with a key for each row each device draws from the keys of its rows.
+
+    On a single device a key stays as it is.
+    """
+    x, keys = jnp.ones((8, 2)), jax.random.split(jax.random.key(3), 8)
+
+    def rows_of(keys):
+        of_rows = keys if keys.ndim else jax.random.split(keys, 8)
+        return jax.vmap(lambda key: jax.random.normal(key, (2,)))(of_rows)
+
+    def drawn(devices, keys):
+        loss = lambda net, x, keys: (jnp.mean(net(x)), rows_of(keys)[: len(x)])  # noqa: E731
+        net = create_nnx_module(nnx_model(lambda rngs: nnx.Linear(2, 2, rngs=rngs)), 0, mesh=mesh_of(1, devices))
+        return np.asarray(nnx_value_and_grad(loss, has_aux=True)(net, x, keys)[0][1])
+
+    assert len({row.tobytes() for row in drawn(4, keys[0])}) == 8
+    np.testing.assert_array_equal(drawn(1, keys[0]), rows_of(keys[0]))
+    np.testing.assert_array_equal(drawn(4, keys), rows_of(keys))
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

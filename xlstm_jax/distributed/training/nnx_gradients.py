@@ -117,7 +117,8 @@ def nnx_value_and_grad(
     Args:
       loss_fn: ``loss_fn(module, *args)`` -> the mean over the rows of this device, a real scalar; with ``has_aux`` a
         pair of the loss and any tree. ``args`` are trees of arrays, split along dim 0, scalars, which are passed on
-        unchanged, and further NNX objects: a teacher, or an ``nnx.Rngs``, whose keys then differ by device.
+        unchanged, and further NNX objects, as a teacher. Keys differ by device: a key of ``jax.random.key``, and those
+        of an ``nnx.Rngs``.
       wrt: filter of the variables that are differentiated, as for ``nnx.Optimizer``: ``nnx.LoRAParam``.
       has_aux: see ``loss_fn``. Scalars of the auxiliary output are averaged over devices; an array with a row for each
         example is returned with all rows.
@@ -303,13 +304,20 @@ class _Program:
         for node in nodes:
             # A cell makes zeros for its first carry; by type these are equal on all devices.
             let_carries_vary(node, frozenset(carry_axes((boxed, batch))))
-        others, rows = iter(nodes[1:]), iter(batch)
+        others, rows = iter(nodes[1:]), iter(jax.tree.map(self.drawn_here, batch))
         args = [next(others if node else rows) for node in self.is_node]
         found = LossFunction(self.loss_fn, self.weighted, self.has_aux)(nodes[0], *args)
         after = {_name(path): variable.get_raw_value() for path, variable in _variables(nodes)}
         changed = {name: after[name] for name in before if after.get(name) is not before[name]}
         changed |= {name: after[name] for name in sorted(written)}
         return (found.total, found.weight) if self.weighted else found.total, found.aux, changed
+
+    def drawn_here(self, leaf: Any) -> Any:
+        """Returns a single random key with this device's index folded in; any other leaf of the batch unchanged.
+
+        Arrays of keys have a key for each row, and each device already has those of its rows.
+        """
+        return _of_this_device(leaf, self.axes) if is_prng_key(leaf) and not np.ndim(leaf) else leaf
 
     def equal(self, changed: dict[str, Any], params: PyTree, batch: tuple[PyTree, ...]) -> dict[str, Any]:
         """Returns ``changed``, a dict of changed variables by name, with types that say: equal on all devices.
