@@ -1179,6 +1179,14 @@ ROWS = [
         "do not divide its 3 rows. Pad the rows to ",
     ),
     nnx_section(
+        "nnx-rows-of-arguments",
+        lambda: nnx_value_and_grad(lambda net, x, w: (w * net(x)).mean(), mesh=MESH)(Model(nnx.Rngs(0)), X, X[:8]),
+        ValueError,
+        "nnx_value_and_grad: argument … after the module has … rows",
+        "argument 1 after the module has 8 rows, of shape (8, ",
+        "let loss_fn close over any other array",
+    ),
+    nnx_section(
         "nnx-aux-shape",
         lambda: nnx_value_and_grad(lambda net, x: (net(x).mean(), jnp.ones(97)), has_aux=True, mesh=MESH)(
             Model(nnx.Rngs(0)), X

@@ -581,6 +581,27 @@ def test_module_that_computes_with_shards_of_named_axes_as_if_they_were_unsharde
             nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2), check_vma=check_vma)(net, X)
 
 
+def test_loss_that_closes_over_weights_of_classes_trains_as_on_one_device():
+    """The cure of the error on arguments with different numbers of rows; as an argument the weights would be split."""
+    labels, weights = jnp.arange(16) % 8, 1.0 + jnp.arange(8)
+    make = lambda rngs: nnx.Linear(WIDTH, 8, rngs=rngs)  # noqa: E731
+
+    def loss_of(net, value_and_grad, weights):
+        @nnx.jit
+        def step(net, weights):
+            def loss_fn(net, x, labels):
+                return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(net(x), labels) * weights[labels])
+
+            return value_and_grad(loss_fn)(net, X, labels)[0]
+
+        return step(net, weights)
+
+    net = create_nnx_module(nnx_model(make), 0, mesh=mesh_of(1, 8))
+    wanted = loss_of(make(nnx.Rngs(0)), nnx.value_and_grad, weights)
+    np.testing.assert_allclose(loss_of(net, nnx_value_and_grad, weights), wanted, rtol=1e-5)
+    assert abs(loss_of(net, nnx_value_and_grad, weights[::-1]) / wanted - 1) > 1e-3  # guard: the weights count
+
+
 def test_calls_that_fit_nothing_are_refused():
     net, mean = adapted(), lambda net, x: net(x).mean()
     net.eval()
@@ -590,6 +611,8 @@ def test_calls_that_fit_nothing_are_refused():
         nnx_value_and_grad(mean, wrt=nnx.BatchStat)(net, X)
     with pytest.raises(ValueError, match=r"shape \(10, 16\), and the 8 devices .* Pad the rows to 16"):
         nnx_value_and_grad(mean)(net, X[:10])
+    with pytest.raises(ValueError, match=r"argument 1 after the module has 8 rows, .* argument 0 .* has 16, .* close"):
+        nnx_value_and_grad(lambda net, x, weights: (net(x) * weights[0]).mean())(net, X, jnp.ones(8))
     with pytest.raises(ValueError, match=r"array of shape \(3,\), and a device has 2 rows"):
         nnx_value_and_grad(lambda net, x: (net(x).mean(), jnp.ones(3)), has_aux=True)(net, X)
     with pytest.raises(TypeError, match=r"has_aux=True: loss_fn must return \(loss, aux\)"):

@@ -132,9 +132,9 @@ def nnx_value_and_grad(
       on all devices; the gradients are an ``nnx.State``, for ``optimizer.update(module, grads)``. Values that the
       module sows are dropped; return them as auxiliary output.
     Raises:
-      ValueError: the module has no mesh; ``wrt`` selects no variable; the axes do not divide the rows; a variable that
-        the module changes would differ from device to device; an array of the auxiliary output has neither rows nor a
-        single value; or as ``value_and_grad``.
+      ValueError: the module has no mesh; ``wrt`` selects no variable; the axes do not divide the rows, or arguments
+        differ in their numbers of rows; a variable that the module changes would differ from device to device; an array
+        of the auxiliary output has neither rows nor a single value; or as ``value_and_grad``.
     """
 
     def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:
@@ -220,13 +220,28 @@ def _write(nodes: tuple[Any, ...], changed: Mapping[str, Any]) -> None:
 
 
 def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if np.ndim(leaf) and np.shape(leaf)[0] % count:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+    """Raises an error unless ``count`` divides the rows of the arrays of ``batch``, and all have equally many rows.
+
+    ``axes`` are the axes of the ``count`` devices. On a single device nothing is split, and every shape is accepted.
+    """
+    arrays = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), np.shape(leaf))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        if np.ndim(leaf)
+    ]
+    for name, shape in arrays if count > 1 else ():
+        if shape[0] % count:
             raise ValueError(
-                f"nnx_value_and_grad: argument {name} after the module has shape {np.shape(leaf)}, and the {count} "
-                f"devices along {format_axes(axes)} do not divide its {np.shape(leaf)[0]} rows. Pad the rows to "
-                f"{-(-np.shape(leaf)[0] // count) * count}, and give padded rows the weight 0 in the loss."
+                f"nnx_value_and_grad: argument {name} after the module has shape {shape}, and the {count} "
+                f"devices along {format_axes(axes)} do not divide its {shape[0]} rows. Pad the rows to "
+                f"{-(-shape[0] // count) * count}, and give padded rows the weight 0 in the loss."
+            )
+        first, of_first = arrays[0]
+        if shape[0] != of_first[0]:
+            raise ValueError(
+                f"nnx_value_and_grad: argument {name} after the module has {shape[0]} rows, of shape {shape}, but "
+                f"argument {first} of shape {of_first} has {of_first[0]}, and each is split along dim 0. Pass arrays "
+                "with a row for each example; let loss_fn close over any other array, which devices then have in full."
             )
 
 
