@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -195,6 +196,39 @@ def test_simulate_cpu_devices_sets_nproc_and_available_devices_does_not(call, np
     environment = {key: value for key, value in os.environ.items() if key != "NPROC"} | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout == f"3 {nproc}\n"
+
+
+@pytest.mark.parametrize("before", [None, "5"])
+def test_number_of_devices_is_told_to_jax_with_four_threads_each_unless_nproc_is_set(monkeypatch, before):
+    told = {}
+    monkeypatch.setattr(devices.jax.config, "update", lambda name, value: told.update({name: value}))
+    monkeypatch.delenv("NPROC", raising=False)
+    if before:
+        monkeypatch.setenv("NPROC", before)
+    simulate_cpu_devices(3)
+    assert told == {"jax_platforms": "cpu", "jax_num_cpu_devices": 3} and os.environ["NPROC"] == (before or "12")
+    monkeypatch.delenv("NPROC")
+    if before:
+        monkeypatch.setenv("NPROC", before)
+    assert len(devices.available_devices(3)) == 8  # JAX has started eight
+    assert told["jax_num_cpu_devices"] == 3 and os.environ.get("NPROC") == before
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_number_of_simulated_devices_is_positive(count):
+    with pytest.raises(ValueError, match=rf"simulate_cpu_devices\({count}\): the number of devices is positive"):
+        simulate_cpu_devices(count)
+
+
+def test_plugins_are_modules_of_the_package_of_plugins_and_entry_points(monkeypatch, tmp_path):
+    (tmp_path / "xla_cuda12.py").touch()
+    package = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    entries = {"jax_plugins": [SimpleNamespace(name="of_a_cloud")]}
+    monkeypatch.setattr(devices.metadata, "entry_points", lambda group: entries[group])
+    monkeypatch.setattr(devices, "find_spec", {"jax_plugins": package}.get)
+    assert devices._plugins() == {"xla_cuda12", "of_a_cloud"}
+    monkeypatch.setattr(devices, "find_spec", {}.get)
+    assert devices._plugins() == {"of_a_cloud"}
 
 
 def test_available_devices_prints_no_libtpu_warning_without_an_accelerator():

@@ -4,11 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import jax
 import pytest
 
 from tests.processes.test_processes import ROOT, free_port
+from tests.processes.test_store import Store
+from xlstm_jax.distributed.processes import exit as exits
 from xlstm_jax.distributed.resilience import EXIT_FAILED
 
 LIMIT_S = 240  # of a test that hangs
@@ -147,3 +151,129 @@ def test_process_pause_below_the_step_timeout_ends_no_process(run):
     processes[1].send_signal(signal.SIGCONT)
     codes, errors = ended(processes)
     assert codes == [0, 0], errors
+
+
+# ------------------------------------------------------------- one process, and a store in memory instead of the others
+
+
+class Left(BaseException):
+    """In place of the end of the process."""
+
+
+class Job:
+    """Process of a job of three, whose store is in memory."""
+
+    def __init__(self, process_id):
+        self.client, self.process_id, self.num_processes = Store(), process_id, 3
+
+    @property
+    def reasons(self):
+        """The text posted for each process."""
+        return {int(key.rpartition("/")[2]): text for key, text in self.client.texts.items()}
+
+
+@pytest.fixture
+def job_of(monkeypatch):
+    """Returns a function that makes this process the one with an index; the process leaves by raising ``Left``."""
+
+    def left(code):
+        raise Left(code)
+
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", left)
+    monkeypatch.setattr(exits, "OWN_ERROR_S", 0)
+    monkeypatch.setattr(exits, "COORDINATOR_GRACE_S", 0)
+
+    def start(process_id):
+        job = Job(process_id)
+        monkeypatch.setattr(exits, "job", job)
+        return job
+
+    return start
+
+
+def code_of(work, *args):
+    with pytest.raises(Left) as left:
+        work(*args)
+    return left.value.args[0]
+
+
+def test_leaving_process_tells_every_other_process_its_reason_on_one_line(job_of):
+    job = job_of(1)
+    assert code_of(exits.leave, 13, "OSError: the data\n are gone.") == 13
+    told = "process 1 has left with exit code 13: OSError: the data are gone"
+    assert job.reasons == {0: told, 2: told}
+
+
+def test_process_that_leaves_without_a_reason_tells_the_others_nothing(job_of):
+    job = job_of(1)
+    assert code_of(exits.leave, 0) == 0 and job.reasons == {}
+
+
+def test_first_of_several_leaving_processes_gives_the_reason(job_of):
+    job = job_of(1)
+    exits._post(job.client, [0], "process 2 has left")
+    code_of(exits.leave, 13, "an error")
+    assert job.reasons[0] == "process 2 has left" and "an error" in job.reasons[2]
+
+
+@pytest.mark.parametrize("process_id, waits", [(0, 1), (2, 0)])
+def test_only_process_0_which_has_the_store_waits_before_it_leaves(job_of, monkeypatch, process_id, waits):
+    job_of(process_id)
+    slept = []
+    monkeypatch.setattr(exits.time, "sleep", slept.append)
+    code_of(exits.leave, 13, "an error")
+    assert len(slept) == waits
+
+
+def test_process_that_is_told_a_reason_prints_it_and_leaves_after_waits_that_have_timed_out(job_of, capfd):
+    job, answers = job_of(2), iter([jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED"), "process 1 has left"])
+
+    def get(key, wait_ms):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    job.client.blocking_key_value_get = get
+    assert code_of(exits._listen, job.client, 2) == EXIT_FAILED
+    assert capfd.readouterr().err == "\nprocess 1 has left. Process 2 ends with it.\n"
+
+
+def test_listening_ends_without_leaving_if_the_text_is_empty_or_the_store_is_gone(job_of):
+    job = job_of(2)
+    exits._post(job.client, [2], "")
+    exits._listen(job.client, 2)
+
+    def gone(key, wait_ms):
+        raise jax.errors.JaxRuntimeError("UNAVAILABLE: the service is gone")
+
+    job.client.blocking_key_value_get = gone
+    exits._listen(job.client, 2)
+
+
+@pytest.mark.parametrize("error, code", [(ValueError("no rows"), EXIT_FAILED), (KeyboardInterrupt("stop"), 130)])
+def test_program_that_ends_by_an_exception_leaves_with_its_text(job_of, monkeypatch, error, code):
+    job = job_of(1)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert code_of(exits._at_the_end, threading.current_thread()) == code
+    assert job.reasons[0].endswith(f"exit code {code}: {type(error).__name__}: {error}")
+
+
+def test_program_that_ends_without_an_exception_ends_only_its_own_thread(job_of, monkeypatch):
+    job = job_of(1)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    listener = threading.Thread(target=exits._listen, args=(job.client, 1))
+    listener.start()
+    exits._at_the_end(listener)
+    assert not listener.is_alive() and job.reasons == {1: ""}
+
+
+def test_work_in_time_ends_with_its_errors_or_at_its_limit():
+    done, never = [], threading.Event()
+    exits.in_time(lambda: done.append(1), 10)
+    exits.in_time(lambda: done[2], 10)
+    begun = time.monotonic()
+    exits.in_time(never.wait, 0.05)
+    never.set()
+    assert done == [1] and time.monotonic() - begun < 5

@@ -1,5 +1,6 @@
 """Tests of real processes over loopback: joining, agreeing on a configuration, and a batch of rows of each process."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 import xlstm_jax
 from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
+from xlstm_jax.distributed.processes import initialize
 from xlstm_jax.distributed.processes.initialize import _local_address
 from xlstm_jax.distributed.processes.same_everywhere import COMPARED_OPTIONS, entries_of, jax_settings
 
@@ -187,6 +190,99 @@ def test_coordinator_binds_to_the_address_resolved_from_the_coordinator_name(mon
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     name = resolved[0] if resolved == ["127.0.0.1"] else "node7"
     assert _local_address(f"{name}:7") == bind
+
+
+@pytest.mark.parametrize(
+    "name, bind", [("[::1]", "[::1]:7"), ("localhost", "127.0.0.1:7"), ("127.0.0.1", "127.0.0.1:7")]
+)
+def test_coordinator_binds_to_given_addresses_of_both_families_and_to_localhost(monkeypatch, name, bind):
+    class Probe(contextlib.AbstractContextManager):
+        """Socket of a host that has every address."""
+
+        def __init__(self, family, kind):
+            assert family == (socket.AF_INET6 if "::" in name else socket.AF_INET)
+
+        def __exit__(self, *_):
+            pass
+
+        def bind(self, address):
+            pass
+
+    if name == "localhost":
+        monkeypatch.setattr(
+            socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+        )
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert _local_address(f"{name}:7") == bind
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Returns the list of what a process tells JAX to join; the process does not join."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    monkeypatch.setattr(initialize, "leave_with_others", lambda: calls.append("tied to the others"))
+    return calls
+
+
+@pytest.mark.parametrize("bind", [None, "0.0.0.0:1"])
+def test_process_0_joins_without_waiting_and_is_tied_to_the_others(joined, monkeypatch, bind):
+    if bind:
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bind)
+    seconds = iter([100.0, 100.5])
+    monkeypatch.setattr(initialize, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    initialize_distributed("127.0.0.1:1", 2, 0, local_device_ids=[3], heartbeat_timeout_s=7, shutdown_timeout_s=8)
+    (args, options), tied = joined
+    assert args == ("127.0.0.1:1", 2, 0) and tied == "tied to the others"
+    assert options == {
+        "local_device_ids": [3],
+        "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": bind or "127.0.0.1:1",
+        "initialization_timeout": 60,  # JAX takes whole seconds
+        "heartbeat_timeout_seconds": 7,
+        "shutdown_timeout_seconds": 8,
+    }
+
+
+def test_other_process_waits_until_the_coordinator_listens(joined):
+    with socket.socket() as coordinator:
+        coordinator.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{coordinator.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match=f"process 1 of 2 found nothing that listens at {address} within 0.05 s"):
+            initialize_distributed(address, 2, 1, initialization_timeout_s=0.05)
+        assert not joined
+        later = threading.Timer(0.1, coordinator.listen)
+        later.start()
+        initialize_distributed(address, 2, 1)
+        later.join()
+    assert joined[0][0] == (address, 2, 1)
+
+
+def test_joining_again_does_nothing_with_equal_arguments_and_raises_for_others(joined, monkeypatch):
+    now = SimpleNamespace(coordinator_address="127.0.0.1:1", num_processes=3, process_id=1)
+    monkeypatch.setattr(initialize, "job", now)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    initialize_distributed("127.0.0.1:1", 3, 1)
+    for others in (("127.0.0.1:2", 3, 1), ("127.0.0.1:1", 2, 1), ("127.0.0.1:1", 3, 2)):
+        with pytest.raises(RuntimeError, match=r"this is process 1 of 3 at 127.0.0.1:1 already, and cannot become"):
+            initialize_distributed(*others)
+    assert not joined
+
+
+@pytest.mark.parametrize(
+    "process_id, variable, bind", [(0, "", "127.0.0.1:7"), (1, "", None), (0, "0.0.0.0:7", "0.0.0.0:7")]
+)
+def test_detected_process_0_listens_at_its_own_address_or_at_the_given_one(
+    joined, monkeypatch, process_id, variable, bind
+):
+    detected = "127.0.0.1:7", 2, process_id, [process_id]
+    monkeypatch.setattr(initialize.ClusterEnv, "auto_detect_unset_distributed_params", lambda *_: detected)
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", variable)
+    monkeypatch.setattr(initialize, "_wait_for_coordinator", lambda *_: None)
+    initialize_distributed()
+    args, options = joined[0]
+    assert args == detected[:3] and options["local_device_ids"] == [process_id]
+    assert options["coordinator_bind_address"] == bind
 
 
 def test_processes_page_program_runs_as_two_processes(tmp_path):
@@ -402,6 +498,11 @@ def test_jax_settings_include_flags_except_process_specific_flags(monkeypatch):
     }
 
 
+def test_settings_that_may_differ_between_hosts_are_not_compared():
+    different = {"jax_platforms", "jax_compilation_cache_dir", "jax_num_cpu_devices", "jax_log_compiles"}
+    assert different <= jax.config.values.keys() and not different & jax_settings().keys()
+
+
 def test_compared_jax_options_exist_in_the_installed_jax():
     assert len(COMPARED_OPTIONS & jax.config.values.keys()) > len(COMPARED_OPTIONS) - 5  # some are of one release only
 
@@ -413,6 +514,19 @@ def test_entries_of_arrays_differ_for_any_change(change):
     x = np.arange(100, dtype=np.int32)
     assert entries_of(change(x)) != entries_of(x) == entries_of(x.copy())
     assert entries_of("long " * 99) != entries_of("long " * 98 + "else ")
+
+
+def test_entries_are_full_texts_up_to_a_length_and_show_the_first_values_of_an_array():
+    assert entries_of("x" * 78) == {".": repr("x" * 78)}  # 80 characters with the quotes
+    assert re.fullmatch(r"'x{79}\.\.\. \(81 characters, sha256 \w{16}\)", entries_of("x" * 79)["."])
+    six, seven = (entries_of(np.arange(count, dtype=np.int32))["."] for count in (6, 7))
+    assert six.startswith("int32[6] (0, 1, 2, 3, 4, 5), sha256 ")
+    assert seven.startswith("int32[7] (0, 1, 2, 3, 4, 5, ...), sha256 ")
+
+
+def test_entries_of_bytes_differ_for_any_change_and_modules_without_a_file_have_their_name():
+    assert entries_of(b"abc") == entries_of(bytearray(b"abc")) != entries_of(b"abd")
+    assert entries_of({"code": [sys]}) == {"code/0/name": "'sys'"}
 
 
 def test_entries_of_a_package_have_a_digest_per_file():
