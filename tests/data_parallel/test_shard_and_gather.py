@@ -345,6 +345,16 @@ def test_term_of_mean_in_a_narrow_dtype_is_bit_equal_to_float32_division(dtype, 
     assert bool(wide) == (count == 6)  # a power of two divides without a cast
 
 
+def test_error_for_several_axes_names_the_axis_that_is_not_bound():
+    def local(x):
+        return sync_gradients(x, ("fsdp", "nope"))
+
+    with pytest.raises(
+        ValueError, match=r": 'nope' is not a bound mesh axis; the axes bound here are \('dp', 'fsdp'\)"
+    ):
+        on_mesh(local, mesh_of(1, 8), False, P(), P())(jnp.ones(8))
+
+
 @BOTH_MODES
 def test_gathered_complex_gradients_keep_the_imaginary_part(check_vma):
     w = (normal(0, (8, 4)) + 1j * normal(1, (8, 4))).astype(jnp.complex64)

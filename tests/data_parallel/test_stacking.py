@@ -126,6 +126,15 @@ def test_stack_layers_finds_layers_at_any_depth_and_in_any_container():
     assert_each_leaf(np.testing.assert_array_equal, unstack_layers(scan, "layers", "layer_{}_x"), (loop, opt_state))
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_layers_of_which_one_lacks_a_leaf_raise_and_a_single_layer_is_stacked(lacking):
+    layers = {f"block_{i}": {"w": np.ones(2)} if i == lacking else {"b": np.ones(3), "w": np.ones(2)} for i in (0, 1)}
+    bias = ["not there" if i == lacking else r"float64\[3\]" for i in (0, 1)]
+    with pytest.raises(ValueError, match=f"'block_0/b' is {bias[0]}, and 'block_1/b' is {bias[1]}: the layers"):
+        stack_layers(layers, LOOP, SCAN)
+    assert stack_layers({"block_0": layers["block_0"]}, LOOP, SCAN)[SCAN]["w"].tolist() == [[1, 1]]
+
+
 # ---------------------------------------------------------------------------------------------- an array over the mesh
 
 WHOLE = PartitionSpec()

@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_each_leaf
+from xlstm_jax.accelerators import absent_device
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.wire import transposes
 from xlstm_jax.distributed.data_parallel.wire.transposes import Exchange, send_back, send_rows
@@ -86,6 +87,15 @@ def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, chec
     factors = np.where(np.asarray(rows), np.asarray(back) / np.asarray(rows), 0)
     np.testing.assert_allclose(grad, 2 * factors**2 * rows, rtol=1e-5)
     assert not np.asarray(back).reshape(COUNT, LENGTH, WIDTH)[0, 9:].any()  # rows without a destination
+
+
+@pytest.mark.parametrize(
+    "kind, ragged", [("TPU v5 lite", False), ("TPU v5", True), ("TPU v6 lite", True), (None, False)], ids=str
+)
+def test_tpus_except_v5e_exchange_rows_by_ragged_all_to_all(kind, ragged):
+    mesh = jax.sharding.AbstractMesh((4,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    with absent_device(kind), jax.sharding.use_abstract_mesh(mesh):
+        assert transposes.has_ragged_all_to_all() is ragged
 
 
 @pytest.mark.slow

@@ -148,7 +148,7 @@ def test_forecast_field_names_are_unchanged_within_format_2():
     """A name that changes is a new format."""
     names = """platform device_kind topology axis_sizes memory code_bytes available_bytes collectives flops cycles
         hbm_bytes tokens unknown_loops compile_seconds versions notes shared_flops roofline exposed_seconds host
-        kernel_seconds expected_kernel_seconds pallas_seconds fills"""
+        kernel_seconds expected_kernel_seconds pallas_seconds fills rematerialized"""
     assert [field.name for field in dataclasses.fields(Forecast)] == names.split()
 
 

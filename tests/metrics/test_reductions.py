@@ -104,6 +104,13 @@ def test_collective_reductions_propagate_nan_and_keep_negative_and_infinite_valu
     assert jnp.isnan(run(jnp.asarray(VALUES, dtype).at[3].set(jnp.nan))[0])
 
 
+def test_mean_of_integers_over_devices_is_in_float32(batch_mesh):
+    """4095.5 takes 13 bits: bfloat16 has 8."""
+    run = on_mesh(lambda x: m.reduce_mean_collective({"x": x})["x"], batch_mesh, True, P("batch"), P())
+    mean = run(4092 + np.arange(N, dtype=np.int32))
+    assert mean.dtype == jnp.float32 and mean.tolist() == [4095.5]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_reduce_sum_collective_counts_a_constant_once_per_device(batch_mesh, check_vma):
     out = on_mesh(
