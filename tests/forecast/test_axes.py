@@ -122,6 +122,21 @@ def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
     assert axis_traffic([behind_others])[0].hidden_fraction == 0.0
 
 
+def test_axis_traffic_lists_the_largest_first_and_no_time_if_that_of_one_is_unknown():
+    one = Collective("a", "collective-permute", None, 1, "f32", 8, 8.0, 2, ("cp",), "jit(f)/shard_map/ppermute",
+                     (), (), "forward", True, NO_OVERLAP, alone_s=0.5, exposed_s=0.1)  # fmt: skip
+    of_one_device = dataclasses.replace(one, axes=(), wire_bytes=0.0)
+    unknown = dataclasses.replace(one, alone_s=None, exposed_s=None)
+    large = dataclasses.replace(one, axes=("fsdp",), count=9, alone_s=0.0, exposed_s=0.0)
+    found = axis_traffic([one, of_one_device, unknown, large])
+    assert [(traffic.axes, traffic.wire_bytes, traffic.executions) for traffic in found] == [
+        (("fsdp",), 72.0, 9),
+        (("cp",), 16.0, 2),
+    ]
+    assert [(traffic.seconds, traffic.waited_s) for traffic in found] == [(0.0, 0.0), (None, None)]
+    assert [traffic.hidden_fraction for traffic in found] == [None, None]  # of no time there is no fraction
+
+
 LOOP = """\
 HloModule jit_f, is_scheduled=true
 
@@ -397,6 +412,13 @@ def test_live_bytes_counts_each_value_from_creation_to_last_use():
     assert live(lambda x, w: jnp.sin(x) + jnp.cos(x)) == 0
     assert live(looped) == 3
     assert live(lambda x, w: ((first := x @ w) @ w @ w + first).sum()) == 3
+
+
+def test_live_bytes_of_a_branch_are_those_of_the_branch_with_the_most():
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+    chains = [lambda x: (x @ w).sum(), lambda x: (x @ w @ w @ w).sum()]
+    program = jax.make_jaxpr(lambda i, x: jax.lax.switch(i, chains, x))(0, x)
+    assert live_bytes(program.jaxpr) // x.nbytes == 2  # and a few bytes of the index
 
 
 def test_ranked_puts_meshes_within_the_memory_budget_first():

@@ -14,7 +14,7 @@ from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.forecast.cost.memory import operation_names, read_memory
+from xlstm_jax.forecast.cost.memory import memory_of_totals, operation_names, read_memory
 from xlstm_jax.forecast.hardware.chips import CHIPS
 from xlstm_jax.forecast.hlo.program import parse
 
@@ -112,6 +112,36 @@ def test_read_memory_of_a_handwritten_excerpt_gives_sizes_temporaries_and_timeli
     assert found.resident_peak_bytes == found.peak_live_bytes  # nothing comes from the host
     with_host_buffer = read_memory(assignment, LIVE_RANGE, OP_NAMES, host_buffers={"convert.7{}"})
     assert with_host_buffer.resident_peak_bytes == found.peak_live_bytes - 128 * MIB
+
+
+def test_timeline_of_a_single_point_is_the_peak():
+    found = read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES, points=1)
+    assert [(moment.point, moment.live_bytes) for moment in found.timeline] == [
+        (found.peak_point, found.peak_live_bytes)
+    ]
+    assert found.peak_point in (8, 9)  # the product, or its sum in place
+
+
+def test_temporaries_of_several_allocations_do_not_share_bytes():
+    of_counter = " value: <36 add.29 @0> (size=512,offset=142606336): s32[]{:T(128)}\n"
+    first_bytes = of_counter.replace("offset=142606336", "offset=0")
+    beside = ASSIGNMENT.replace(of_counter, "") + f"allocation 7: size 512, page 0, preallocated-temp:\n{first_bytes}"
+    one, two, shared = (
+        read_memory(text, LIVE_RANGE, OP_NAMES).peak_live_bytes
+        for text in (ASSIGNMENT, beside, ASSIGNMENT.replace(of_counter, first_bytes))
+    )
+    assert two == one == shared + 512  # guard: at the same offset of one allocation they share
+
+
+def test_bytes_by_module_are_listed_with_the_largest_first():
+    found = read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES | {"convert.7": OP_NAMES["all-reduce.2"]})
+    assert list(found.by_module().items()) == [("blocks/up", 132 * MIB), ("blocks", 4 * MIB + 512)]
+
+
+def test_memory_of_totals_counts_outputs_that_overwrite_an_argument_once():
+    found = memory_of_totals({"argument": 100, "output": 70, "alias": 60, "temp": 5})
+    assert (found.argument_bytes, found.alias_bytes, found.output_bytes, found.temporary_bytes) == (100, 60, 10, 5)
+    assert found.total_bytes == 115
 
 
 def test_read_memory_counts_overlapping_temporaries_once_for_the_larger():

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -16,7 +17,7 @@ from xlstm_jax.forecast.compiling.compile import compile_for_topology
 from xlstm_jax.forecast.cost.clock import Cycles, Kernels
 from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
 from xlstm_jax.forecast.cost.flops import count_flops
-from xlstm_jax.forecast.cost.products import executed_flops, unknown_calls
+from xlstm_jax.forecast.cost.products import executed_flops, pallas_seconds, product_flops, unknown_calls
 from xlstm_jax.forecast.hardware.cudnn import traced_for_chip
 from xlstm_jax.forecast.hlo.program import parse
 
@@ -189,3 +190,76 @@ def test_unknown_calls_names_an_unrecognised_custom_call_with_the_share_of_bytes
     (note,) = unknown_calls(program, count_hbm_bytes(program))
     assert note.startswith("Custom call 'my_kernel', 1 in a step: its work is unknown and counts as zero")
     assert "29% of the bytes" in note  # 2 of 2 + 2 + 3 arrays
+
+
+IN_A_LOOP = """HloModule f, is_scheduled=true
+
+%body (c: (s32[], f32[1000])) -> (s32[], f32[1000]) {
+  %c = (s32[], f32[1000]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[1000] get-tuple-element(%c), index=1
+  %y = f32[1000] custom-call(%x), custom_call_target="TARGET"
+  ROOT %t = (s32[], f32[1000]) tuple(%i, %y)
+}
+
+%condition (c.1: (s32[], f32[1000])) -> pred[] {
+  %c.1 = (s32[], f32[1000]) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[1000])) -> (s32[], f32[1000]) {
+  %a = (s32[], f32[1000]) parameter(0)
+  ROOT %w = (s32[], f32[1000]) while(%a), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+def test_unknown_calls_counts_a_custom_call_in_a_loop_with_each_trip():
+    program = parse(IN_A_LOOP.replace("TARGET", "my_kernel"))
+    (note,) = unknown_calls(program, count_hbm_bytes(program))
+    assert note.startswith("Custom call 'my_kernel', 6 in a step")
+    assert "moves 100% of the bytes" in note
+
+
+def test_pallas_seconds_are_the_larger_of_the_products_and_the_bytes_of_kernels_without_cycles():
+    """In six trips a kernel reads and writes 1000 floats."""
+    chip = CHIPS["v5e"]
+    program = parse(IN_A_LOOP.replace("TARGET", "tpu_custom_call"))
+    few, many = (SimpleNamespace(in_kernels={"bfloat16": flops}) for flops in (1.0, 1e15))
+    assert pallas_seconds(program, few, chip) == pytest.approx(6 * 2 * 4000 / chip.hbm_bandwidth)
+    assert pallas_seconds(program, many, chip) == pytest.approx(1e15 / chip.peak_flops["bfloat16"])
+    known = IN_A_LOOP.replace('"TARGET"', '"tpu_custom_call", backend_config={"estimated_cycles":"7"}')
+    assert pallas_seconds(parse(known), many, chip) is None  # XLA's own
+
+
+ATTENTION = """HloModule f, is_scheduled=true
+
+ENTRY %main (q: bf16[2,3,5,64], k: bf16[2,3,7,64], v: bf16[2,3,7,32]) -> bf16[2,3,5,32] {
+  %q = bf16[2,3,5,64] parameter(0)
+  %k = bf16[2,3,7,64] parameter(1)
+  %v = bf16[2,3,7,32] parameter(2)
+  ROOT %o = bf16[2,3,5,32] custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax", backend_config={\
+"cudnn_fmha_backend_config":{SCORES"mask_type":"NO_MASK","sliding_window_length":0}}
+}
+"""
+SCORES = '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","3","5","7"]},'
+
+
+@pytest.mark.parametrize(
+    "changes, flops",
+    [
+        ({}, 2 * (2 * 3) * (5 * 7) * (64 + 32)),
+        ({"NO_MASK": "CAUSAL"}, (2 * 3) * (5 * 7) * (64 + 32)),
+        ({'length":0': 'length":2'}, 2 * (2 * 3) * (5 * 2) * (64 + 32)),
+        ({"fmhaSoftmax": "fmhaSoftmaxBackward"}, 5 * (2 * 3) * (5 * 7) * (64 + 32)),
+        ({SCORES: "", "fmhaSoftmax": "fmhaSoftmaxF8"}, 0),  # fp8 has another format
+    ],
+    ids=["full", "causal", "window", "backward", "fp8"],
+)
+def test_flops_of_a_call_of_cudnn_attention_follow_scores_mask_window_and_direction(changes, flops):
+    text = ATTENTION.replace("SCORES", SCORES)
+    for before, after in changes.items():
+        text = text.replace(before, after)
+    program = parse(text)
+    assert product_flops(program.entry, program.entry.root) == flops

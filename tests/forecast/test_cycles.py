@@ -1,6 +1,7 @@
 # ruff: noqa: E501
 """Bytes of HBM against XLA's own count where that is right, and by hand; cycles with loops multiplied out."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.forecast.cost.clock import Cycles
-from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
+from xlstm_jax.forecast.cost.cycles import count_hbm_bytes, moved_by
+from xlstm_jax.forecast.cost.host import host_buffers, host_traffic
+from xlstm_jax.forecast.hardware.chips import CHIPS
 from xlstm_jax.forecast.hlo.program import parse
 
 ROW, ROWS = 512, 256
@@ -187,6 +190,43 @@ ENTRY"""
     assert moved == 2 * 4 * 64 * 1024  # but its bytes are read and written
 
 
+def moved_by_root(instructions, computations=""):
+    """Bytes (read, written) of the last instruction of a program."""
+    found = parse(
+        f"HloModule f, is_scheduled=true\n{computations}\nENTRY %main (x: f32[64,8]) -> f32[64,8] {{\n{instructions}}}\n"
+    )
+    return moved_by(found, found.entry, found.entry.root)
+
+
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}
+"""
+
+
+def test_moved_bytes_of_a_repeated_operand_count_once_and_of_a_scatter_those_of_the_updates():
+    twice = "  %x = f32[64,8] parameter(0)\n  ROOT %y = f32[64,8] multiply(%x, %x)\n"
+    assert moved_by_root(twice) == (4 * 64 * 8, 4 * 64 * 8)
+    scatter = """  %x = f32[64,8] parameter(0)
+  %rows = s32[3,1] parameter(1)
+  %new = f32[3,8] parameter(2)
+  ROOT %y = f32[64,8] scatter(%x, %rows, %new), update_window_dims={1}, inserted_window_dims={0}, to_apply=%add
+"""
+    assert moved_by_root(scatter, ADD) == (4 * 3 * 8, 4 * 3 * 8)
+
+
+def test_moved_bytes_of_an_asynchronous_all_reduce_are_its_operand_and_its_result():
+    """The type of an all-reduce-start is its result alone; other starts list the operands, too."""
+    start = """  %x = f32[64,8] parameter(0)
+  ROOT %y = f32[64,8] all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+"""
+    assert moved_by_root(start, ADD) == (4 * 64 * 8, 4 * 64 * 8)
+    gather = "  %x = f32[64,8] parameter(0)\n  ROOT %y = (f32[64,8], f32[128,8]) all-gather-start(%x), dimensions={0}\n"
+    assert moved_by_root(gather) == (4 * 64 * 8, 4 * 128 * 8)
+
+
 CHAIN = """HloModule jit_step, is_scheduled=true
 
 %inner.start (param_0.1: bf16[1,1024,1024]) -> (bf16[1,1024,1024], bf16[1,4096,1024]) {
@@ -229,3 +269,59 @@ def test_count_hbm_bytes_counts_a_gather_spread_over_fusions_once():
     moved = count_hbm_bytes(parse(CHAIN))
     piece, whole, activation = 2 * 1024 * 1024, 2 * 4096 * 1024, 4 * 64 * 1024
     assert (moved.read, moved.written) == (piece + activation, whole + activation)
+
+
+# --------------------------------------------------------------------------------------------------------- host memory
+
+# In each trip 4000 bytes come from the host beside 3000 cycles of work, and 2000 bytes go there while the step waits.
+OFFLOADED = """HloModule f, is_scheduled=true
+
+%body (c: (s32[], f32[1000], f32[500])) -> (s32[], f32[1000], f32[500]) {
+  %c = (s32[], f32[1000]{0:S(5)}, f32[500]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %there = f32[1000]{0:S(5)} get-tuple-element(%c), index=1
+  %x = f32[500]{0} get-tuple-element(%c), index=2
+  %coming = (f32[1000]{0}, f32[1000]{0:S(5)}, u32[]) copy-start(%there)
+  %work = f32[500]{0} negate(%x), backend_config={"estimated_cycles":"3000"}
+  %here = f32[1000]{0} copy-done(%coming)
+  %gone = f32[500]{0:S(5)} copy(%work)
+  ROOT %t = (s32[], f32[1000]{0:S(5)}, f32[500]{0}) tuple(%i, %there, %work)
+}
+
+%condition (c.1: (s32[], f32[1000], f32[500])) -> pred[] {
+  %c.1 = (s32[], f32[1000]{0:S(5)}, f32[500]{0}) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], f32[1000], f32[500])) -> (s32[], f32[1000], f32[500]) {
+  %a = (s32[], f32[1000]{0:S(5)}, f32[500]{0}) parameter(0)
+  ROOT %w = (s32[], f32[1000]{0:S(5)}, f32[500]{0}) while(%a), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+SLOW = dataclasses.replace(CHIPS["v5e"], clock_hz=1e6, host_bandwidth=1e6)
+
+
+def test_host_traffic_sums_bytes_of_both_ways_and_the_waits_over_all_trips():
+    found = host_traffic(parse(OFFLOADED), SLOW)
+    assert (found.stored_bytes, found.to_device_bytes, found.to_host_bytes) == (4000, 6 * 4000, 6 * 2000)
+    assert found.moved_bytes == 6 * 6000 and found.seconds == pytest.approx(6 * 6e-3)
+    assert found.waited_s == pytest.approx(6 * (1e-3 + 2e-3))  # 1 of 4 ms for what comes, 2 for what goes
+    assert found.hidden_fraction == pytest.approx(0.5)
+    assert dataclasses.replace(found, waited_s=1.0).hidden_fraction == 0.0  # a step may wait for longer than its bytes
+
+
+def test_host_traffic_is_none_without_host_memory_and_counts_what_lies_or_travels_there():
+    nowhere = OFFLOADED.replace("S(5)", "S(0)")
+    assert host_traffic(parse(nowhere), SLOW) is None
+    lying = OFFLOADED.replace("copy-start(%there)", "copy-start(%work)").replace(
+        "%gone = f32[500]{0:S(5)}", "%gone = f32[500]{0}"
+    )
+    found = host_traffic(parse(lying), SLOW)
+    assert (found.stored_bytes, found.moved_bytes, found.hidden_fraction) == (4000, 0, 0.0)
+    travelling = host_traffic(parse(nowhere.replace("%gone = f32[500]{0:S(0)}", "%gone = f32[500]{0:S(5)}")), SLOW)
+    assert (travelling.stored_bytes, travelling.to_device_bytes, travelling.to_host_bytes) == (0, 0, 6 * 2000)
+
+
+def test_host_buffers_are_the_received_and_the_sent_values():
+    assert host_buffers(parse(OFFLOADED)) == {"coming{0}", "coming{}", "work{}"}

@@ -88,6 +88,50 @@ def test_find_fills_of_a_program_of_gathers_is_empty():
     assert find_fills(parse(gathers)) == Fills(count=0, cycles=0, written=0)
 
 
+def test_find_fills_leaves_out_zeros_that_go_to_another_collective():
+    sent_on = PROGRAM.replace(
+        "all-reduce(%own.d), replica_groups={{0,1,2,3}}, to_apply=%sum", "collective-permute(%own.d)"
+    )
+    assert find_fills(parse(sent_on)) == Fills(count=3, cycles=7000, written=3 * NBYTES)
+
+
+IN_A_LOOP = """HloModule step, is_scheduled=true, num_partitions=4
+
+%sum (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %add.0 = bf16[] add(%a, %b)
+}
+
+%body (c: (s32[], bf16[16,128])) -> (s32[], bf16[16,128]) {
+  %c = (s32[], bf16[16,128]) parameter(0)
+  %at = s32[] get-tuple-element(%c), index=0
+  %shard = bf16[16,128]{1,0} get-tuple-element(%c), index=1
+  %zero = s32[] constant(0)
+  %zero.b = bf16[] constant(0)
+  %zeros = bf16[64,128]{1,0} broadcast(%zero.b), dimensions={}, backend_config={"estimated_cycles":"1000"}
+  %own = bf16[64,128]{1,0} dynamic-update-slice(%zeros, %shard, %at, %zero)
+  %all = bf16[64,128]{1,0} all-reduce(%own), replica_groups={{0,1,2,3}}, to_apply=%sum
+  ROOT %t = (s32[], bf16[16,128]) tuple(%at, %shard)
+}
+
+%condition (c.1: (s32[], bf16[16,128])) -> pred[] {
+  %c.1 = (s32[], bf16[16,128]) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+
+ENTRY %main (x: (s32[], bf16[16,128])) -> (s32[], bf16[16,128]) {
+  %x = (s32[], bf16[16,128]) parameter(0)
+  ROOT %w = (s32[], bf16[16,128]) while(%x), condition=%condition, body=%body, \
+backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+def test_find_fills_counts_a_fill_in_a_loop_with_each_trip():
+    assert find_fills(parse(IN_A_LOOP)) == Fills(count=6, cycles=6000, written=6 * NBYTES)
+
+
 def test_fill_slower_than_the_memory_is_charged_at_its_rate_and_a_faster_one_as_it_is():
     fills = find_fills(parse(PROGRAM))
     v5p = CHIPS["v5p"]

@@ -132,6 +132,13 @@ def test_kernel_time_of_a_matrix_product_is_equal_for_dot_fusion_and_cublas(call
     assert GEMM / 1e12 > GEMM_BYTES / 1e10  # guard: it is the FLOP that count here
 
 
+def test_product_flops_of_a_dot_multiply_all_contracted_dims():
+    call = "dot(%a, %b), lhs_contracting_dims={1,2}, rhs_contracting_dims={0,1}"
+    arrays = "  %a = f32[7,3,5] parameter(0)\n  %b = f32[3,5,2] parameter(1)\n"
+    found = program(f"{arrays}  ROOT %r = f32[7,2] {call}\n")
+    assert product_flops(found.entry, found.entry.root) == 2 * (7 * 2) * (3 * 5)
+
+
 def test_kernel_time_of_a_matrix_product_follows_dtype_rate_or_hbm_bandwidth():
     call = "dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     entry = f"{OPERANDS}  ROOT %r = bf16[1000,500]{{1,0}} {call}\n"
@@ -194,6 +201,12 @@ def test_kernel_time_without_a_product_is_hbm_bytes_over_bandwidth():
     assert Kernels(found, slow).duration_of(found.entry, found.entry.root).total == pytest.approx(8e6 / 0.8e10)
 
 
+def test_collectives_take_no_kernel_time():
+    """Kernels run beside a collective, or the schedule waits for it."""
+    found = program("  %p = f32[1000] parameter(0)\n  ROOT %n = f32[8000] all-gather(%p), dimensions={0}\n")
+    assert Kernels(found, CHIP).total == 0.0
+
+
 LOOP = """
 %body (c: (s32[], bf16[1000,2000], bf16[2000,500])) -> (s32[], bf16[1000,2000], bf16[2000,500]) {
   %c = (s32[], bf16[1000,2000], bf16[2000,500]) parameter(0)
@@ -221,6 +234,29 @@ backend_config={{"known_trip_count":{{"n":"5"}}}}
     half = dataclasses.replace(CHIP, efficiency=Efficiency(products=0.5, memory=1.0))
     assert Kernels(found, half).total == pytest.approx(5 * GEMM / 1e12)  # by published rates
     assert Kernels(found, half.reached).total == pytest.approx(10 * GEMM / 1e12)
+
+
+def branch(name, products):
+    calls = "".join(
+        f"  %r.{name}.{i} = bf16[1000,500]{{1,0}} fusion(%a.{name}, %b.{name}), kind=kCustom, calls=%gemm\n"
+        for i in range(products)
+    )
+    return f"""%{name} (x: (bf16[1000,2000], bf16[2000,500])) -> bf16[1000,500] {{
+  %x.{name} = (bf16[1000,2000], bf16[2000,500]) parameter(0)
+  %a.{name} = bf16[1000,2000]{{1,0}} get-tuple-element(%x.{name}), index=0
+  %b.{name} = bf16[2000,500]{{1,0}} get-tuple-element(%x.{name}), index=1
+{calls}  ROOT %end.{name} = bf16[1000,500]{{1,0}} bitcast(%r.{name}.0)
+}}
+"""
+
+
+def test_kernel_time_of_a_conditional_is_that_of_the_longest_branch():
+    entry = f"""{OPERANDS}  %which = s32[] parameter(2)
+  %t.0 = (bf16[1000,2000], bf16[2000,500]) tuple(%a, %b)
+  ROOT %c = bf16[1000,500]{{1,0}} conditional(%which, %t.0, %t.0, %t.0), branch_computations={{%one, %three, %two}}
+"""
+    found = program(entry, DOT + branch("one", 1) + branch("three", 3) + branch("two", 2))
+    assert Kernels(found, CHIP).total == pytest.approx(3 * GEMM / 1e12)
 
 
 @pytest.mark.parametrize("call", ["async-start(%a, %b), calls=%called", "call-start(%a, %b), to_apply=%called"])

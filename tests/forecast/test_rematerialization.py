@@ -13,7 +13,7 @@ import pytest
 
 from tests.forecast.test_lint import cached, each, for_a_chip, plan_of
 from xlstm_jax.forecast.cost.memory import Memory
-from xlstm_jax.forecast.cost.rematerialization import rematerialized
+from xlstm_jax.forecast.cost.rematerialization import limit_bytes, rematerialized
 from xlstm_jax.forecast.hlo.program import parse
 from xlstm_jax.forecast.training.fitting import Options, Search, Trial
 
@@ -28,6 +28,38 @@ def test_rematerialized_lists_each_copy_of_a_compiled_program_once():
     assert len(found) == 14 and set(found.values()) == {1}
     assert {"gemm_fusion_dot_general.9.remat2", "input_multiply_reduce_fusion.remat3"} <= set(found)
     assert rematerialized(parse(re.sub(r"\.remat(\d*)", r".again\1", TEXT))) == {}  # guard: the names are read
+
+
+LOOP = """HloModule step, is_scheduled=true
+
+%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %c = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x.remat = f32[8] get-tuple-element(%c), index=1
+  %sine.1.remat2 = f32[8] sine(%x.remat)
+  ROOT %t = (s32[], f32[8]) tuple(%i, %sine.1.remat2)
+}
+
+%condition (c.1: (s32[], f32[8])) -> pred[] {
+  %c.1 = (s32[], f32[8]) parameter(0)
+  ROOT %always = pred[] constant(true)
+}
+
+ENTRY %main (x: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %x = (s32[], f32[8]) parameter(0)
+  ROOT %w = (s32[], f32[8]) while(%x), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
+
+
+def test_rematerialized_counts_copies_in_a_loop_with_each_trip_and_leaves_out_names_of_values():
+    assert rematerialized(parse(LOOP)) == {"sine.1.remat2": 6}
+
+
+def test_limit_of_a_gpu_is_never_below_the_arguments_and_results():
+    assert limit_bytes(100, 20, on_gpu=True) == 20 + 57  # 95 % of 80 - 20
+    assert limit_bytes(100, 90, on_gpu=True) == 90  # more than the pool of 80
+    assert limit_bytes(100, 90, on_gpu=False) == 100
 
 
 def step_of(total_bytes, copies=(), platform="gpu"):

@@ -308,6 +308,15 @@ def test_plan_gathered_bytes_and_uses_match_the_gathers_of_a_forward_pass(make, 
     assert sum(want.values()) == times
 
 
+def test_state_of_an_optimizer_counts_for_its_parameters_and_the_rest_has_rows():
+    plan = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024)), tx=optax.adam(1e-3), min_weight_size=0)
+    size = 4 * 1024 * 256
+    assert plan.row("kernel").optimizer == ByteCount(2 * size, 2 * size // 8)  # two moments
+    assert plan.row("bias").optimizer == ByteCount(2 * 1024, 2 * 1024 // 8)
+    others = {row.path: row.optimizer for row in plan.rows if row.collection == "optimizer"}
+    assert others == {"(optimizer) 0/count": ByteCount(4, 4)}
+
+
 def test_plan_counts_a_padded_dim_as_a_single_use():
     """Three biases in eight rows are gathered once: only a scan counts as layers, not the padding ratio 8 // 3."""
     model = shard_module_params(nn.Dense, "fsdp", min_weight_size=0, uneven="pad")(3)

@@ -22,7 +22,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.training.step_check import check as checker
 from xlstm_jax.distributed.training.step_check import comparison, one_device
 from xlstm_jax.distributed.training.step_check.comparison import Multiple
-from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_key, constant_like, traced
+from xlstm_jax.distributed.training.step_check.draws import CHOICES, constant_key, constant_like, folded, is_key, traced
 
 KEY, BATCH = jax.random.key(0), data()
 
@@ -203,6 +203,20 @@ def test_constant_key_draws_equal_values_for_any_shape_fold_or_split():
     np.testing.assert_array_equal(jax.random.permutation(constant_key(), 9), np.arange(9))
     assert np.isfinite(jax.random.gamma(constant_key(CHOICES[2]), 0.3, (4,))).all()  # rejects, and ends
     assert jax.random.poisson(jax.random.key(0), 3.0) >= 0
+
+
+def test_keys_of_a_step_are_typed_keys_and_old_style_keys_of_two_words():
+    tree = {
+        "typed": KEY,
+        "old": jax.random.PRNGKey(3),
+        "words": jnp.zeros(3, jnp.uint32),
+        "small": jnp.zeros(2, jnp.uint16),
+    }
+    assert {name for name, leaf in tree.items() if is_key(leaf)} == {"typed", "old"}
+    assert not is_key("a text")
+    found = folded(tree, 5)
+    np.testing.assert_array_equal(found["old"], jax.random.fold_in(jax.random.PRNGKey(3), 5))
+    assert found["typed"] == jax.random.fold_in(KEY, 5) and found["words"] is tree["words"]
 
 
 def test_traced_detects_draws_from_the_given_key_and_from_other_keys():
