@@ -1,6 +1,8 @@
 """Tests of batch layouts: by the specs, with and without devices; specs that the data or the mesh lack raise."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,37 @@ def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
     assert batch_layout(mesh, None, P(ROWS, "cp")).specs(BATCH["tokens"], spread=True) == P("fsdp", "cp")
     assert batch_layout(mesh, ROWS).specs({"x": BATCH["tokens"], "n": 1}, spread=True) == {"x": P(("fsdp",)), "n": P()}
+
+
+def test_layout_names_the_axes_of_sequences_and_rows_without_axes_of_size_1(mesh):
+    found = batch_layout(mesh, None, SPEC).sequence
+    assert (found.axes, found.row_axes) == (("cp",), ROWS)
+    small = DeviceMeshManager.create_abstract_mesh({"dp": 1, "fsdp": 8, "cp": 1})
+    found = batch_layout(small, None, SPEC).sequence
+    assert (found.axes, found.row_axes) == ((), ("fsdp",))
+
+
+def test_layout_finds_leaves_whose_tokens_are_split_otherwise(mesh):
+    layout, names = batch_layout(mesh, None, SPEC), ("label", "scale", "tokens")  # in the order of the leaves
+    placed = {"label": P(ROWS), "scale": P(), "tokens": P(ROWS, "cp")}
+
+    def misplaced(**specs):
+        shardings = [NamedSharding(mesh, (placed | specs)[name]) for name in names]
+        return [(path, axes) for path, _, axes in layout.misplaced(BATCH, shardings)]
+
+    assert misplaced() == misplaced(tokens=P("dp")) == []  # rows are moved with the batch
+    assert misplaced(tokens=P(None, "fsdp")) == [("tokens", ("fsdp",))]
+    assert [*layout.misplaced(BATCH, [None, None, None])] == []
+
+
+@pytest.mark.parametrize("length, fits", [(6, False), (8, True)])
+def test_zigzag_tokens_divide_into_two_chunks_for_each_device(mesh, length, fits):
+    layout = batch_layout(mesh, None, P(ROWS, "cp"), "zigzag")
+    if fits:
+        assert layout.of_batch(np.ones((4, length))).sequence.layout == "zigzag"
+    else:
+        with pytest.raises(ValueError, match="6 tokens do not divide into the 4 chunks"):
+            layout.of_batch(np.ones((4, length)))
 
 
 def test_shard_batch_pads_rows_but_not_tokens(mesh):
@@ -175,3 +208,75 @@ def test_padded_batch_counts_as_padded_until_it_is_deleted(monkeypatch):
     assert batches.any_padded()
     del second
     assert not batches.any_padded()
+
+
+# ----------------------------------------------------------------------- several processes, in the place of one of them
+
+
+class Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+@pytest.mark.parametrize(
+    "held, raises",
+    [
+        ({0: (0, 1), 1: (2, 3)}, False),
+        ({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, False),  # a model axis crosses hosts
+        ({0: (0, 1, 2), 1: (3,)}, True),
+        ({0: (0, 1), 1: (1, 2), 2: (2, 3)}, True),  # some in common
+    ],
+    ids=["apart", "copies", "uneven", "overlap"],
+)
+def test_processes_hold_equal_sets_of_shards_or_sets_apart(mesh, monkeypatch, held, raises):
+    places = [(process, shard) for process, shards in held.items() for shard in shards]
+    found = {Device(i, process): (slice(shard or None, shard + 1),) for i, (process, shard) in enumerate(places)}
+    monkeypatch.setattr(batches, "NamedSharding", lambda *_: SimpleNamespace(devices_indices_map=lambda _: found))
+    shards_of = partial(batches._shards_of_processes.__wrapped__, mesh, ROWS)  # ROWS split a batch into 4 shards
+    if raises:
+        with pytest.raises(
+            ValueError, match=r"of the 4 shards of a batch over .* no number of rows for each process fits"
+        ):
+            shards_of()
+    else:
+        assert shards_of() == {process: frozenset(shards) for process, shards in held.items()}
+
+
+@pytest.fixture
+def agreed(mesh, monkeypatch):
+    """Returns a function that agrees on a batch as process 1 of 4: returns what is compared, with which processes."""
+    shards = {0: {0, 1}, 1: {0, 1}, 2: {2, 3}, 3: {2, 3}}
+    monkeypatch.setattr(batches, "_shards_of_processes", lambda *_: shards)
+    monkeypatch.setattr(batches, "_batches_seen", {})
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+    def agree(batch, rows, failure=None):
+        compared = []
+
+        def compare(entries, subject, me, processes, timeout_s):
+            compared.append((entries, list(processes)))
+            assert (me, timeout_s) == (1, 7.0)
+            if failure:
+                raise failure
+
+        monkeypatch.setattr(batches, "compare", compare)
+        batches._agree_on_batch(batch, rows, mesh, batch_layout(mesh, ROWS), 7.0)
+        return compared
+
+    return agree
+
+
+def test_processes_compare_shapes_and_scalars_of_a_new_batch_and_rows_with_those_of_the_same_shards(agreed):
+    batch = {"x": np.ones((4, 3), np.float32), "lr": np.float32(0.5)}
+    (of_all, every), (of_rows, sharing) = agreed(batch, 4)
+    assert every == [0, 1, 2, 3] and sharing == [0, 1]
+    assert of_all["rows for each process"] == "4" and of_all["x"] == "float32 ['rows', 3]"
+    assert of_all["lr"].startswith("float32[] (0.5)") and "x" in of_rows
+
+
+def test_processes_compare_a_known_batch_again_only_after_a_failure_or_with_other_rows(agreed):
+    batch = {"x": np.ones((4, 3), np.float32)}
+    with pytest.raises(ValueError, match="differ"):
+        agreed(batch, 4, ValueError("differ"))
+    assert [len(agreed(batch, rows)) for rows in (4, 4, 8, 8, 4)] == [2, 0, 2, 0, 2]

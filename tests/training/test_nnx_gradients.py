@@ -505,13 +505,17 @@ def test_draws_from_a_key_among_the_arguments_differ_by_device():
 
 
 def test_numbers_beside_the_loss_are_averaged_in_float32_or_wider():
-    net, x = adapted(), jnp.ones((16, WIDTH))
+    net = create_nnx_module(
+        shard_modules(nnx_model(lambda rngs: nnx.Linear(2, 2, rngs=rngs)), nnx.Linear, "fsdp"), 0, mesh=mesh_of(2, 4)
+    )
 
     def outputs(net, x):
         numbers = {"integer": jnp.int32(3), "half": jnp.bfloat16(3), "float": jnp.float32(3)}
         return nnx_value_and_grad(lambda net, x: (net(x).mean(), numbers), has_aux=True)(net, x)[0][1]
 
-    assert {number.dtype for number in nnx.eval_shape(outputs, net, x).values()} == {jnp.dtype("float32")}
+    assert {number.dtype for number in nnx.eval_shape(outputs, net, jnp.ones((8, 2))).values()} == {
+        jnp.dtype("float32")
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
