@@ -132,6 +132,17 @@ def test_to_zigzag_and_from_zigzag_round_trip_a_global_batch():
         to_zigzag({"label": BATCH["label"]}, 2)
 
 
+def test_from_zigzag_needs_the_devices_of_to_zigzag_and_both_count_dims_from_the_end():
+    tokens = {"tokens": BATCH["tokens"], "label": BATCH["label"]}
+    ordered = to_zigzag(tokens, 2)
+    for devices in (1, 4):
+        with pytest.raises(ValueError, match=rf"from_zigzag\(batch, {devices}\): .* is laid out for 2 devices"):
+            from_zigzag(ordered, devices)
+    by_last = to_zigzag({"tokens": BATCH["tokens"]}, 2, dim=-1)
+    np.testing.assert_array_equal(by_last["tokens"].value, ordered["tokens"].value)
+    np.testing.assert_array_equal(from_zigzag(by_last, 2, dim=-1)["tokens"], BATCH["tokens"])
+
+
 NO_SPEC = "a PartitionSpec of names of axes and None is needed"
 
 

@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.device_mesh.meshes import filled_sizes
-from xlstm_jax.distributed.device_mesh.topology import crossing_sizes
+from xlstm_jax.distributed.device_mesh.topology import crossing_sizes, fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes import devices
 
 create = DeviceMeshManager.create_device_mesh
@@ -106,6 +106,54 @@ def test_crossing_sizes_puts_the_first_axes_across_slow_links(sizes, units, want
     assert crossing_sizes(sizes, units) == want
 
 
+def tpu(x, y, *, slice_index=0, core=0):
+    return SimpleNamespace(
+        platform="tpu", process_index=0, slice_index=slice_index, coords=(x, y, 0), core_on_chip=core
+    )
+
+
+def gpu(process, number=0):
+    return SimpleNamespace(platform="gpu", process_index=process, slice_index=None, number=number)
+
+
+def test_layout_of_tpus_has_an_axis_for_each_dim_of_the_box_that_they_fill():
+    box = [tpu(x, y) for x in (4, 5) for y in (8, 9, 10)]
+    array, names = fsdp_layout(box[::-1])
+    assert names == ("fsdp_x", "fsdp_y") and array.tolist() == [box[:3], box[3:]]
+    line, names = fsdp_layout(box[:3])
+    assert names == ("fsdp",) and line.tolist() == box[:3]
+    single, names = fsdp_layout(box[:1])
+    assert names == ("fsdp",) and single.tolist() == box[:1]
+    chips = [tpu(x, 0, slice_index=which, core=core) for which in (1, 3) for x in (0, 1) for core in (0, 1)]
+    array, names = fsdp_layout(chips[::-1])
+    assert names == ("fsdp_slice", "fsdp_x", "fsdp_core") and array.ravel().tolist() == chips
+
+
+def test_layout_of_tpus_names_the_first_place_without_a_device():
+    devices = [tpu(x, y, slice_index=which) for which in (2, 7) for x in (4, 5) for y in (8, 9, 10)]
+    with pytest.raises(
+        ValueError, match=r"11 do not fill the box of 2 x 2 x 3 = 12 places .* coords \(5, 9, 0\) of slice 7"
+    ):
+        fsdp_layout(devices[:-2] + devices[-1:])
+    with pytest.raises(ValueError, match=r"2 do not fill the box of 3 = 3 places .* coords \(1, 0, 0\) of slice 0"):
+        fsdp_layout([tpu(0, 0), tpu(2, 0)])
+
+
+def test_layout_of_other_devices_has_hosts_in_order_and_keeps_the_order_within_a_host():
+    devices = [gpu(1, 5), gpu(0, 3), gpu(1, 4), gpu(0, 9)]
+    array, names = fsdp_layout(devices)
+    assert names == ("fsdp_host", "fsdp_device")
+    assert array.tolist() == [[devices[1], devices[3]], [devices[0], devices[2]]]
+    assert fsdp_layout(devices[::2])[1] == ("fsdp",)
+    with pytest.raises(ValueError, match=r"hosts hold different numbers of them, \{1: 2, 0: 1\}"):
+        fsdp_layout(devices[:3])
+    with pytest.raises(ValueError, match=r"processes have different numbers of devices: \{1: 2, 0: 1\}"):
+        mesh_by_topology((3,), ("fsdp",), devices[:3])
+    of_slices = [tpu(0, 0, slice_index=0), tpu(0, 0, slice_index=1), tpu(1, 0, slice_index=1)]
+    with pytest.raises(ValueError, match=r"slices have different numbers of devices: \{0: 1, 1: 2\}"):
+        mesh_by_topology((3,), ("fsdp",), of_slices)
+
+
 TWO_SLICES = """
 import jax
 jax.config.update("jax_platforms", "cpu")
@@ -170,6 +218,29 @@ def test_get_mesh_info_returns_sizes_platform_and_processes():
         "device_kind": "cpu",
         "axes_across_processes": [],
     }
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": -1, "fsdp": -1}, {"dp": True, "fsdp": 4}, {"dp": 0}, {"dp": -2}, {"dp": 2.0}], ids=str
+)
+def test_mesh_sizes_are_positive_integers_of_which_one_may_be_left_open(sizes):
+    with pytest.raises(ValueError, match="a size is a positive integer, and at most one of them -1"):
+        filled_sizes(sizes, 8)
+    assert filled_sizes({"dp": np.int64(2), "fsdp": -1}, 8) == (2, 4)
+    assert filled_sizes({"dp": 3}, 8) == (3,)  # devices may be left over
+
+
+def test_mesh_of_the_first_devices_takes_up_to_all_of_them():
+    assert DeviceMeshManager.create_model_parallel_mesh(8).size == 8
+    with pytest.raises(ValueError, match=r"num_devices=9 for the axis 'model': there are 8 devices, 1 to 8 fit"):
+        DeviceMeshManager.create_model_parallel_mesh(9)
+
+
+def test_mesh_without_a_device_of_a_process_raises_and_names_the_first_such_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)  # all devices are of process 0
+    with pytest.raises(ValueError, match="the first 4 of 8 devices leave process 1 without a device"):
+        create({"fsdp": 4})
+    assert create({"fsdp": 4}, jax.devices()).size == 4  # a list may leave processes out
 
 
 def test_simulate_cpu_devices_raises_for_a_call_after_jax_started():
