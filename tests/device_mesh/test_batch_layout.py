@@ -16,7 +16,7 @@ from tests.support import assert_each_leaf
 from xlstm_jax.distributed import DeviceMeshManager, abstract_batch, create_train_state, make_train_step, shard_batch
 from xlstm_jax.distributed.device_mesh import batches
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
-from xlstm_jax.distributed.device_mesh.batch_leaves import with_copies
+from xlstm_jax.distributed.device_mesh.batch_leaves import check_values, with_copies
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag
 from xlstm_jax.distributed.model_parallel import context_positions
 
@@ -203,6 +203,15 @@ def test_rows_are_padded_to_a_multiple_of_the_shards_and_at_least_to_one_of_each
 def test_rows_or_padding_that_do_not_fit_the_shards_raise(rows, pad, match):
     with pytest.raises(ValueError, match=match):
         batches._padded_rows(rows, 4, pad, ("dp",))
+
+
+@pytest.mark.parametrize("number, fits", [(2**31 - 1, True), (-(2**31), True), (2**31, False), (-(2**31) - 1, False)])
+def test_whole_numbers_of_a_batch_are_those_of_32_bits(number, fits):
+    if fits:
+        check_values({"n": number})
+    else:
+        with pytest.raises(ValueError, match=rf"batch\['n'\] is {number}, which int32 does not hold"):
+            check_values({"n": number})
 
 
 def test_padded_batch_counts_as_padded_until_it_is_deleted(monkeypatch):

@@ -14,7 +14,7 @@ from rich.console import Console
 from xlstm_jax.distributed import muon, nnx_model, plan_sharding, shard_modules
 from xlstm_jax.distributed.plan import ShardingPlan
 from xlstm_jax.distributed.plan.decay_plan import decay_plans
-from xlstm_jax.distributed.plan.uniform_arrays import FINITE, UNKNOWN, evaluate
+from xlstm_jax.distributed.plan.uniform_arrays import FINITE, MAX_LOOPS, UNKNOWN, evaluate
 
 PARAMS = {"kernel": jnp.full((16, 8), 1.5), "bias": jnp.full((8,), -0.5), "table": jnp.full((64, 4), 0.25)}
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
@@ -185,6 +185,68 @@ def test_nnx_filters_make_masks_whose_decay_the_plan_shows():
     found = {path: entry.decays for entry in plan.decay for path in entry.leaves}
     assert {path for path, decays in found.items() if decays == "yes"} == {f"up/{index}/kernel" for index in range(3)}
     assert set(found.values()) == {"yes", "no"}
+
+
+@pytest.mark.parametrize(
+    "update, decays, reason",
+    [
+        (lambda g, p: -0.1 * g - 0.01 * p, "yes", ""),
+        (lambda g, p: -0.1 * g, "no", ""),
+        (lambda g, p: -0.1 * g + 0.01 * p, "?", "is not proportional"),  # grows
+        (lambda g, p: -0.1 * g - 0.01 * p**2, "?", "is not proportional"),
+        (lambda g, p: -0.1 * g - 0.01 * jnp.sign(p), "?", "is not proportional"),
+        (lambda g, p: -0.1 * g - 0.01 * jnp.sort(p), "?", "cannot be evaluated"),
+        (lambda g, p: 0 * g, "?", "no update in the first 32 steps"),
+    ],
+    ids=["decay", "none", "growth", "square", "sign", "sorted", "nothing"],
+)
+def test_decay_is_an_update_towards_0_in_proportion_to_the_parameter(update, decays, reason):
+    tx = optax.stateless(lambda updates, params: jax.tree.map(update, updates, params))
+    (found,) = decay_plans(tx, {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
+    assert (found.decays, found.leaves) == (decays, ("w",)) and reason in found.reason
+
+
+def test_decay_that_begins_after_some_steps_is_found_by_the_state_of_the_optimizer():
+    schedule = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.1)], [5])
+    (found,) = decay_plans(optax.adamw(schedule), {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
+    assert found.decays == "yes"
+
+
+X, W, N = (jax.ShapeDtypeStruct(*kind) for kind in (((4, 8), jnp.float32), ((8, 3), jnp.float32), ((), jnp.int32)))
+ARANGE = np.arange(8.0, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "function, arguments, want",
+    [
+        (lambda x: jax.lax.clamp(0.0, x, 1.0), {-3.0: X}, 0),
+        (lambda x: jax.lax.clamp(0.0, x, 1.0), {0.25: X}, 0.25),
+        (lambda x: jax.lax.clamp(0.0, x, 1.0), {7.0: X}, 1),
+        (lambda x: x.sum(0), {0.5: X}, 4 * 0.5),
+        (lambda x, w: x @ w, {0.5: X, 3.0: W}, 8 * 0.5 * 3),
+        (lambda n: jax.lax.div(n, 4), {-7: N}, -1),
+        (lambda n: jax.lax.rem(n, 4), {-7: N}, -3),
+        (lambda n: jax.lax.switch(n, [lambda: 5.0, lambda: 6.0, lambda: 8.0]), {9: N}, 8),
+        (lambda n: jax.lax.switch(n, [lambda: 5.0, lambda: 6.0, lambda: 8.0]), {-9: N}, 5),
+        (lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, length=MAX_LOOPS)[0], {0.5: X}, 0.5 + MAX_LOOPS),
+        (lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, length=MAX_LOOPS + 1)[0], {0.5: X}, UNKNOWN),
+        (lambda x: jax.lax.scan(lambda c, _: (c + 1, x), x, length=3)[1], {0.5: X}, 0.5),
+        (lambda x: jax.lax.scan(lambda c, _: (c + 1, c), x, length=3)[1], {0.5: X}, UNKNOWN),  # 0.5, 1.5, 2.5
+        (lambda x, w: jax.lax.while_loop(lambda c: c < x[0, 0], lambda c: c + w[0, 0], 0.0), {10.0: X, 3.0: W}, 12),
+        (lambda x: jnp.logical_not(x > 0), {0.5: X}, False),
+        (lambda n: ~n, {5: N}, UNKNOWN),
+        (lambda x: x * np.float32([3]), {0.5: X}, 1.5),
+        (lambda x: x * ARANGE, {0.0: X}, 0),
+        (lambda x: x * ARANGE, {2.0: X}, UNKNOWN),
+        (lambda x: x * np.where(ARANGE > 6, np.inf, ARANGE).astype(np.float32), {0.0: X}, UNKNOWN),  # 0 times infinity
+        (lambda x: x[0, 0] * jnp.concatenate([ARANGE, 1 / x[0]]), {0.0: X}, UNKNOWN),
+    ],
+)
+def test_evaluate_of_single_operations_by_hand(function, arguments, want):
+    closed = jax.make_jaxpr(function)(*arguments.values())
+    values = [value if isinstance(value, int) else np.float64(value) for value in arguments]
+    (found,) = evaluate(closed.jaxpr, closed.consts, values)
+    assert found is UNKNOWN if want is UNKNOWN else found == want
 
 
 def test_evaluate_returns_the_values_of_programs_on_uniform_arrays():

@@ -317,6 +317,22 @@ def test_state_of_an_optimizer_counts_for_its_parameters_and_the_rest_has_rows()
     assert others == {"(optimizer) 0/count": ByteCount(4, 4)}
 
 
+def test_frozen_parameters_have_no_gradients_and_no_optimizer_state_in_the_plan():
+    frozen = {"trainable": lambda path: path != "kernel", "tx": optax.adam(1e-3)}
+    plan = plan_sharding(nn.Dense(256), {"fsdp": 8}, jnp.ones((8, 1024)), min_weight_size=0, **frozen)
+    kernel, bias = plan.row("kernel"), plan.row("bias")
+    assert kernel.gradients == kernel.optimizer == ByteCount() and not kernel.trainable
+    assert bias.gradients == bias.parameters == ByteCount(1024, 128) and bias.trainable
+    assert kernel.parameters == ByteCount(4 * 1024 * 256, 4 * 1024 * 256 // 8)
+
+
+def test_plan_of_leaves_split_over_several_axes_is_equal_after_json():
+    plan = plan_sharding(nn.Dense(256), {"dp": 2, "fsdp": 4}, jnp.ones((8, 1024)))
+    assert plan.row("kernel").names == (("dp", "fsdp"), None)
+    read = ShardingPlan.from_json(plan.to_json())
+    assert read == plan and read.row("kernel").names == (("dp", "fsdp"), None)
+
+
 def test_plan_counts_a_padded_dim_as_a_single_use():
     """Three biases in eight rows are gathered once: only a scan counts as layers, not the padding ratio 8 // 3."""
     model = shard_module_params(nn.Dense, "fsdp", min_weight_size=0, uneven="pad")(3)

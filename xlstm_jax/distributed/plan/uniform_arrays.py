@@ -173,7 +173,8 @@ def _evaluated(eqn: Any, values: list[Uniform]) -> list[Uniform]:
         exact = np.float64(values[0]) / np.float64(values[1])
         return [_number(np.trunc(exact) if np.issubdtype(dtype, np.integer) else exact, dtype)]
     if name == "not":
-        return [not values[0]] if isinstance(values[0], bool) else unknown
+        # A comparison of a NumPy number is a NumPy bool.
+        return [not values[0]] if isinstance(values[0], bool | np.bool_) else unknown
     return [ELEMENTWISE[name](*values)] if name in ELEMENTWISE else unknown
 
 
