@@ -12,8 +12,16 @@ from tests.support import in_case, mesh_of
 from xlstm_jax.distributed import TrainState
 from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
+    ALIGNMENT,
+    _aligned_copy,
+    as_like,
+    bare_leaves,
     check_sound,
+    fits,
     from_json,
+    is_local,
+    part_of,
+    reads_full_array,
     record_without_sums,
     to_json,
     with_sums,
@@ -142,3 +150,82 @@ def test_random_keys_of_different_implementations_have_different_record_dtypes()
     keys = {kind: jax.random.key(0, impl=kind) for kind in ("threefry2x32", "rbg")}
     data = {kind: jax.random.key_data(key) for kind, key in keys.items()}
     assert record_of(keys, data)["rbg"]["dtype"] != record_of(keys, data)["threefry2x32"]["dtype"]
+
+
+# --------------------------------------------------------------------------------------------------- entries and leaves
+
+
+@pytest.mark.parametrize(
+    "number, fits_64_bits", [(2**63 - 1, True), (-(2**63), True), (2**63, False), (-(2**63) - 1, False)]
+)
+def test_whole_numbers_of_a_state_are_those_of_64_bits(number, fits_64_bits):
+    if fits_64_bits:
+        assert bare_leaves({"n": number}) == {"n": number}
+    else:
+        with pytest.raises(ValueError, match=f"'n' is the integer {number}, which has more than the 64 bits"):
+            bare_leaves({"n": number})
+
+
+def test_local_leaves_are_those_of_which_every_process_has_a_full_copy():
+    assert is_local(3) and is_local(np.ones(2)) and is_local(jnp.ones(2))  # uncommitted
+    assert not is_local(jax.device_put(jnp.ones(2), jax.devices()[1]))
+    assert not is_local(jax.device_put(jnp.ones(8), NamedSharding(mesh_of(1, 8), P("fsdp"))))
+    assert is_local(jax.ShapeDtypeStruct((2,), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "saved, like, want",
+    [
+        ("int", "int32", True),
+        ("int64", "int", True),
+        ("float", "bfloat16", True),
+        ("bool", "bool", True),
+        ("int", "float32", False),
+        ("float", "int32", False),
+        ("bool", "int32", False),
+        ("float32", "float16", False),  # neither is a Python number
+    ],
+)
+def test_python_numbers_fit_arrays_of_their_kind_and_arrays_those_of_their_dtype(saved, like, want):
+    assert fits({"shape": [], "dtype": saved}, {"shape": [], "dtype": like}) is want
+    assert not fits({"shape": [], "dtype": saved}, {"shape": [1], "dtype": like})
+
+
+def test_leaves_without_entries_and_python_numbers_are_read_in_full():
+    split = jax.device_put(jnp.ones(8), NamedSharding(mesh_of(1, 8), P("fsdp")))
+    entries = ([8], "float32"), ([8, 0], "float32"), ([], "int"), ([], "float32"), ([2], "bool"), ([], "bool")
+    read = [reads_full_array({"shape": shape, "dtype": dtype}, split) for shape, dtype in entries]
+    assert read == [False, True, True, False, False, True]
+    assert reads_full_array({"shape": [8], "dtype": "float32"}, np.ones(8))
+
+
+def test_record_of_an_array_without_entries_is_an_entry():
+    empty = {"x": np.zeros((0, 3), np.float32)}
+    content = to_json(record_of(empty, empty), 1)
+    assert from_json(content, 1)["x"] == {"shape": [0, 3], "dtype": "float32", "checksum": [0, 0]}
+
+
+def test_python_number_is_read_into_a_narrower_dtype_only_if_it_has_the_value():
+    entry, like = {"shape": [], "dtype": "float"}, np.zeros((), np.float32)
+    assert as_like(np.float64(0.5), entry, like, "x") == np.float32(0.5)
+    assert np.isnan(as_like(np.float64("nan"), entry, like, "x"))
+    with pytest.raises(ValueError, match=r"'x' was saved as the Python number 0\.1, which is not a float32"):
+        as_like(np.float64(0.1), entry, like, "x")
+
+
+def test_parameters_are_found_by_their_leaves_among_several_parts_of_that_name():
+    record = {path: {} for path in ("model/params/w", "model/params/b", "teacher/params/w", "step")}
+    assert part_of(record, "step 1", names={"w", "b"}, path=None) == "model/params/"
+    assert part_of(record, "step 1", names={"w"}, path=None) == "teacher/params/"
+    assert part_of(record, "step 1", names={"w"}, path="model/params") == "model/params/"
+    with pytest.raises(ValueError, match="more than one part called 'params'"):
+        part_of(record, "step 1", names={"other"}, path=None)
+
+
+@pytest.mark.parametrize("size", [1, 3, 17, 1000])
+def test_copies_for_devices_are_at_addresses_that_jax_takes_over(size):
+    values = np.arange(size + 1, dtype=np.int16)[1:]
+    copies = [_aligned_copy(values) for _ in range(5)]
+    assert {copy.ctypes.data % ALIGNMENT for copy in copies} == {0}
+    values[:] = 0
+    assert all(copy.tolist() == list(range(1, size + 1)) for copy in copies)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
+from xlstm_jax.distributed.checkpoint import checksums
 from xlstm_jax.distributed.processes import collective_errors, same_everywhere, store
 from xlstm_jax.distributed.processes.collective_errors import MAX_CAUSE_CHARS, cause_of, interruption, raise_on_all
 from xlstm_jax.distributed.processes.same_everywhere import LINES_SHOWN, compare
@@ -148,6 +149,23 @@ def test_late_process_raises_the_error_of_the_processes_that_waited(job):
     assert text.startswith("process 2 did not come to count within")
 
 
+def test_process_waits_longer_for_the_first_process_which_answers_at_its_own_deadline(job, monkeypatch):
+    monkeypatch.setattr(store, "GRACE_S", ENOUGH_S)
+
+    def work(me):
+        time.sleep(0 if me else 4 * SOON_S)
+        return exchange_in(KeyValueStore("test", me, range(2)), f"text of {me}", "count", SOON_S if me else ENOUGH_S)
+
+    assert job.run(work, range(2), 2) == [["text of 0", "text of 1"]] * 2
+
+
+def test_process_without_an_answer_names_the_first_process_if_all_texts_are_there(job, monkeypatch):
+    monkeypatch.setattr(store, "GRACE_S", SOON_S)
+    KeyValueStore("test", 0, range(2)).post("texts/0", '["count", ""]')  # and ends before it answers
+    (text,) = texts(exchanged(job, range(2), [1], timeout_s=SOON_S), TimeoutError)
+    assert text.startswith("process 0 did not come to count")
+
+
 def test_processes_that_do_different_things_all_raise_and_name_both(job):
     def work(me):
         action = "save step 3" if me == 1 else "restore step 2"
@@ -205,6 +223,35 @@ def test_comparison_lists_a_limited_number_of_entries_and_counts_the_rest(job, m
     assert head == "the plan differs between processes:"
     shown = [f"  'entry {i:02}' is 0 on process 0, but 1 on process 1" for i in range(LINES_SHOWN)]
     assert lines == shown + [f"  and {more} more"] * (more > 0)
+
+
+# ------------------------------------------------------------------------------------------- checksums of a checkpoint
+
+
+def test_process_0_adds_the_checksums_of_all_processes_modulo_2_to_the_32(job, monkeypatch):
+    monkeypatch.setattr(checksums, "job", job)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+
+    def work(me):
+        sums = checksums.SavedSums({}, ENOUGH_S, "a folder")
+        return sums._of_all({"w": [me, 2**32 - 1]}, sums._store)
+
+    for _ in range(2):
+        of_all, *own = job.run(work, range(3), 3)
+        assert of_all == {"w": [0 + 1 + 2, 2**32 - 3]}
+        assert own == [{"w": [1, 2**32 - 1]}, {"w": [2, 2**32 - 1]}]
+    assert len(job.client.texts) == 2  # those of the last save
+
+
+def test_process_0_names_the_process_whose_checksums_do_not_come(job, monkeypatch):
+    monkeypatch.setattr(checksums, "job", job)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def work(me):
+        sums = checksums.SavedSums({}, SOON_S, "a folder")
+        return sums._of_all({}, sums._store)
+
+    assert texts(job.run(work, [0], 2), TimeoutError) == ["the checksums of process 1 did not come within 0.05 s."]
 
 
 # --------------------------------------------------------------------------------------------------- collective errors

@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, skip_nonfinite, unbox
-from xlstm_jax.distributed.optimizers.learning_rate import learning_rates
+from xlstm_jax.distributed.optimizers.learning_rate import check_learning_rate, learning_rates
 
 KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
 MODEL = fsdp(nn.Dense)(4)
@@ -90,3 +90,21 @@ def test_each_group_gets_the_rate_of_its_own_count_and_others_that_of_the_first(
 def test_learning_rates_ignores_a_parameter_named_count():
     opt_state = optax.adam(DOWN).init({"count": jnp.ones(2)})
     assert_allclose(learning_rates(DOWN, opt_state, 7)["learning_rate"], DOWN(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(DOWN), INJECTED(DOWN), optax.chain(optax.clip(9.0), optax.adam(DOWN))])
+def test_learning_rates_are_those_of_the_count_in_the_state(tx):
+    params = {"w": np.ones(2, np.float32)}
+    state = tx.init(params)
+    for count in range(3):
+        (rate,) = learning_rates(DOWN, state, 99).values()
+        assert rate == DOWN(count) and rate.dtype == jnp.float32
+        state = tx.update(params, state, params)[1]
+
+
+@pytest.mark.parametrize("source", [None, DOWN, {"matrices": DOWN}])
+def test_learning_rate_is_none_a_schedule_or_a_dict_of_schedules(source):
+    check_learning_rate(source)
+    for wrong in (0.1, {}, {"matrices": 0.1}):
+        with pytest.raises(TypeError, match="pass the schedule of the optimizer, or a dict of one for each group"):
+            check_learning_rate(wrong)
