@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import assert_same_params, fsdp, mesh_of, on_mesh
 from xlstm_jax.distributed import abstract_train_state, init_sharded, partition_specs, sync_gradients, unbox
-from xlstm_jax.distributed.data_parallel.regather import RECOMPUTED
+from xlstm_jax.distributed.data_parallel.regather import RECOMPUTED, may_be_complex
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.equations import GATHERS
@@ -386,3 +386,14 @@ def test_remat_policy_frees_the_bytes_of_gathered_weights_on_tpu():
     assert saved >= 0.85 * DEEP * LAYER_BYTES
     assert [gathers(keeping, direction) for direction in ("forward", "recompute")] == [2 * DEEP, 0]
     assert [gathers(dropping, direction) for direction in ("forward", "recompute")] == [2 * DEEP, 2 * DEEP]
+
+
+def test_complex_operations_are_known_by_their_types_or_their_name():
+    real, whole, pair = (jax.core.ShapedArray((2,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.complex64))
+    assert not may_be_complex("add", [real, whole], {}) and not may_be_complex(
+        "convert_element_type", [real], {"new_dtype": jnp.bfloat16}
+    )
+    assert may_be_complex("add", [real, pair], {}) and may_be_complex(
+        "convert_element_type", [real], {"new_dtype": jnp.complex64}
+    )
+    assert may_be_complex("fft", [real], {})

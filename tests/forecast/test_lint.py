@@ -38,7 +38,7 @@ from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.linting import product_rules
 from xlstm_jax.forecast.training.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.forecast.training.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
-from xlstm_jax.forecast.training.linting.step import Step
+from xlstm_jax.forecast.training.linting.step import Step, shared_name
 
 SIZES = {"dp": 2, "fsdp": 4}
 WIDTH, HIDDEN, LAYERS = 256, 1024, 3
@@ -756,3 +756,8 @@ def test_lint_raises_for_a_plan_of_another_model():
         ValueError, match=r"(?s)gathers 'first/kernel'.*has none of these leaves; its parameters are 'bare/bias'"
     ):
         lint(cached(), plan_of(Large()))
+
+
+def test_leaf_of_one_row_keeps_its_path_and_those_of_several_share_a_pattern():
+    rows = [SimpleNamespace(path=f"block_{i}/up/kernel") for i in (3, 4)]
+    assert (shared_name(rows[:1]), shared_name(rows)) == ("block_3/up/kernel", "block_*/up/kernel")

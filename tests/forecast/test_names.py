@@ -65,6 +65,7 @@ NAMES = {
     "jit(f)/jvp(loss)/GPT/h_0/add": ("h_0", "forward"),
     "jit(f)/vmap(jvp(GPT))/cond/branch_1_fun/h_0/mul": ("h_0", "forward"),
     "jit(f)/jvp(GPT)/cond/while/add": ("cond/while", "forward"),
+    "jit(f)/jvp(GPT)/vmap(h_0)": ("h_0", "forward"),  # a last transformation is no primitive
 }
 
 

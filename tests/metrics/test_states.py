@@ -641,3 +641,10 @@ def test_metric_state_resumes_from_a_checkpoint_on_any_number_of_devices(tmp_pat
     got, want = metric.compute(sync(second, resumed)), metric.compute(sync(first, whole))
     np.testing.assert_allclose(got["mean"], want["mean"], rtol=1e-6)
     assert float(got["max"]) == float(want["max"]) and float(got["n"]) == 8 + devices
+
+
+def test_counts_are_merged_under_strict_promotion_of_dtypes():
+    most = Count(jnp.uint32([0]), jnp.uint32([2**32 - 1]))
+    with jax.numpy_dtype_promotion("strict"):
+        both = most.merge(most)
+    assert (both.high.tolist(), both.low.tolist()) == ([1], [2**32 - 2])

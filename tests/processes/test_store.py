@@ -3,6 +3,7 @@
 ``test_processes.py`` starts real processes, whose store is JAX's.
 """
 
+import asyncio
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,13 @@ import pytest
 
 from xlstm_jax.distributed.checkpoint import checksums
 from xlstm_jax.distributed.processes import collective_errors, same_everywhere, store
-from xlstm_jax.distributed.processes.collective_errors import MAX_CAUSE_CHARS, cause_of, interruption, raise_on_all
+from xlstm_jax.distributed.processes.collective_errors import (
+    MAX_CAUSE_CHARS,
+    allgather_text,
+    cause_of,
+    interruption,
+    raise_on_all,
+)
 from xlstm_jax.distributed.processes.same_everywhere import LINES_SHOWN, compare
 from xlstm_jax.distributed.processes.store import KeyValueStore, exchange_in
 
@@ -297,6 +304,25 @@ def test_of_failures_of_different_types_all_processes_raise_the_last_of_the_list
     assert texts(errors, TypeError) == ["process 0: no text; process 2: no step"] * 3
 
 
+def test_processes_that_have_not_joined_cannot_exchange_texts_and_one_alone_need_not(job, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    assert allgather_text("a text", "read") == ["a text"]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(RuntimeError, match="have not joined; call initialize_distributed at the start"):
+        allgather_text("a text", "read")
+
+
+def test_interruption_behind_an_error_goes_on_in_its_place(job):
+    def work(me):
+        try:
+            raise KeyboardInterrupt("stop")
+        except KeyboardInterrupt:
+            raise OSError("a library turned it into an error") from None
+
+    found = job.run(lambda me: raise_on_all(lambda: work(me), ValueError, "read", ENOUGH_S), [0], 1)
+    assert [str(error) for error in found] == ["stop"] and isinstance(found[0], KeyboardInterrupt)
+
+
 def test_cause_of_an_error_is_the_end_of_its_chain_on_a_single_line_of_limited_length():
     def error(text, cause=None):
         made = OSError(text)
@@ -327,4 +353,5 @@ def test_interruption_is_found_behind_causes_contexts_groups_and_in_texts(kind):
         assert interruption(behind(__cause__=error), None) is original
     assert type(interruption(behind(__cause__=quoted), None)) is kind
     assert interruption(behind(__context__=original), original) is None  # was being handled before
+    assert interruption(behind(__cause__=asyncio.CancelledError()), None) is None  # because another task has failed
     assert interruption(behind(__cause__=OSError(f"not at the start of a line: {kind.__name__}")), None) is None

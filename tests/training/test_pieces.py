@@ -33,6 +33,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
 from xlstm_jax.formatting import format_bytes
 
@@ -131,6 +132,12 @@ def test_cross_entropy_by_pieces_with_replicas_matches_a_gathered_kernel(mesh, r
     )
     assert_allclose(got, want, rtol=1e-6)
     close(pieces, gathered, 1e-2 if replicas and replicas.reduce_dtype else 2e-6)
+
+
+def test_positions_in_a_large_vocabulary_are_counted_in_32_bits():
+    pieces = Pieces(0, (100_000, 4), 100_000)
+    assert pieces.entries(7, 90_000, jnp.array([3, 40_000, 70_000])).tolist() == [10, 40_007, 70_007]
+    assert pieces.entries(7, 3).tolist() == [7, 8, 9]
 
 
 def test_cross_entropy_by_pieces_takes_the_first_of_equal_logits_as_likeliest(mesh):
