@@ -274,6 +274,6 @@ def test_work_in_time_ends_with_its_errors_or_at_its_limit():
     exits.in_time(lambda: done.append(1), 10)
     exits.in_time(lambda: done[2], 10)
     begun = time.monotonic()
-    exits.in_time(never.wait, 0.05)
+    exits.in_time(lambda: never.wait(10), 0.05)
     never.set()
     assert done == [1] and time.monotonic() - begun < 5
