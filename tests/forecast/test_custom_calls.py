@@ -226,9 +226,10 @@ def test_pallas_seconds_are_the_larger_of_the_products_and_the_bytes_of_kernels_
     """In six trips a kernel reads and writes 1000 floats."""
     chip = CHIPS["v5e"]
     program = parse(IN_A_LOOP.replace("TARGET", "tpu_custom_call"))
-    few, many = (SimpleNamespace(in_kernels={"bfloat16": flops}) for flops in (1.0, 1e15))
-    assert pallas_seconds(program, few, chip) == pytest.approx(6 * 2 * 4000 / chip.hbm_bandwidth)
-    assert pallas_seconds(program, many, chip) == pytest.approx(1e15 / chip.peak_flops["bfloat16"])
+    moving = 6 * 2 * 4000 / chip.hbm_bandwidth
+    few, many = (SimpleNamespace(in_kernels={"bfloat16": n * moving * chip.peak_flops["bfloat16"]}) for n in (0.5, 3))
+    assert pallas_seconds(program, few, chip) == pytest.approx(moving)
+    assert pallas_seconds(program, many, chip) == pytest.approx(3 * moving)
     known = IN_A_LOOP.replace('"TARGET"', '"tpu_custom_call", backend_config={"estimated_cycles":"7"}')
     assert pallas_seconds(parse(known), many, chip) is None  # XLA's own
 

@@ -12,7 +12,9 @@ import pytest
 from xlstm_jax.forecast.cost.clock import Kernels, Transfer, waits
 from xlstm_jax.forecast.cost.collective_traffic import find_collectives
 from xlstm_jax.forecast.cost.products import product_flops
+from xlstm_jax.forecast.cost.roofline import Roofline
 from xlstm_jax.forecast.cost.schedule import timed
+from xlstm_jax.forecast.cost.time_range import Range, TimeRatio, total
 from xlstm_jax.forecast.forecasting import links_of
 from xlstm_jax.forecast.hardware import CHIPS, Links, parse_topology
 from xlstm_jax.forecast.hardware.chips import Efficiency
@@ -339,3 +341,21 @@ def test_non_product_kernels_shorten_the_wait_but_leave_an_all_gather_unhidden()
     other = gathered(100_000, "%r = bf16[1000,2000]{1,0} negate(%a)")  # 8 MB of HBM, 0.8 ms
     assert other.overlapped.seconds == pytest.approx(0.8e-3) and other.overlapped.product_seconds == 0.0
     assert other.timing.waited_by_bandwidth_s == pytest.approx(0.4e-3) and not other.is_hidden
+
+
+# ------------------------------------------------------------------------------------------------------ ranges of times
+
+
+def test_ranges_of_times_are_added_bounded_and_divided_time_by_time():
+    times = Range(1.0, 2.0, 4.0)
+    assert times.beyond(1.5) == (0.0, 0.5, 2.5) and times.at_least(1.5) == (1.5, 2.0, 4.0)
+    assert times.over(Range(2.0, 1.0, 8.0)) == TimeRatio(lowest=0.5, expected=2.0, highest=2.0)
+    assert total([(2, times), (3, Range(0.5, 3.0, 3.0))]) == (3.5, 13.0, 17.0)
+    assert total([]) == (0.0, 0.0, 0.0)
+
+
+def test_roofline_takes_the_largest_of_its_three_times():
+    amounts = {"flops": 1.0, "hbm_bytes": 1.0, "wire_bytes": 1.0}
+    for name in ("compute", "memory", "wire"):
+        bounds = Roofline(**({"compute_s": 0.1, "memory_s": 0.1, "wire_s": 0.1} | {f"{name}_s": 0.3}), **amounts)
+        assert (bounds.bound, bounds.seconds) == (name, 0.3)

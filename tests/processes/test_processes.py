@@ -130,6 +130,14 @@ def test_initialize_distributed_raises_for_incomplete_or_invalid_arguments(argum
 def test_initialize_distributed_raises_for_numbers_given_as_strings():
     with pytest.raises(TypeError, match=r"got num_processes='2', process_id='0'; write int\(...\) around it"):
         initialize_distributed("h:1", "2", "0")
+    with pytest.raises(TypeError, match="got num_processes=True"):
+        initialize_distributed("h:1", True, 0)
+
+
+@pytest.mark.parametrize("address", [":1234", "10.0.0.1:", "10.0.0.1:port"])
+def test_initialize_distributed_raises_for_an_address_without_host_or_port(address):
+    with pytest.raises(ValueError, match=f"coordinator_address='{address}' is not host:port"):
+        initialize_distributed(address, 2, 0)
 
 
 def test_initialize_distributed_raises_for_a_coordinator_address_without_a_cluster(monkeypatch):
