@@ -93,7 +93,6 @@ FEATURES = [
             "training/carries/overwritten_scales.py",
             "training/checks/collections.py",
             "training/nnx_gradients.py",  # variables that a module changes are collections
-            "training/nnx_masked_statistics.py",
         ),
         r"\bKeptCollections\b|\bCollectionCarry\b|training\.collections\b"
         r"|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
@@ -103,6 +102,25 @@ FEATURES = [
         "carries of recurrent layers",
         ("data_parallel/extensions/recurrent_carries.py",),
         r"\bRecurrentCarries\b|recurrent_carries",
+    ),
+    Feature(
+        "statistics under a mask, in NNX",
+        ("data_parallel/extensions/nnx_masked_statistics.py",),
+        r"\bNnxMaskedStatistics\b|nnx_masked_statistics",
+        own=(
+            "tests/data_parallel/test_nnx_masked_statistics.py",
+            "tests/training/test_nnx_gradients.py::test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices",
+        ),
+    ),
+    Feature(
+        "statistics under a mask",
+        ("data_parallel/extensions/masked_statistics.py", "data_parallel/extensions/nnx_masked_statistics.py"),
+        r"\bMaskedStatistics\b|extensions\.masked_statistics\b",
+        own=(
+            "tests/data_parallel/test_masked_statistics.py",
+            "tests/data_parallel/test_nnx_masked_statistics.py",
+            "tests/training/test_nnx_gradients.py::test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices",
+        ),
     ),
     Feature(
         "lookups by rows, in NNX",
@@ -126,10 +144,10 @@ FEATURES = [
             "data_parallel/modules/nnx_filters.py",
             "data_parallel/modules/nnx_model.py",
             "data_parallel/modules/nnx_module.py",
+            "data_parallel/extensions/nnx_masked_statistics.py",
             "data_parallel/extensions/nnx_rows.py",
             "model_parallel/nnx_splitting.py",
             "training/nnx_gradients.py",
-            "training/nnx_masked_statistics.py",
         ),
         r"\bnnx_model\b|\bNnxModel\b|modules\.nnx_|\bnnx_value_and_grad\b|\bcreate_nnx_module\b",
     ),

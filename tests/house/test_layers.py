@@ -128,6 +128,7 @@ IMPORT_LINEN = {
     "handles one kind of Linen layer (data_parallel/extensions)": {
         "fp8_products",
         "logical_names",
+        "masked_statistics",
         "pieces",
         "recurrent_carries",
         "rows",
@@ -147,8 +148,7 @@ IMPORT_NNX = {
     "wraps or converts modules (data_parallel/modules)": {"nnx_filters", "nnx_model", "nnx_module"},
     "splits layers over an axis (model_parallel)": {"nnx_splitting"},
     "differentiates modules (training)": {"nnx_gradients"},
-    "replaces one kind of NNX layer (training)": {"nnx_masked_statistics"},
-    "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_rows"},
+    "handles one kind of NNX layer (data_parallel/extensions)": {"nnx_masked_statistics", "nnx_rows"},
     "is itself an NNX module": {"data_parallel_methods", "distributed_metrics"},
 }
 

@@ -9,6 +9,8 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
             from_shards  computes a method's result without a gather
   run       changed_arguments  returns the arguments for a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
+  model     around_models returns a context around a loss or evaluation function, with all models that it calls
+            change_module changes a module of an NNX model before the model runs
   before    collections  names the collections that the unit receives, in addition to "params"
             named_wires  returns the names of the wires that ``wires`` would return, for plans and comparisons
             avoids_gather  returns whether a leaf is normally not gathered at all
@@ -28,7 +30,8 @@ split, and ``reorder_axes``, when the leaves of the entire model are available. 
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import wraps
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 
@@ -40,6 +43,8 @@ from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.wire import Wire
 from xlstm_jax.introspection import accepts_call
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 ModulePath = tuple[str, ...]
 AxisOrder = tuple[str, ...]  # mesh axes, outermost first
 
@@ -126,6 +131,16 @@ class Extension:
         The module is a unit, or may become a unit, and may be in ``init``.
         """
         return nullcontext()
+
+    def around_models(self) -> AbstractContextManager[None]:
+        """Returns a context manager that the library enters around a loss or evaluation function; here without effect.
+
+        The function may run models without any unit.
+        """
+        return nullcontext()
+
+    def change_module(self, module: Any) -> None:
+        """Changes ``module``, a module of an NNX model that is about to run, in place; by default does nothing."""
 
     def named_wires(self, variables: PyTree, how_of: Callable[[str], Communication]) -> Mapping[str, str]:
         """Returns texts, by the path of a leaf in ``variables``: the names of the wires that ``wires`` would return.
@@ -289,7 +304,9 @@ COLLECTIONS: list[str] = []  # the collections, beside "params", that registered
 # By hook: the classes of modules to which the registered extensions that override the hook apply; ``object`` for every
 # module. For other modules no extension is looked up. Extensions with ``collections`` are left out: a unit with these
 # collections asks its instances.
-MODULES: dict[str, tuple[type[Any], ...]] = dict.fromkeys(("changed_arguments", "computes", "initialising"), ())
+MODULES: dict[str, tuple[type[Any], ...]] = dict.fromkeys(
+    ("changed_arguments", "computes", "initialising", "change_module"), ()
+)
 
 
 def register(extensions: Iterable[type[Extension]]) -> None:
@@ -502,3 +519,23 @@ def initialising(module: Any, method: str) -> Iterator[None]:
         for cls in with_hook_for("initialising", module):
             stack.enter_context(cls().initialising(module, method))
         yield
+
+
+def with_extensions(fn: Callable[P, Result]) -> Callable[P, Result]:
+    """Returns a function that calls ``fn``, a loss or evaluation function, in the contexts of ``around_models``."""
+
+    @wraps(fn)
+    def called(*args: P.args, **kwargs: P.kwargs) -> Result:
+        with ExitStack() as stack:
+            for cls in with_hook("around_models"):
+                stack.enter_context(cls().around_models())
+            return fn(*args, **kwargs)
+
+    return called
+
+
+def change_modules(modules: Iterable[Any]) -> None:
+    """Calls the hook ``change_module`` of the extensions that apply to each of ``modules``, of a model about to run."""
+    for module in modules:
+        for cls in with_hook_for("change_module", module) if isinstance(module, MODULES["change_module"]) else ():
+            cls().change_module(module)

@@ -26,6 +26,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -300,7 +301,7 @@ def accumulate_gradients(
     axes = collectives.bound_axes(axis_names, caller="accumulate_gradients")
     options = Accumulation(axes, num_minibatches, accumulation)
     check_batch(batch, None, num_minibatches)
-    loss = LossFunction(loss_fn, weighted, has_aux, bool(collections))
+    loss = LossFunction(with_extensions(loss_fn), weighted, has_aux, bool(collections))
     result = accumulated(loss, params, batch, rng, options, None, collections or {})
     value = (result.loss, result.aux) if has_aux else result.loss
     return (value, result.grads, result.collections) if collections else (value, result.grads)

@@ -18,6 +18,7 @@ from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
+from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.trees import readable
 from xlstm_jax.distributed.data_parallel.wire.communication import set_context
 from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
@@ -191,7 +192,7 @@ class _Evaluation:
         # With check_vma=False, layers look up the axes of the batch here, as in training.
         running = RunningLoss(evaluated_axes=self.layout.axes)
         with explained(), set_context(RUNNING_LOSS, running), boxes_without_constraints():
-            observed = with_single_axes(self.eval_fn, self.layout.axes)(
+            observed = with_single_axes(with_extensions(self.eval_fn), self.layout.axes)(
                 variables["params"], apply_fn, batch, *collections, **frozen_trees(variables["extra_trees"])
             )
         if not isinstance(observed, Mapping):

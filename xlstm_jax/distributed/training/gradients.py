@@ -30,6 +30,7 @@ from jax.core import Tracer
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
+from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
 from xlstm_jax.distributed.data_parallel.shard import mean_gradients
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -160,7 +161,7 @@ def value_and_grad(
         loss averaged by ``pmean`` is accepted, and its gradient is correct.)
       TypeError: the loss function does not return the structure that ``has_aux`` and ``weighted`` describe.
     """
-    axes, loss = as_axis_names(axis_names), LossFunction(loss_fn, weighted, has_aux)
+    axes, loss = as_axis_names(axis_names), LossFunction(with_extensions(loss_fn), weighted, has_aux)
 
     def value_and_grad_fn(params: PyTree, /, *args: P.args, **kwargs: P.kwargs) -> tuple[Any, PyTree]:
         collectives.check_bound(axes, caller="value_and_grad")

@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import change_modules
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable, let_carries_vary
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
@@ -38,7 +39,6 @@ from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import Loss, LossFunction, fold_rng_over_axis, traced_call, value_and_grad
 from xlstm_jax.distributed.training.moments import Results, run_checks
-from xlstm_jax.distributed.training.nnx_masked_statistics import count_unmasked_rows
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
 from xlstm_jax.formatting import format_axes, listed
@@ -310,11 +310,12 @@ class _Program:
                 _note_writes(variable, partial(written.add, name))
             else:
                 before[name] = variable.get_raw_value()
-        for _, node in nnx.iter_graph(nodes):
+        modules = [node for _, node in nnx.iter_graph(nodes) if isinstance(node, nnx.Module)]
+        for node in modules:
             if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
                 # Statistics of all rows, as on a single device. Flax annotates one name, and takes several.
                 node.axis_name = cast(Any, self.axes)
-                count_unmasked_rows(node)
+        change_modules(modules)
         boxed = trees.map_leaves(boxed_leaf, (trainable, frozen), one_leaf=is_variable)
         for node in nodes:
             # A cell makes zeros for its first carry; by type these are equal on all devices.

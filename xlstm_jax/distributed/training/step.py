@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from xlstm_jax.accelerators import resolved_on
 from xlstm_jax.common_types import AxisNames, Metrics, PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.modules import RECORDED_STACKS, Stacks
 from xlstm_jax.distributed.data_parallel.wire.collectives import axis_index
 from xlstm_jax.distributed.data_parallel.wire.communication import set_context
@@ -294,6 +295,8 @@ class StepOptions:
             rng = None if rng is None else jax.random.fold_in(rng, axis_index(axes))
             extra_trees = frozen_trees(extra_trees) if extra_trees else {}
             fn = without_key(self.loss.fn) if rng is None else self.loss.fn
+            if collections or extra_trees:  # without these no module of Flax has statistics
+                fn = with_extensions(fn)
             if 1 in [mesh.shape[axis] for axis in axes]:
                 fn = with_single_axes(fn, axes)
 

@@ -10,6 +10,7 @@ from xlstm_jax.distributed.data_parallel.extensions import (  # noqa: F401  # th
     padding,  # a store, and a mode of ``uneven``
 )
 from xlstm_jax.distributed.data_parallel.extensions.fp8_products import Fp8Products
+from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import MaskedStatistics
 from xlstm_jax.distributed.data_parallel.extensions.packing import PackedGathers
 from xlstm_jax.distributed.data_parallel.extensions.pieces import PieceReaders
 from xlstm_jax.distributed.data_parallel.extensions.recurrent_carries import RecurrentCarries
@@ -24,6 +25,9 @@ register(
         PieceReaders,
         LinkBalance,
         PackedGathers,
+        MaskedStatistics,
     ]
 )
-import_with_nnx("xlstm_jax.distributed.data_parallel.extensions.nnx_rows")  # registers itself
+# These register themselves.
+import_with_nnx("xlstm_jax.distributed.data_parallel.extensions.nnx_rows")
+import_with_nnx("xlstm_jax.distributed.data_parallel.extensions.nnx_masked_statistics")

@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.deferred import import_for_nnx
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.extension import change_modules
 from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
 from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, UnitRule, is_within, note_units
@@ -147,6 +148,7 @@ class NnxModel:
         module = self._bound(variables, rngs)
         # A cell makes zeros for its first carry; by type these are equal on all devices.
         let_carries_vary(module, frozenset(carry_axes((variables, inputs))))
+        change_modules(modules_of(module).values())
         with jax.named_scope(type(module).__name__):
             output = _method(module, method)(*inputs, **kwargs)
         if mutable is False:

@@ -390,11 +390,14 @@ def _unit_type(cls: type[nnx.Module], policy: ShardPolicy) -> Any:
     return subclass_of(cls, methods | {"_shard_policy": policy})
 
 
-def subclass_of(cls: type[Any], fields: dict[str, Any]) -> Any:
-    """Returns a subclass of ``cls`` with the attributes ``fields`` (name -> value); name, module and doc stay."""
+def subclass_of(cls: type[Any], fields: dict[str, Any], *bases: type[Any]) -> Any:
+    """Returns a subclass of ``cls`` with the attributes ``fields`` (name -> value); name, module and doc stay.
+
+    ``bases`` are further base classes, after ``cls``.
+    """
     same = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     metaclass: Any = type(cls)
-    return metaclass(cls.__name__, (cls,), same | fields, pytree=getattr(cls, "_pytree__is_pytree", True))
+    return metaclass(cls.__name__, (cls, *bases), same | fields, pytree=getattr(cls, "_pytree__is_pytree", True))
 
 
 def _gathering(cls: type[nnx.Module], name: str, policy: ShardPolicy) -> Method:

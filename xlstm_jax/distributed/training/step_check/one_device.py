@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.extension import named_wires
+from xlstm_jax.distributed.data_parallel.extension import named_wires, with_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, split_by_model, true_value
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.trees import readable
@@ -110,7 +110,7 @@ class OneDevice:
         mesh: Mesh,
         extra_trees: Mapping[str, PyTree] = MappingProxyType({}),
     ):
-        self.loss = replace(loss, has_collections=bool(collections_of(state)))
+        self.loss = replace(loss, fn=with_extensions(loss.fn), has_collections=bool(collections_of(state)))
         # The batch is in natural order here; its slices are the parts that devices have on the mesh.
         self.layout, self.axes, self.num_minibatches = layout.of_batch(batch), layout.axes, num_minibatches
         batch = in_natural_order(batch)

@@ -1,0 +1,66 @@
+"""Tests of ``nnx.BatchNorm`` under a mask, in a step: the statistics are those of the unmasked rows of all devices.
+
+``nnx_value_and_grad`` is tested in ``tests/training/test_nnx_gradients.py``.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from tests.support import AXES, assert_same_params, mesh_of
+from xlstm_jax.distributed import create_train_state, make_train_step, nnx_model, shard_modules, unbox
+
+KEY = jax.random.key(0)
+ROWS = np.arange(16)
+MASK = (ROWS >= 1) & (ROWS != 3) & (ROWS < 12)
+X = np.asarray(jax.random.normal(jax.random.key(1), (16, 8)) + ROWS[:, None] / 4)
+BATCH = {"x": X, "mask": MASK}
+
+
+class Own(nnx.BatchNorm):
+    """Subclass with another ``__call__``, which calls the parent's."""
+
+    def __call__(self, x, mask):
+        return super().__call__(x, False, mask=mask)
+
+
+class Net(nnx.Module):
+    def __init__(self, axis_name, rngs):
+        self.norm = nnx.BatchNorm(8, momentum=0.5, axis_name=axis_name, rngs=rngs)
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.own = Own(8, momentum=0.5, axis_name=axis_name, use_fast_variance=False, rngs=rngs)
+
+    def __call__(self, x, mask):
+        return self.own(jnp.sin(self.dense(self.norm(x, mask=mask[:, None]))), mask[:, None])
+
+
+def loss_fn(params, apply_fn, batch, rng, collections):
+    del rng
+    out, updated = apply_fn({"params": params, **collections}, batch["x"], batch["mask"], mutable=["batch_stats"])
+    return (jnp.sum(jnp.sin(out) ** 2 * batch["mask"][:, None]), jnp.sum(batch["mask"], dtype=jnp.float32)), updated
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_step_with_masked_batch_norm_equals_one_device(check_vma):
+    """Of a BatchNorm that gathers its scale, and of a subclass; devices have 0 to 2 unmasked rows."""
+    plain = nnx_model(lambda rngs: Net(None, rngs))
+    variables = plain.init(KEY, X, MASK)
+
+    def loss(params):
+        (total, weight), updated = loss_fn(params, plain.apply, BATCH, None, {"batch_stats": variables["batch_stats"]})
+        return total / weight, updated
+
+    (value, updated), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+    where = lambda path, module: path in ("norm", "dense")  # noqa: E731
+    model = shard_modules(nnx_model(lambda rngs: Net(AXES, rngs)), where, "fsdp", min_weight_size=8)
+    state = create_train_state(model, optax.sgd(1.0), mesh_of(2, 4), KEY, X, MASK, batch_axes=AXES)
+    assert state.params["norm"]["scale"].names == ("fsdp",)  # guard
+    step = make_train_step(loss_fn, mesh_of(2, 4), AXES, weighted=True, check_vma=check_vma)
+    state, metrics = step(state, BATCH, KEY)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert_same_params(state.collections, updated)
+    assert_same_params(unbox(state.params), jax.tree.map(lambda p, g: p - g, variables["params"], grads))
+    assert np.abs(updated["batch_stats"]["own"]["var"] - variables["batch_stats"]["own"]["var"]).max() > 0.1  # guard
