@@ -279,6 +279,17 @@ class Model(nnx.Module):
         return self.last(nnx.relu(self.first(x)))
 
 
+class Measured(nnx.Module):
+    """A layer of NNX that counts its rows by a metric."""
+
+    def __init__(self, rngs):
+        self.linear, self.metric = nnx.Linear(8, 4, rngs=rngs), nnx.metrics.Average()
+
+    def __call__(self, x):
+        self.metric.update(values=jnp.ones(len(x)))
+        return self.linear(x)
+
+
 def sharded(make=Model, where=nnx.Linear, **options):
     return shard_modules(nnx_model(make), where, "fsdp", 32, **options)
 
@@ -1177,6 +1188,24 @@ ROWS = [
         "nnx_value_and_grad: argument … after the module has shape",
         "argument 0 after the module has shape (3, ",
         "do not divide its 3 rows. Pad the rows to ",
+    ),
+    nnx_section(
+        "nnx-legacy-key",
+        lambda: nnx_value_and_grad(lambda net, x, key: net(x).mean(), mesh=MESH)(
+            Model(nnx.Rngs(0)), X, jax.random.PRNGKey(0)
+        ),
+        ValueError,
+        "nnx_value_and_grad: argument … after the module is uint32[2]",
+        "argument 1 after the module is uint32[2], as a key of jax.random.PRNGKey",
+        "Pass a key of jax.random.key",
+    ),
+    nnx_section(
+        "nnx-metric",
+        lambda: nnx_value_and_grad(lambda net, x: net(x).mean(), mesh=MESH)(Measured(nnx.Rngs(0)), X),
+        ValueError,
+        "nnx_value_and_grad: loss_fn updates an nnx.Metric",
+        "the variable 'metric.count'",
+        "Return the values as auxiliary output",
     ),
     nnx_section(
         "nnx-rows-of-arguments",

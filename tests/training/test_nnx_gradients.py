@@ -539,6 +539,27 @@ def test_variable_that_would_differ_between_devices_is_refused(check_vma):
         nnx_value_and_grad(lambda net, x: net(x).mean(), check_vma=check_vma)(net, X)
 
 
+class Measured(nnx.Module):
+    """Counts its rows by a metric: the count of a device is that of every other device."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.metric = nnx.metrics.Average()
+
+    def __call__(self, x):
+        self.metric.update(values=jnp.ones(len(x)))
+        return self.linear(x)
+
+
+def test_metric_updated_in_the_loss_is_refused_unless_a_single_device_has_all_rows():
+    loss = lambda net, x: net(x).mean()  # noqa: E731
+    with pytest.raises(ValueError, match=r"updates an nnx.Metric, the variable 'metric.count', .* auxiliary output"):
+        nnx_value_and_grad(loss)(create_nnx_module(Measured, 0, mesh=mesh_of(1, 4)), X)
+    net = create_nnx_module(Measured, 0, mesh=mesh_of(1, 1))
+    nnx_value_and_grad(loss)(net, X)
+    assert net.metric.count[...] == len(X)
+
+
 @pytest.mark.parametrize("kind", ["no mesh", "Explicit"])
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("axis_name, sizes", [("fsdp", (4, 2)), (None, (8, 1)), ("fsdp", (1, 8))], ids=str)
@@ -627,6 +648,9 @@ def test_calls_that_fit_nothing_are_refused():
         nnx_value_and_grad(mean)(net, X[:10])
     with pytest.raises(ValueError, match=r"argument 1 after the module has 8 rows, .* argument 0 .* has 16, .* close"):
         nnx_value_and_grad(lambda net, x, weights: (net(x) * weights[0]).mean())(net, X, jnp.ones(8))
+    for args in (X, jax.random.PRNGKey(0)), (jax.random.PRNGKey(0), X):
+        with pytest.raises(ValueError, match=r"is uint32\[2\], as a key of .* Pass a key of jax.random.key"):
+            nnx_value_and_grad(lambda net, *args: net(X).mean())(net, *args)
     with pytest.raises(ValueError, match=r"array of shape \(3,\), and a device has 2 rows"):
         nnx_value_and_grad(lambda net, x: (net(x).mean(), jnp.ones(3)), has_aux=True)(net, X)
     with pytest.raises(TypeError, match=r"has_aux=True: loss_fn must return \(loss, aux\)"):

@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, i
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
@@ -45,6 +45,7 @@ from xlstm_jax.formatting import format_axes, listed
 
 MESH = "mesh_of_module"  # metadata of each variable of a module that ``create_nnx_module`` made
 WHOLE = PartitionSpec()
+OF_LEGACY_KEY = (2,)  # shape of a key of jax.random.PRNGKey, of dtype uint32
 
 
 def create_nnx_module(
@@ -222,13 +223,24 @@ def _write(nodes: tuple[Any, ...], changed: Mapping[str, Any]) -> None:
 def _check_rows(batch: PyTree, count: int, axes: tuple[str, ...]) -> None:
     """Raises an error unless ``count`` divides the rows of the arrays of ``batch``, and all have equally many rows.
 
+    A key of ``jax.random.PRNGKey``, which looks like an array of two rows, has its own error.
+
     ``axes`` are the axes of the ``count`` devices. On a single device nothing is split, and every shape is accepted.
     """
-    arrays = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), np.shape(leaf))
+    leaves = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         if np.ndim(leaf)
     ]
+    arrays = [(name, np.shape(leaf)) for name, leaf in leaves]
+    if count > 1 and (len({shape[0] for _, shape in arrays}) > 1 or any(shape[0] % count for _, shape in arrays)):
+        for name, leaf in leaves:
+            if np.shape(leaf) == OF_LEGACY_KEY and value_dtype(leaf) == np.uint32:
+                raise ValueError(
+                    f"nnx_value_and_grad: argument {name} after the module is uint32[2], as a key of "
+                    "jax.random.PRNGKey, and would be split as two rows. Pass a key of jax.random.key, or "
+                    "jax.random.wrap_key_data(key)."
+                )
     for name, shape in arrays if count > 1 else ():
         if shape[0] % count:
             raise ValueError(
@@ -341,10 +353,20 @@ class _Program:
         ``changed`` is as ``called`` returns it, ``params`` and ``batch`` as for ``on_device``. Returns {} for {}.
 
         Raises:
-          ValueError: by the equations of the loss a value would differ between devices.
+          ValueError: by the equations of the loss a value would differ between devices; or the variable is of an
+            ``nnx.Metric``, which counts rows.
         """
         if not changed:
             return {}
+        if collectives.spread_axes(self.axes):
+            for path, variable in _variables_of(params):
+                # Also refuse what is equal on all devices: a count of a device's rows.
+                if isinstance(variable, nnx.metrics.MetricState) and _name(path) in changed:
+                    raise ValueError(
+                        f"nnx_value_and_grad: loss_fn updates an nnx.Metric, the variable '{_name(path)}', and each "
+                        "device would count its rows alone. Return the values as auxiliary output (has_aux=True), with "
+                        "a row for each example, and update the metric after the call."
+                    )
         values = {_name(path): variable.get_raw_value() for path, variable in _variables_of(params)}
         kept = {name: values[name] for name in changed}
 
