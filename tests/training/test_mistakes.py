@@ -354,6 +354,7 @@ def test_scan_with_untyped_carry_raises_and_both_remedies_trace():
 def test_loop_in_a_layer_of_a_scan_raises_with_the_flag_of_flax_that_trains_it():
     with pytest.raises(TypeError, match=r"in a layer of an nn.scan.*check_constancy_invariants=False") as raised:
         traced(model=ScanInScan())
+    assert "check_vma=False" in str(raised.value) and "nn.remat_scan has no such option" in str(raised.value)
     assert "zeros" not in str(raised.value) and "pcast" not in str(raised.value)  # guard: no carry of zeros here
     traced(model=ScanInScan(), check_vma=False)
     traced(model=ScanInScan(check=False))

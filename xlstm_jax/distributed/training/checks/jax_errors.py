@@ -46,8 +46,8 @@ def _with_cure(error: Exception) -> Exception | None:
             return TypeError(
                 f"a scan or a loop in a layer of an nn.scan has a carry without its type: {types}. Before its loop an "
                 "nn.scan traces the layer once, to find constants, and its inputs lose their types in this trace. Pass "
-                "check_constancy_invariants=False to the nn.scan around the scan or loop, or check_vma=False to the "
-                "step, which returns the same gradients."
+                "check_vma=False to the step, which returns the same gradients, or check_constancy_invariants=False to "
+                "the nn.scan around the scan or loop (nn.remat_scan has no such option)."
             )
         return TypeError(
             "a scan or a loop of this model begins with a carry that is equal on all devices by its type (zeros, as an "
