@@ -45,13 +45,16 @@ def unmasked_statistics(x: jax.Array, mask: Any, norm: Any) -> tuple[jax.Array, 
     axis = norm.axis if isinstance(norm.axis, tuple | list) else (norm.axis,)
     features = {dim % x.ndim for dim in axis}
     dims = tuple(dim for dim in range(x.ndim) if dim not in features)
+    axes, of_mesh = as_axis_names(norm.axis_name), collectives.manual_axes()
+    of_devices, of_vmap = [name for name in axes if name in of_mesh], [name for name in axes if name not in of_mesh]
     counted = jnp.broadcast_to(jnp.asarray(mask, bool), x.shape)
 
     def means(*values: jax.Array) -> list[jax.Array]:
         sums = [jnp.sum(value, dims, keepdims=True, where=counted) for value in values]
         count = jnp.sum(counted, dims, keepdims=True, dtype=sums[-1].dtype)
-        operations = ["sum"] * (len(sums) + 1)
-        *sums, count = collectives.all_reduce(operations, [*sums, count], as_axis_names(norm.axis_name))
+        totals = collectives.all_reduce(["sum"] * (len(sums) + 1), [*sums, count], of_devices)
+        # Also of size 1: only a sum makes the values equal along the axis of a vmap.
+        *sums, count = [collectives.all_reduce_sum(x, of_vmap) for x in totals] if of_vmap else totals
         return [total / count for total in sums]
 
     def square(value: jax.Array) -> jax.Array:
