@@ -110,6 +110,7 @@ CASES: dict[str, Case] = {
     "jit": Case("jit", options=REMAT),
     "jit, options": Case("jit", tuned=True, options=REMAT),
     "jit, best options": Case("jit", xla_options=BEST_FOR_JIT, options=REMAT),
+    "jit, width": Case("jit", options=REMAT, width=True),
     "jit, options, width": Case("jit", tuned=True, options=REMAT, width=True),
     "jit, options, two dims": Case("jit", "staged", tuned=True, options=REMAT),
     "jit, no remat": Case("jit"),
@@ -143,6 +144,7 @@ OF_KERNEL = (
     "jit",
     "jit, options",
     "jit, best options",
+    "jit, width",
     "jit, options, width",
     "jit, options, two dims",
     "ours",
@@ -158,11 +160,14 @@ CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for n
 MORE_VMEM = {"xla_tpu_scoped_vmem_limit_kib": 2**16}
 CASES |= {
     name.replace(case, f"{case}, more VMEM"): dataclasses.replace(CASES[name], xla_options=MORE_VMEM)
-    for case in ("jit", "jit, options", "ours", "ours, options", "ours, options, one axis")
+    for case in (
+        *("jit", "jit, options", "jit, width", "jit, options, width"),
+        *("ours", "ours, options", "ours, options, one axis"),
+    )
     for name in (case, f"{case}, kernel")
 }
 
-OTHER_LAYOUTS = ("jit, options, width", "jit, options, two dims")
+OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims")
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
 OF_PEERS = OF_HEADS + OTHER_LAYOUTS
 ON_TPUS = tuple(

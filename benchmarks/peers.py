@@ -62,7 +62,14 @@ ON_TPUS = {
     "ours": ("ours", "ours, options", "ours, options, one axis"),
 }
 ON_V5E = {
-    "jit": (*ON_TPUS["jit"], "jit, more VMEM", "jit, options, more VMEM"),
+    "jit": (
+        *ON_TPUS["jit"],
+        "jit, more VMEM",
+        "jit, options, more VMEM",
+        "jit, width",
+        "jit, width, more VMEM",
+        "jit, options, width, more VMEM",
+    ),
     "ours": (
         *ON_TPUS["ours"],
         "ours, more VMEM",
