@@ -60,6 +60,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 from xlstm_jax.distributed.plan import ShardingPlan
 from xlstm_jax.forecast import forecast
@@ -326,6 +327,22 @@ def test_frozen_leaf_has_zero_gradient_in_plain_array_operations():
     params = freeze_params({"base": ones, "lora": ones}, lambda path: path == "lora")
     grads = jax.grad(lambda params: jnp.dot(params["base"], 3 * ones) + jnp.dot(params["lora"], 3 * ones))(params)
     assert grads["base"].value.tolist() == [0, 0, 0] and grads["lora"].tolist() == [3, 3, 3]
+
+
+def test_frozen_floats_vary_over_the_axes_of_the_batch_by_type_as_trainable_leaves_do():
+    """A gradient rule (``jax.custom_vjp``) may then return a gradient of each device for either of them."""
+    params = freeze_params(
+        {"base": jnp.ones(3), "lora": jnp.ones(3), "steps": jnp.int32(2)}, lambda path: path == "lora"
+    )
+    types = {}
+
+    def loss(params, x):
+        types.update({name: varying_axes(leaf_of(leaf).value) for name, leaf in params.items()})
+        return jnp.mean(params["base"] * params["lora"] * x)
+
+    loss_and_grads = lambda params, x: value_and_grad(loss, AXES)(params, x)[0]  # noqa: E731
+    jax.eval_shape(on_mesh(loss_and_grads, MESH, True, (P(), P(AXES)), P()), params, jnp.ones((8, 3)))
+    assert types == {"base": set(AXES), "lora": set(AXES), "steps": set()}
 
 
 def test_custom_step_gradients_of_frozen_leaves_are_zero_without_reduce_scatter():

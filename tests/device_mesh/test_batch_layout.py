@@ -59,7 +59,9 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
 
 def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
-    assert batch_layout(mesh, None, P(ROWS, "cp")).specs(BATCH["tokens"], spread=True) == P("fsdp", "cp")
+    layout = batch_layout(mesh, None, P(ROWS, "cp"))
+    assert layout.specs(BATCH["tokens"], spread=True) == P("fsdp", "cp")
+    assert layout.specs(BATCH["tokens"]) == P(ROWS, "cp")  # as written, for shardings of arrays
     assert batch_layout(mesh, ROWS).specs({"x": BATCH["tokens"], "n": 1}, spread=True) == {"x": P(("fsdp",)), "n": P()}
 
 
@@ -260,6 +262,29 @@ def test_processes_hold_equal_sets_of_shards_or_sets_apart(mesh, monkeypatch, he
             shards_of()
     else:
         assert shards_of() == {process: frozenset(shards) for process, shards in held.items()}
+
+
+class Compared(Exception):  # noqa: N818
+    """Raised in the place of a comparison with other processes."""
+
+
+@pytest.mark.parametrize("processes, compares", [(1, False), (2, True), (4, True)])
+def test_shard_batch_compares_the_batch_with_any_other_process_before_it_makes_arrays(
+    mesh, monkeypatch, processes, compares
+):
+    shards = np.split(np.arange(4), processes)  # ROWS split a batch into 4 shards
+    monkeypatch.setattr(batches, "_shards_of_processes", lambda *_: dict(enumerate(map(set, shards))))
+
+    def compare(batch, rows, *_):
+        raise Compared(rows)
+
+    monkeypatch.setattr(batches, "_agree_on_batch", compare)
+    if compares:
+        monkeypatch.setattr(jax, "make_array_from_process_local_data", None)
+        with pytest.raises(Compared, match=r"^4$"):
+            shard_batch({"x": np.ones((4, 3))}, mesh, ROWS)
+    else:
+        assert shard_batch({"x": np.ones((4, 3))}, mesh, ROWS)["x"].shape == (4, 3)
 
 
 @pytest.fixture

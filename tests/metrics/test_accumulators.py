@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, count_collectives, mesh_of
@@ -125,6 +125,16 @@ def test_metric_to_moves_the_state_to_a_platform_or_device_number(place):
     metric.update(5.0)
     metric.sync()
     assert float(metric.compute()) == 5
+
+
+@pytest.mark.parametrize("axes", [AXES, "dp", "fsdp"], ids=str)
+def test_value_before_sync_is_on_the_first_device_of_the_mesh(axes):
+    """Any mesh, also one whose first device is not the first of the process, and whose devices hold copies."""
+    mesh = Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), AXES)
+    accumulator = MetricAccumulator(0.0, mesh=mesh, axes=axes)
+    accumulator.update(2.5)
+    assert not accumulator.is_synchronized
+    assert accumulator.value.devices() == {jax.devices()[7]} and float(accumulator.value) == 2.5
 
 
 @pytest.mark.parametrize("place", ["gpu", "abacus", 8, "cpu:8", "cpu:x"])

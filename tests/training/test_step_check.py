@@ -26,10 +26,13 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel import box_like
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
+from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.state import sharded_opt_state
 from xlstm_jax.distributed.training.step_check.check import _ratio
 from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves, flat
 from xlstm_jax.distributed.training.step_check.observed import copies_differ, differ_along
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, BATCH = jax.random.key(0), data()
 
@@ -285,6 +288,19 @@ def test_multiple_of_a_ratio_names_the_mesh_axes_of_a_wrong_sum_or_division():
 
 def test_ratio_to_zero_is_1_for_zero_and_infinite_otherwise():
     assert [_ratio(got, right) for got, right in ((1.0, 4.0), (0.0, 0.0), (2.0, 0.0))] == [0.25, 1.0, math.inf]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32], ids=lambda dtype: dtype.__name__)
+def test_reference_divides_by_the_exact_sum_of_weights_of_a_narrow_dtype(mesh, state, dtype):
+    """The mean of the weights, 32.875, is a number of neither dtype."""
+    weights = np.array([256, *[1] * 7], np.float32)
+
+    def first_row(params, apply_fn, batch, rng):
+        return jnp.sum(batch["x"]).astype(jnp.bfloat16), batch["weight"][0].astype(dtype)
+
+    batch = {"x": np.array([256, *[0] * 7], np.float32), "weight": weights}
+    one_device = OneDevice(LossFunction(first_row, True), batch_layout(mesh, AXES), 1, state, batch, mesh)
+    assert one_device.slices(KEY).loss == pytest.approx(256 / 263, rel=1e-6)
 
 
 def test_copies_differ_finds_replicas_of_a_leaf_with_unequal_values():
