@@ -9,12 +9,14 @@ import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
+from tests.support import AXES, assert_same_params, data, fsdp, mean_loss, mesh_of, on_mesh, plain, train_on_one_device
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.training.gradients import varying_leaves
 
 BATCH, TX = data(), optax.sgd(0.1)
 
@@ -81,6 +83,21 @@ def test_check_step_fails_for_a_wrong_mean_over_replicas():
 def test_copies_without_removes_axes_and_returns_none_if_no_axis_is_left():
     assert Rotating(("dp", "tp"), 2.0).without(("tp",)) == Rotating(("dp",), 2.0)
     assert Rotating("dp").without(("dp",)) is None
+
+
+def test_leaf_with_copies_stays_equal_by_type_along_the_axis_of_its_copies_beside_other_leaves():
+    """The gather casts the leaf over the other axis: its gradient is then averaged by ``mean``, not summed by JAX."""
+    copied = Sharded(jnp.ones(8), ("fsdp",), communication=Communication(replicas=Copies("dp")))
+    split = Sharded(jnp.ones(8), ("fsdp",))
+    types = []
+
+    def run(x):
+        leaves = varying_leaves([copied.replace(value=x), split.replace(value=x), jnp.ones(2)], AXES)
+        types.extend(collectives.varying_axes(leaf_of(leaf).value) for leaf in leaves)
+        return x
+
+    jax.eval_shape(on_mesh(run, mesh_of(2, 4), True, jax.P("fsdp"), jax.P("fsdp")), jnp.ones(8))
+    assert types == [{"fsdp"}, {"dp", "fsdp"}, {"dp", "fsdp"}]
 
 
 def test_copies_mean_averages_in_the_dtype_of_the_gradient():

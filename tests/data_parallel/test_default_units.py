@@ -8,7 +8,9 @@ from flax import nnx
 
 from tests.support import Model, fsdp, plain
 from xlstm_jax.distributed import nnx_model, plan_sharding, shard_modules
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, default_units
+from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import _with_units
 from xlstm_jax.distributed.plan import ShardingPlan
 
 MESH = {"fsdp": 8}
@@ -209,3 +211,12 @@ OUTER, LEAF = SeenModule(nn.Module, owns=False), SeenModule(nn.Dense, owns=True)
 ], ids=["no number", "one", "layers", "classes", "stages", "cell", "embedding", "top"])  # fmt: skip
 def test_default_units_returns_the_expected_module_paths(modules, units):
     assert set(default_units(modules)) == units
+
+
+def test_depth_below_its_unit_is_set_in_the_box_of_each_named_parameter_alone():
+    box = Sharded(jnp.ones((8, 2)), ("fsdp", None), unit_depth=1)
+    layer = {"mlp": {"kernel": box, "bias": jnp.ones(2)}, "head": box}
+    depths = {"h_0/mlp/kernel": 2, "h_0/mlp/bias": 2}
+    found = _with_units(depths, {"params": {"h_0": layer}})["params"]["h_0"]
+    assert found["mlp"]["kernel"].unit_depth == 2 and found["mlp"]["kernel"].names == box.names
+    assert found["head"].unit_depth == 1 and found["mlp"]["bias"] is layer["mlp"]["bias"]

@@ -245,6 +245,20 @@ def test_gather_params_packs_the_leaves_of_each_unit():
     assert fewer == 5 < most, f"one gather for each of five units, not {fewer}"
 
 
+@pytest.mark.parametrize("packing, gathers", [(PackSmall(), 2), (None, 4)], ids=["packed", "alone"])
+def test_gather_params_has_one_gather_for_each_packed_unit(packing, gathers):
+    """Two units, each with a kernel and a bias."""
+    dense = fsdp(nn.Dense, packing=packing, min_weight_size=2)
+    model = nn.Sequential([dense(16), dense(8)])
+
+    def run(x):
+        return gather_params(model.init(KEY, x)["params"], "fsdp")
+
+    over = on_mesh(run, mesh_of(1, 8), False, jax.P("fsdp"), jax.P())
+    found = equations(jax.make_jaxpr(over)(jnp.ones((8, 8))))
+    assert sum(eqn.primitive.name == "all_gather" for _, eqn in found) == gathers
+
+
 def test_leaf_that_was_gathered_alone_before_is_left_out_of_the_parcel():
     params = state_over(("fsdp",), PackSmall()).params["block_0"]
     mesh, found = mesh_of(2, 4), []

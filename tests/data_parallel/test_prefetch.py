@@ -208,5 +208,19 @@ def test_scan_layers_equals_nn_scan_over_nn_remat_bit_for_bit():
     assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("prefetch, ahead", [(True, 2), (False, 0)])
+def test_scan_gathers_the_weights_of_its_first_layer_ahead_of_the_loop_only_with_prefetch(prefetch, ahead):
+    """A layer has two split kernels, and the loop gathers both for each of its iterations."""
+    model = scan_layers(fsdp(Plain), 3, prefetch=prefetch)()
+
+    def run(x):
+        params = model.init(jax.random.key(0), x)["params"]
+        return model.apply({"params": params}, x)[0]
+
+    found = equations(jax.make_jaxpr(on_mesh(run, mesh_of(1, 8), True, P("fsdp"), P("fsdp")))(jnp.ones((8, 8))))
+    in_loop = ["scan" in within for within, eqn in found if eqn.primitive.name == "all_gather"]
+    assert (in_loop.count(False), in_loop.count(True)) == (ahead, 2)
+
+
 def test_scans_over_params_recognises_the_class_from_scan_layers():
     assert scans_over_params(scan_layers(Plain, 3))

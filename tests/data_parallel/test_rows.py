@@ -341,6 +341,17 @@ def test_wrapped_embed_class_looks_up_rows_instead_of_a_table_gather(mesh_of):
     assert_as_on_one_device(step, state, Untied())
 
 
+@pytest.mark.parametrize("tokens, sends_rows", [(10, True), (100, False)])
+def test_wrapped_embed_sends_rows_for_few_tokens_of_a_device(tokens, sends_rows, mesh_of):
+    """Each of 8 devices looks up 10 or 100 rows of a table of 64; a gather sends no row by an all-to-all."""
+    model, axis = fsdp(nn.Embed)(64, 24), jax.P("fsdp")
+    batch = jnp.zeros((8, tokens), jnp.int32)
+    first = on_mesh(lambda batch: model.init(jax.random.key(0), batch), mesh_of["one axis"], False, axis, axis)
+    lookup = on_mesh(model.apply, mesh_of["one axis"], True, axis, axis)
+    found = equations(jax.make_jaxpr(lookup)(jax.eval_shape(first, batch), batch))
+    assert ("all_to_all" in {eqn.primitive.name for _, eqn in found}) == sends_rows
+
+
 def test_row_lookup_in_a_scan_with_remat_and_minibatches_matches_a_single_device(mesh_of):
     model = shard_modules(Scanned(), nn.Embed, "fsdp", min_weight_size=64)
     step, state = trained(model, mesh_of["one axis"], num_minibatches=2)

@@ -302,6 +302,21 @@ def test_plugins_are_modules_of_the_package_of_plugins_and_entry_points(monkeypa
     assert devices._plugins() == {"of_a_cloud"}
 
 
+@pytest.mark.parametrize("nproc", [None, "5"])
+def test_available_devices_sets_the_number_of_cpu_devices_before_jax_starts_them(monkeypatch, nproc):
+    if nproc:
+        monkeypatch.setenv("NPROC", nproc)
+    else:
+        monkeypatch.delenv("NPROC", raising=False)
+    settings = []
+    monkeypatch.setattr(devices.jax.config, "update", lambda *setting: settings.append(setting))
+    monkeypatch.setattr(devices.jax, "devices", lambda: [(tuple(settings), os.environ["NPROC"])])
+    monkeypatch.setattr(devices, "_has_only_cpus", lambda: False)
+    ((before, threads),) = devices.available_devices(3)
+    assert before == (("jax_num_cpu_devices", 3),) and threads == (nproc or "12")  # 4 threads for each device
+    assert os.environ.get("NPROC") == nproc
+
+
 def test_available_devices_prints_no_libtpu_warning_without_an_accelerator():
     pytest.importorskip("libtpu")
     if not devices._has_only_cpus():

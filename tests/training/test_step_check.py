@@ -303,6 +303,21 @@ def test_reference_divides_by_the_exact_sum_of_weights_of_a_narrow_dtype(mesh, s
     assert one_device.slices(KEY).loss == pytest.approx(256 / 263, rel=1e-6)
 
 
+def test_reference_of_a_loss_with_a_mean_over_devices_is_computed_on_the_mesh(mesh):
+    """Losses are w^2 (x - mean of x)^2: their mean is w^2 times the variance of x, and the gradient 2 w times it."""
+    params = {"w": jax.device_put(jnp.float32(3), NamedSharding(mesh, P()))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def spread(params, apply_fn, batch, rng):
+        return jnp.mean((params["w"] * (batch["x"] - lax.pmean(jnp.mean(batch["x"]), AXES))) ** 2)
+
+    batch = {"x": np.arange(8, dtype=np.float32)}
+    one_device = OneDevice(LossFunction(spread, False), batch_layout(mesh, AXES), 1, state, batch, mesh)
+    assert one_device.needs_all_devices(KEY)
+    found = one_device.slices(KEY)
+    assert found.loss == pytest.approx(9 * 5.25) and float(found.grads["w"]) == pytest.approx(6 * 5.25)
+
+
 def test_copies_differ_finds_replicas_of_a_leaf_with_unequal_values():
     sharding = NamedSharding(mesh_of(1, 2), P())
     for second, differ in ((1.0, ()), (2.0, ("fsdp",))):
