@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose
 
@@ -223,6 +224,14 @@ def test_grad_norm_of_float16_gradients_is_summed_in_float32():
     step = make_train_step(lambda p, f, b, r: jnp.mean(f({"params": p}, b["x"] * 0 + 300.0)), mesh, AXES)
     _, metrics = step(state, BATCH, KEY)
     assert_allclose(metrics["grad_norm"], 300 * 8, rtol=1e-3)  # the square exceeds float16
+
+
+def test_count_of_steps_begins_as_an_int32_on_every_device_of_the_mesh():
+    """A step returns such a count: with another type or placement the second step would be compiled again."""
+    mesh = mesh_of(2, 4)
+    count = create_train_state(fsdp(nn.Dense)(4), optax.sgd(0.1), mesh, KEY, BATCH["x"], batch_axes=AXES).step
+    assert (count.dtype, count.weak_type, int(count)) == (jnp.int32, False, 0)
+    assert count.sharding.is_equivalent_to(NamedSharding(mesh, P()), 0)
 
 
 def test_jax_grad_with_a_single_sync_gradients_is_exact_in_both_vma_modes():
