@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import tracemalloc
 from dataclasses import dataclass
 
@@ -508,3 +509,15 @@ def test_export_does_not_write_through_a_symlink_at_the_temporary_path(tmp_path)
     export_safetensors({"w": np.ones(2)}, tmp_path)
     assert (tmp_path / "precious").read_text() == "mine"
     assert load_file(tmp_path / "model.safetensors").keys() == {"w"}
+
+
+def test_leaves_are_read_ahead_by_several_threads_and_arrive_in_order():
+    """No read ends before each of four threads has begun one."""
+    assert safetensors_io.READERS == 4
+    together = threading.Barrier(safetensors_io.READERS)
+
+    def read(leaf):
+        together.wait(timeout=5)
+        return leaf.upper()
+
+    assert list(safetensors_io._ahead(read, "abcdefgh")) == list("ABCDEFGH")

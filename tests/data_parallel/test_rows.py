@@ -348,7 +348,9 @@ def test_wrapped_embed_sends_rows_for_few_tokens_of_a_device(tokens, sends_rows,
     batch = jnp.zeros((8, tokens), jnp.int32)
     first = on_mesh(lambda batch: model.init(jax.random.key(0), batch), mesh_of["one axis"], False, axis, axis)
     lookup = on_mesh(model.apply, mesh_of["one axis"], True, axis, axis)
-    found = equations(jax.make_jaxpr(lookup)(jax.eval_shape(first, batch), batch))
+    table = jax.eval_shape(first, batch)
+    found = equations(jax.make_jaxpr(lookup)(table, batch))
+    assert jax.eval_shape(lookup, table, batch).shape == (8, tokens, 24)
     assert ("all_to_all" in {eqn.primitive.name for _, eqn in found}) == sends_rows
 
 

@@ -20,7 +20,7 @@ from xlstm_jax.distributed import (
     simulate_cpu_devices,
 )
 from xlstm_jax.distributed.device_mesh.meshes import filled_sizes
-from xlstm_jax.distributed.device_mesh.topology import crossing_sizes, fsdp_layout, mesh_by_topology
+from xlstm_jax.distributed.device_mesh.topology import _on_hosts, crossing_sizes, fsdp_layout, mesh_by_topology
 from xlstm_jax.distributed.processes import devices
 
 create = DeviceMeshManager.create_device_mesh
@@ -300,6 +300,18 @@ def test_plugins_are_modules_of_the_package_of_plugins_and_entry_points(monkeypa
     assert devices._plugins() == {"xla_cuda12", "of_a_cloud"}
     monkeypatch.setattr(devices, "find_spec", {}.get)
     assert devices._plugins() == {"of_a_cloud"}
+
+
+@pytest.mark.parametrize("slices, hosts", [((0, 0, 0, 0), "a b, c d"), ((3, 1, 1, 3), "b c, a d")], ids=["one", "two"])
+def test_devices_of_a_host_are_those_of_a_process_or_of_a_slice_if_there_are_several(slices, hosts):
+    """Four devices of the processes 5, 5, 7, 7."""
+    devices = [
+        SimpleNamespace(name=name, platform="gpu", process_index=process, slice_index=number)
+        for name, process, number in zip("abcd", (5, 5, 7, 7), slices, strict=True)
+    ]
+    found = {place: device.name for place, device in _on_hosts(devices).items()}
+    expected = {(i, j): name for i, host in enumerate(hosts.split(", ")) for j, name in enumerate(host.split())}
+    assert found == expected
 
 
 @pytest.mark.parametrize("nproc", [None, "5"])

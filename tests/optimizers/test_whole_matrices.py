@@ -1,6 +1,7 @@
 """Tests of rules that need unsharded matrices: computed by owners, equal to one device."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import stored_values
 from xlstm_jax.distributed.optimizers import on_unsharded_matrices
+from xlstm_jax.distributed.optimizers.matrices.layout import _in_order, _in_stored_order
 
 RATE = 0.02
 
@@ -109,3 +111,11 @@ def test_owners_store_state_of_assigned_matrices_and_checkpoints_omit_empty_slot
     of_other, _ = restored.opt_state.inner_state[0].of_owners["16x32"]
     np.testing.assert_array_equal(np.asarray(of_other.value)[:6], np.asarray(left.value)[:6])
     assert len(of_other.value.sharding.device_set) == 8
+
+
+def test_dims_of_a_stored_array_come_into_the_order_of_the_value_and_back():
+    """Stored are the dims 2, 0 and 1 of a value, in this order: dim i of the value is dim order[i] of the array."""
+    value = np.arange(24).reshape(2, 3, 4)
+    stored, store = value.transpose(2, 0, 1), SimpleNamespace(order=lambda ndim: (1, 2, 0))
+    np.testing.assert_array_equal(_in_order(stored, store), value)
+    np.testing.assert_array_equal(_in_stored_order(value, store), stored)
