@@ -1,7 +1,9 @@
 """Loss and gradients of a step's batch at other parameters, for optimizers that ask for them in their update.
 
-loss_at         ``value_fn`` of optax's line searches, which differentiate it
-gradients_at    ``grad_fn`` of optax's SAM
+  loss_at         ``value_fn`` of optax's line searches, which differentiate it
+  gradients_at    ``grad_fn`` of optax's SAM
+
+``StepOptions.updated`` passes them to the optimizer.
 """
 
 from collections.abc import Callable
