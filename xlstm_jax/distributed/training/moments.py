@@ -210,7 +210,8 @@ class Results:
                     return True
                 if eqn.primitive.name == "shard_map" and not eqn.params.get("check_vma"):
                     return True
-                jaxprs += [inner for inner in core.jaxprs_in_params(eqn.params) if inner not in jaxprs]
+                if eqn.params:  # most equations have none
+                    jaxprs += [inner for inner in core.jaxprs_in_params(eqn.params) if inner not in jaxprs]
         return False
 
     @cached_property

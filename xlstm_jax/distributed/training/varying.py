@@ -219,17 +219,9 @@ class _Reader:
             return inputs
         if name in _EQUALS or name in _BY_HAND:
             return self._of_collective(eqn, inputs)
-        read_through = {
-            "scan": self._of_scan,
-            "while": self._of_while,
-            "cond": self._of_cond,
-            "shard_map": self._of_shard_map,
-        }
-        with suppress(*_OTHER_PARAMS):
-            if name in read_through:
-                return read_through[name](params, inputs)
-            if name in _CALLS:
-                return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
+        if name in _READ_THROUGH:
+            with suppress(*_OTHER_PARAMS):
+                return _READ_THROUGH[name](self, params, inputs)
         of_all = (all_named_axes([eqn]) if params else Axes()).union(*inputs)
         if name in OPAQUE:
             of_all |= {axis + _HAND for axis in _named(of_all)}
@@ -242,6 +234,9 @@ class _Reader:
         if eqn.primitive.name in _EQUALS and eqn.params.get("axis_index_groups") is None:
             return [axes.difference(over, by_hand) for axes in inputs]
         return [by_hand.union(over, *inputs)] * len(eqn.outvars)
+
+    def _of_call(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
+        return self._of_inner(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], inputs)
 
     def _of_scan(self, params: dict[str, Any], inputs: list[Axes]) -> list[Axes]:
         num_consts, num_carry = scan_counts(params)
@@ -306,6 +301,16 @@ class _Reader:
         self.parted |= by & all_named_axes(eqns)
         collective = [eqn for eqn in all_equations(eqns) if eqn.primitive.name in COLLECTIVES]
         self.waiting |= _without_hand(by) & Axes().union(*map(named_axes, collective))
+
+
+# Methods of the reader for equations that contain jaxprs, by the name of the primitive.
+_READ_THROUGH: dict[str, Callable[[_Reader, dict[str, Any], list[Axes]], list[Axes]]] = {
+    **dict.fromkeys(_CALLS, _Reader._of_call),
+    "scan": _Reader._of_scan,
+    "while": _Reader._of_while,
+    "cond": _Reader._of_cond,
+    "shard_map": _Reader._of_shard_map,
+}
 
 
 def _references(eqn: Any) -> list[Any]:
