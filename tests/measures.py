@@ -142,12 +142,17 @@ WAY = (
 FOREIGN = re.compile(r"_getframe|f_locals|__closure__|getclosurevars|cell_contents|parent_trace")
 
 
+def lines_on_the_way() -> int:
+    """Counts the lines of code in the files that lead a parameter through a step (``WAY``)."""
+    core = PACKAGE / "distributed" / "data_parallel"
+    return sum(code_lines((core / f"{name}.py").resolve().read_text()) for name in WAY)
+
+
 def of_the_source() -> dict[str, float]:
     """Returns the rows that are computed from the source."""
     from tests.deletion.features import FEATURES, NOT_YET, WITHOUT_ROW
 
     texts = sources()
-    core = PACKAGE / "distributed" / "data_parallel"
     knowing = {feature.name: feature.known_in(feature.without_own(texts)) for feature in FEATURES}
     most = max(knowing, key=lambda name: knowing[name])
     return {
@@ -155,9 +160,7 @@ def of_the_source() -> dict[str, float]:
         "lines of code": sum(map(code_lines, texts.values())),
         f"files beside a feature's own that name the feature, the most: {most}": knowing[most],
         "files beside a feature's own that name the feature, median": statistics.median(knowing.values()),
-        f"lines of code on the way, in {len(WAY)} files": sum(
-            code_lines((core / f"{name}.py").resolve().read_text()) for name in WAY
-        ),
+        f"lines of code on the way, in {len(WAY)} files": lines_on_the_way(),
         "files that read frames, closures, traces of others": sum(
             bool(FOREIGN.search(text)) for text in texts.values()
         ),

@@ -42,7 +42,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.blocks import Blocks, InBlocks, matrix_of_parts
 from xlstm_jax.distributed.data_parallel.wire.collectives import varying_axes
-from xlstm_jax.distributed.data_parallel.wire.communication import gather_array_with_mean_grads, mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.communication import gather_array_with_mean_grads
+from xlstm_jax.distributed.data_parallel.wire.copies import mean_over_copies
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_bytes
 from xlstm_jax.distributed.data_parallel.wire.quantized import (
     BLOCK_SIZE,

@@ -119,6 +119,7 @@ def test_collectives_prints_and_is_leaf_walks_occur_only_in_designated_modules()
 IMPORT_LINEN = {
     "wraps or lifts modules (data_parallel/modules)": {
         "holders",
+        "linen_class",
         "linen_errors",
         "linen_module",
         "linen_units_by_rule",

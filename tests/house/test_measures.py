@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.deletion.features import DISTRIBUTED, FEATURES
-from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, smallest
+from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, lines_on_the_way, smallest
 from xlstm_jax.distributed.data_parallel import shard
 
 # Calls, functions and files that the smallest training enters; CPython before 3.12 counts comprehensions, too.
 MOST_CALLS, MOST_FUNCTIONS, MOST_FILES = 2_400, 170, 20
+MOST_LINES_ON_THE_WAY = 1_100
 
 
 @dataclass
@@ -34,6 +35,10 @@ def test_smallest_training_enters_no_file_of_a_feature_that_it_does_not_use(monk
         assert len(entered) <= MOST_CALLS
         assert len(set(entered)) <= MOST_FUNCTIONS
         assert len(files) <= MOST_FILES
+
+
+def test_files_that_lead_a_parameter_through_a_step_stay_short_together():
+    assert 500 < lines_on_the_way() <= MOST_LINES_ON_THE_WAY
 
 
 def test_cycles_of_entries_finds_import_cycles_at_any_depth(tmp_path):

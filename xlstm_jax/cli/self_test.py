@@ -29,7 +29,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, PartitionSpec
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
+from xlstm_jax.distributed.data_parallel.modules.linen_class import shard_module_params
 from xlstm_jax.distributed.data_parallel.shard import sync_gradients
 from xlstm_jax.distributed.data_parallel.trees import partition_specs, unbox
 from xlstm_jax.distributed.device_mesh.batches import shard_batch

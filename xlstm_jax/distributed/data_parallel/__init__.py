@@ -23,7 +23,7 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Eight files lead a parameter through a step, some 1,300 lines of code; read in this order:
+Eight files lead a parameter through a step, some 1,100 lines of code; read in this order:
   wire/wire.py             format in which a shard is sent and received: ``Wire``. A new format is a ``WireFormat`` in a
                            new file, and a row of wire/formats.py
   wire/communication.py    the options of a leaf; the gather of an array, and the gradient of the gather
@@ -32,11 +32,12 @@ Eight files lead a parameter through a step, some 1,300 lines of code; read in t
   shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
   extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
-  modules/linen_module.py  units of Linen: a wrapped module, and modules chosen in a model from outside
+  modules/linen_module.py  units of Linen, chosen in a model from outside
 
-Then, as needed: ``wire/copies`` (copies of shards; a new kind is a subclass in a new file), ``boxes`` (boxes of Flax),
-``trees`` (walks, shardings), and ``modules/shard_modules`` (chooses the units in a model of Linen or NNX, without
-changes to the model's source). ``training`` goes on with ``gradients`` and ``step``.
+Then, as needed: ``modules/linen_class`` (wraps a Linen class: ``shard_module_params``), ``wire/copies`` (copies of
+shards; a new kind is a subclass in a new file), ``boxes`` (boxes of Flax), ``trees`` (walks, shardings), and
+``modules/shard_modules`` (chooses the units in a model of Linen or NNX, without changes to the model's source).
+``training`` goes on with ``gradients`` and ``step``.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
 """
@@ -48,7 +49,7 @@ from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # regi
 from xlstm_jax.distributed.data_parallel.extensions.packed import PackSmall
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
-from xlstm_jax.distributed.data_parallel.modules.linen_module import shard_module_params
+from xlstm_jax.distributed.data_parallel.modules.linen_class import shard_module_params
 from xlstm_jax.distributed.data_parallel.modules.scan_layers import scan_layers
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import larger_than, shard_modules
 from xlstm_jax.distributed.data_parallel.remat import remat_policy

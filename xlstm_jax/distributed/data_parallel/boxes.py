@@ -2,6 +2,7 @@
 
   DimNames                   converts the names of dims in a model's boxes to mesh axes; by default each name is an axis
   boxes_without_constraints  context in which initialisers make boxes that are read without a sharding constraint
+  ReadAsArray                mixin by which a box is read like an array
   QuickBox                   base class of the library's own boxes (``leaf.Sharded``), with a fast flatten and unflatten
 
 *Names.* A feature with another meaning of names (``extensions/logical_names``) is a subclass of ``DimNames`` in a
@@ -29,10 +30,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
+import jax
+import numpy as np
 from flax import linen as nn
 from flax import serialization
 from flax.core import meta
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
+from jax.typing import DTypeLike
 
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry
 
@@ -184,6 +188,36 @@ def _boxing_without_constraints(
     finally:
         for name, value in plain.items():
             object.__setattr__(module, name, value)
+
+
+# ---------------------------------------------------------------------------------------------------- reads as an array
+
+
+class ReadAsArray:
+    """Mixin for classes of boxes: ``jnp.dot(x, box)``, ``box[0]`` and the like compute with the array ``unbox()``."""
+
+    __slots__ = ()
+
+    unbox: Callable[..., Any]
+
+    def __jax_array__(self) -> jax.Array:
+        return self.unbox()
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.unbox(), dtype, copy=copy)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.unbox()[index]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.unbox())
+
+    @property
+    def T(self) -> jax.Array:  # noqa: N802  # the name on arrays
+        return self.unbox().T
+
+    def astype(self, dtype: DTypeLike) -> jax.Array:
+        return self.unbox().astype(dtype)
 
 
 # --------------------------------------------------------------------------------------------------------- fast flatten

@@ -8,7 +8,7 @@ has an entry for each dim of the value: ``None`` (not split), a mesh axis, or a 
 boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a ``Sharded``:
 
   leaf_of(leaf).value, .names, .axes, .communication, .trainable, ...      metadata of any leaf
-  rebox(leaf, value), frozen(leaf), with_communication(leaf, ...)          a changed leaf for the tree
+  rebox(leaf, value), frozen(leaf), split_by_model(leaf)                   a changed leaf for the tree
   true_value(leaf), read_value(leaf), gather_leaf(leaf, axes, ...)         values of a leaf
   stored_value(leaf, value)                                                a value in the leaf's storage format
 
@@ -17,7 +17,7 @@ boxes of Flax, and variables of NNX. Only ``leaf_of`` reads these, and returns a
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,9 +28,8 @@ from flax import struct
 from flax.core import meta
 from flax.core.tracers import current_trace
 from jax.core import Tracer
-from jax.typing import DTypeLike
 
-from xlstm_jax.distributed.data_parallel.boxes import QuickBox, reader
+from xlstm_jax.distributed.data_parallel.boxes import QuickBox, ReadAsArray, reader
 from xlstm_jax.distributed.data_parallel.store import UNCHANGED_STORE, Store
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, entry_axes, value_dtype
@@ -48,7 +47,7 @@ LOOKED_UP = "looked_up"  # mark of an embedding table that exactly one lookup re
 SPLIT_BY_RULES = "split_by_rules"  # mark of a leaf that rules for logical names split: the module reads all values
 
 
-class Sharded(QuickBox):
+class Sharded(ReadAsArray, QuickBox):
     """Array with sharding metadata: the library's box, and the form in which ``leaf_of`` returns any leaf.
 
     Fields, all static except ``value``:
@@ -194,25 +193,6 @@ class Sharded(QuickBox):
         read, leaf = self._axes_to_read(), leaf_of(self)
         counts = [collectives.axis_size([a for a in entry_axes(entry) if a in read]) for entry in leaf.names]
         return leaf.shape_of_parts(counts)
-
-    def __jax_array__(self) -> jax.Array:
-        return self.unbox()
-
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.unbox(), dtype, copy=copy)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.unbox()[index]
-
-    def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self.unbox())
-
-    @property
-    def T(self) -> jax.Array:  # noqa: N802  # the name on arrays
-        return self.unbox().T
-
-    def astype(self, dtype: DTypeLike) -> jax.Array:
-        return self.unbox().astype(dtype)
 
     # --------------------------------------------------------------------------------------- layer dims that Flax adds
 
@@ -373,40 +353,6 @@ def frozen(leaf: Any) -> Any:
         return leaf
     boxed = split_by_model(leaf)
     return (boxed if is_library_box(boxed) else leaf_of(boxed)).replace(trainable=False)
-
-
-def with_communication(leaf: Any, **fields: Any) -> Any:
-    """Returns the leaf, in a box in which some fields of the communication options have new values.
-
-    The fields are given by name, as ``with_communication(leaf, of_layers=True)``. The value and the other options stay.
-    A leaf that is not in a box of the library is returned unchanged.
-    """
-    return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf
-
-
-def with_layer_names(leaf: Any) -> Any:
-    """Returns a boxed leaf with ``None`` in front of its names, once for each leading (layer) dim without a name.
-
-    The box of [layers, d, f] with the names (None, "fsdp") gets (None, None, "fsdp"). A bare leaf is unchanged.
-    """
-    if not isinstance(leaf, meta.Partitioned):
-        return leaf
-    layers = (None,) * (np.ndim(leaf.value) - len(leaf.names))
-    stores = {}
-    if isinstance(leaf, Sharded):
-        store = leaf.store
-        for _ in layers:
-            store = store.with_dim(0)
-        stores = {"store": store}
-    return leaf.replace(names=layers + tuple(leaf.names), **stores)
-
-
-def with_last_names(leaf: Any, ndim: int) -> Any:
-    """Returns a boxed leaf with only the last ``ndim`` names: without the names of leading layer dims.
-
-    The names (None, None, "fsdp") become (None, "fsdp") for ``ndim`` 2. The value is unchanged, as is a bare leaf.
-    """
-    return leaf.replace(names=tuple(leaf.names)[-ndim:]) if is_box(leaf) else leaf
 
 
 # ----------------------------------------------------------------------------------------- which module gathers a leaf

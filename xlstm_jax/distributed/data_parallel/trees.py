@@ -25,6 +25,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
     stored_value,
     true_value,
 )
+from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (
     AxisEntry,
     axes_entry,
@@ -404,3 +405,15 @@ def sum_of_squares(value: jax.Array) -> jax.Array:
     wide = value.astype(wide_dtype(value.dtype))
     squares = jax.lax.square(jax.lax.abs(wide) if jnp.iscomplexobj(wide) else wide)
     return jax.lax.reduce_sum(squares, range(squares.ndim))
+
+
+def carry_axes(tree: PyTree) -> list[str]:
+    """Returns the mesh axes, sorted, over which the carry of a recurrent module varies by type (``check_vma=True``).
+
+    ``tree`` has the inputs and parameters of the module. The axes are those over which an array in ``tree`` varies, and
+    the bound axes that split a leaf: after a gather, a split leaf varies over its axes.
+    """
+    leaves = [leaf for _, leaf in sharded_leaves(tree)]
+    arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
+    split = {axis for leaf in leaves for axis in leaf.axes if collectives.is_bound(axis)}
+    return sorted(split.union(*map(collectives.varying_axes, arrays)))

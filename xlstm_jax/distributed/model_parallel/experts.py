@@ -29,7 +29,8 @@ from jax import lax
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, is_box, leaf_of, split_by_model, with_layer_names
+from xlstm_jax.distributed.data_parallel.layer_names import with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, is_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.modules.linen_module import apart_from_model
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (

@@ -21,8 +21,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     class_and_fields,
     methods_to_lift,
 )
-from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
-from xlstm_jax.distributed.data_parallel.modules.unit import Method, ShardsItself
+from xlstm_jax.distributed.data_parallel.modules.other_systems import ShardsItself, other_system
+from xlstm_jax.distributed.data_parallel.modules.unit import Method
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.model_parallel.activations import axis_devices, join_tokens, param_shards
 from xlstm_jax.distributed.model_parallel.dense import (

@@ -17,7 +17,7 @@ A reference on one device uses the same loop, for slices (device, minibatch) of 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +27,11 @@ import numpy as np
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import with_extensions
-from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, leaf_of, split_by_model, with_communication
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, is_library_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.shard import gather_params
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import value_dtype, wide_dtype
-from xlstm_jax.distributed.data_parallel.wire.communication import mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.copies import mean_over_copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import dtype_name
 from xlstm_jax.distributed.training.arguments import check_batch
 from xlstm_jax.distributed.training.auxiliary import Auxiliary
@@ -412,3 +412,12 @@ def accumulated(
     for carry, state in zip(carries, mean_result.carries, strict=True):
         result = carry.finish(state, result)
     return result
+
+
+def with_communication(leaf: Any, **fields: Any) -> Any:
+    """Returns the leaf, in a box in which some fields of the communication options have new values.
+
+    The fields are given by name, as ``with_communication(leaf, of_layers=True)``. The value and the other options stay.
+    A leaf that is not in a box of the library is returned unchanged.
+    """
+    return leaf.replace(communication=replace(leaf_of(leaf).communication, **fields)) if is_library_box(leaf) else leaf

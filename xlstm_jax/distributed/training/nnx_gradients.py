@@ -30,7 +30,7 @@ from xlstm_jax.distributed.data_parallel.extension import change_modules
 from xlstm_jax.distributed.data_parallel.modules.nnx_model import NnxModel, nnx_model
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, is_variable, let_carries_vary
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
-from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
+from xlstm_jax.distributed.data_parallel.trees import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh

@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed.data_parallel.extension import Extension
-from xlstm_jax.distributed.data_parallel.modules.unit import carry_axes
+from xlstm_jax.distributed.data_parallel.trees import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 

@@ -25,7 +25,8 @@ from xlstm_jax.deferred import import_for_nnx
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.extension import change_modules
 from xlstm_jax.distributed.data_parallel.freezing import LeafPredicate
-from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.layer_names import with_last_names, with_layer_names
+from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded
 from xlstm_jax.distributed.data_parallel.modules.default_units import SeenModule, UnitRule, is_within, note_units
 from xlstm_jax.distributed.data_parallel.modules.nnx_filters import (
     is_filter,
@@ -48,8 +49,9 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import (
     with_arrays_as_data,
     with_leaf,
 )
-from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, carry_axes, shard_here
+from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate, shard_here
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.trees import carry_axes
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
 from xlstm_jax.formatting import kind_of
 

@@ -29,11 +29,11 @@ from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.boxes import reader
 from xlstm_jax.distributed.data_parallel.extension import computed_from_shards
 from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, Sharded, SplitVariable, leaf_of, read_value
+from xlstm_jax.distributed.data_parallel.modules.dropping import dropping
 from xlstm_jax.distributed.data_parallel.modules.unit import (
     OF_ARRAYS,
     Method,
     ModuleSystem,
-    dropping,
     entered,
     gather_here,
     public_methods,

@@ -24,8 +24,8 @@ from xlstm_jax.distributed.data_parallel.modules.linen_module import (
     sharded_model,
 )
 from xlstm_jax.distributed.data_parallel.modules.linen_units_by_rule import LinenRunByRule
-from xlstm_jax.distributed.data_parallel.modules.other_systems import other_system
-from xlstm_jax.distributed.data_parallel.modules.unit import ShardsItself, as_predicate
+from xlstm_jax.distributed.data_parallel.modules.other_systems import ShardsItself, other_system
+from xlstm_jax.distributed.data_parallel.modules.unit import as_predicate
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE, DEFAULT_UNEVEN, ShardPolicy
 from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies

@@ -2,11 +2,10 @@
 
   select   ``as_predicate``: chooses the units of a model; ``public_methods``: lists the methods that enter a unit
   enter    ``entered``: names the unit in profiles, and the unit's input; ``gather_here``: gathers the parameters
-  drop     ``dropping``: drops gathered parameters after the forward pass, and gathers again for the backward pass
   leave    ``shard_here``: splits the parameters that an initialisation has made
 
 A module library is described by a ``ModuleSystem``, and has a file that calls the functions here: ``linen_module``,
-``nnx_module``.
+``nnx_module``. ``dropping`` is the option to gather again for the backward pass.
 
 Entering and leaving depend on where the module runs:
   inside shard_map        values are shards: gathered on entry, and split after init
@@ -18,7 +17,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +41,11 @@ from xlstm_jax.distributed.data_parallel.leaf import (
 )
 from xlstm_jax.distributed.data_parallel.planned import PLANNED_DEVICE, PlannedLeaf, plan_params
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, with_unit
 from xlstm_jax.distributed.data_parallel.trees import (
     flatten_with_path,
     map_leaves_with_path,
     sharded_leaves,
-    split_arrays,
 )
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.explicit_axes import unsplit_over
@@ -75,19 +72,6 @@ class ModuleSystem:
     checkpoint: Callable[..., Method] = jax.checkpoint
     is_method: Callable[[Any], bool] = inspect.isfunction
     objects: tuple[type[Any], ...] = ()
-
-
-@runtime_checkable
-class ShardsItself(Protocol):
-    """Protocol of a model that ``shard_modules`` shards by its method ``with_units``: of NNX."""
-
-    def with_units(self, where: Any, policy: ShardPolicy) -> Any:
-        """Returns a copy of the model in which the modules selected by ``where`` are units.
-
-        A unit gathers its parameters when it runs, with the options in ``policy``. ``where`` is the argument of
-        ``shard_modules`` (classes, or a predicate of path and module), or a ``UnitRule``.
-        """
-        ...
 
 
 # ------------------------------------------------------------------------------------------------------------- select
@@ -290,57 +274,7 @@ def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueE
     return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
 
 
-def carry_axes(tree: PyTree) -> list[str]:
-    """Returns the mesh axes, sorted, over which the carry of a recurrent module varies by type (``check_vma=True``).
-
-    ``tree`` has the inputs and parameters of the module. The axes are those over which an array in ``tree`` varies, and
-    the bound axes that split a leaf: after a gather, a split leaf varies over its axes.
-    """
-    leaves = [leaf for _, leaf in sharded_leaves(tree)]
-    arrays = [leaf.value for leaf in leaves if isinstance(leaf.value, jax.Array)]
-    split = {axis for leaf in leaves for axis in leaf.axes if collectives.is_bound(axis)}
-    return sorted(split.union(*map(collectives.varying_axes, arrays)))
-
-
 # --------------------------------------------------------------------------------------------------------------- drop
-
-
-def dropping(run: Method, system: ModuleSystem, policy: ShardPolicy) -> Method:
-    """Returns a function like ``run`` that gathers again in the backward pass, if ``policy`` says so, else ``run``.
-
-    ``run(module, *args, **kwargs)`` gathers the parameters of ``module`` and computes; the new function has the same
-    arguments and results. With the option ``reshard_after_forward``, values that are costly to compute are kept for the
-    backward pass; gathered weights and results of cheap operations (casts, arithmetic) are computed again. Gathers over
-    the axes that the option leaves out are not repeated: their results are kept. On a single device, or outside of
-    ``shard_map``, ``run`` is called unchanged.
-
-    Args:
-      run: the function to change.
-      system: the module library, with its version of ``jax.checkpoint``.
-      policy: the options of the unit, with ``reshard_after_forward``.
-    """
-    if not policy.reshard_after_forward:
-        return run
-
-    def run_and_drop(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if running(policy.axes) != "manual" or collectives.axis_size(policy.axes) == 1:
-            return run(module, *args, **kwargs)
-        # ``checkpoint`` accepts only arrays: flags and functions among the arguments bypass it.
-        arrays, put_back = split_arrays((args, kwargs), *system.objects)
-        rebuild_results: list[Callable[[dict[int, Any]], PyTree]] = []
-
-        def recomputed(module: Any, arrays: dict[int, Any]) -> dict[int, Any]:
-            args, kwargs = put_back(arrays)
-            results, rebuild = split_arrays(run(module, *args, **kwargs), *system.objects)
-            rebuild_results.append(rebuild)
-            return results
-
-        # The checkpoint traces `again`, which appends the function that rebuilds its results.
-        keep = keeping_no_weights(jax.checkpoint_policies.everything_saveable, policy.kept_axes)
-        results = system.checkpoint(recomputed, policy=keep)(module, arrays)
-        return rebuild_results[-1](results)
-
-    return run_and_drop
 
 
 # -------------------------------------------------------------------------------------------------------------- leave

@@ -38,7 +38,6 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (
     AxisEntry,
     as_axis_names,
-    axes_entry,
     entry_axes,
     is_prng_key,
     term_of_mean,
@@ -46,8 +45,9 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     wide_dtype,
     widened,
 )
-from xlstm_jax.distributed.data_parallel.wire.copies import Copies
+from xlstm_jax.distributed.data_parallel.wire.copies import Copies, mean_over_copies
 from xlstm_jax.distributed.data_parallel.wire.dtypes import cast_dtype, dtype_name, packed_format
+from xlstm_jax.distributed.data_parallel.wire.partial_gather import partial_stages, rounded_twice_error
 from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
 from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS, Unchanged, Wire
 from xlstm_jax.distributed.data_parallel.wire.wrong_gradients import check_one_gradient_of_one_batch, not_transposed
@@ -322,23 +322,6 @@ def gradient_of_shard(scattered: jax.Array, communication: Communication, primal
     return collectives.to_varying(grad, primal.varying).astype(primal.dtype)
 
 
-def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
-    """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
-
-    ``copies`` has the axes of the copies, and computes the mean. The result is float32 if ``grad`` is narrower.
-    ``varying`` are the axes over which the type of the shard varies. Exception: along an axis that ``check_vma=True``
-    tracks, and that is not in ``varying``, the result is the sum over the devices instead of the mean. JAX also returns
-    sums over such an axis, for other terms of the gradient (of a penalty on the values, say), and adds the terms.
-    ``sync_gradients`` or ``value_and_grad`` later divides by the number of devices.
-    """
-    axes, wide = collectives.spread_axes(copies.axes), widened(grad)
-    if not axes:
-        return wide
-    mean = copies.mean(wide, axes).astype(wide.dtype)
-    summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
-    return mean * collectives.axis_size(summed) if summed else mean
-
-
 def gather_dims(
     value: jax.Array,
     names: Sequence[AxisEntry],
@@ -361,50 +344,19 @@ def gather_dims(
             continue
         if set(split_axes) <= set(axes):
             value, left[dim] = _gather(value, wire, dim, split_axes, communication, path), None
-        else:
-            value, left[dim] = _gather_some(value, wire, dim, split_axes, axes, communication, path)
-        communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
+            communication = replace(communication, replicas=None)  # the mean over copies is taken once per leaf
+            continue
+        stages, kept, left[dim] = partial_stages(split_axes, axes)
+        if kept and (wire or communication.wire(value, dim, split_axes)).rounds_again:
+            raise rounded_twice_error(path, communication.gather_dtype, split_axes, axes, kept)
+        for stage in stages:
+            if set(stage) <= set(axes):
+                value = _gather(value, wire, dim, stage, communication, path)
+                communication = replace(communication, replicas=None)  # the first stage takes the mean
+            else:  # shards, not copies: a gather whose transpose is a sum, and this device's shard is cut out below
+                value = collectives.all_gather(value, dim, stage)
+        value = collectives.local_shard(value, dim, kept) if kept else value
     return value, tuple(left)
-
-
-def _gather_some(
-    value: jax.Array,
-    wire: Wire | None,
-    dim: int,
-    split_axes: tuple[str, ...],
-    axes: Collection[str],
-    communication: Communication,
-    path: str,
-) -> tuple[jax.Array, AxisEntry]:
-    """Gathers ``dim``, which is split over ``split_axes``, over only those axes of ``split_axes`` that are in ``axes``.
-
-    Returns (array, entry): the entry of a ``PartitionSpec`` (None, a name or a tuple) with the axes that still split
-    the dim. ``wire`` is the format in which shards are sent; None: the format that ``communication`` selects. Raises a
-    ``ValueError``, with ``path``, if an axis that stays split lies inside a gathered axis, and the format would round
-    values twice.
-    """
-    first = next(i for i, axis in enumerate(split_axes) if axis in axes)
-    outer, inner = split_axes[:first], split_axes[first:]
-    remaining = tuple(axis for axis in inner if axis not in axes)
-    if not remaining:
-        return _gather(value, wire, dim, inner, communication, path), axes_entry(outer)
-    if (wire or communication.wire(value, dim, split_axes)).rounds_again:
-        raise ValueError(
-            f"gather_dtype={communication.gather_dtype}: {f'{path!r}' if path else 'a parameter'} is split over "
-            f"{split_axes}, and gathered over {sorted(axes)}: {remaining} stays split inside a gathered axis, so "
-            "values would be rounded more than once. Put the axes that stay split first, or pass a floating dtype."
-        )
-    # A kept axis lies inside a gathered one. Its shards are gathered as well, by an all-gather whose transpose is a
-    # sum (they are shards, not copies), and this device's shard is cut out at the end.
-    for axis in reversed(inner):
-        if axis in axes:
-            value, communication = (
-                _gather(value, wire, dim, (axis,), communication, path),
-                replace(communication, replicas=None),
-            )
-        else:
-            value = collectives.all_gather(value, dim, (axis,))
-    return collectives.local_shard(value, dim, remaining), axes_entry(outer + remaining)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, DType
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, term_of_mean
+from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, term_of_mean, widened
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,20 @@ class Copies:
         ``sizes`` has the absolute values of the gradient's entries. Here 0, as ``mean`` sums in the gradient's dtype.
         """
         return 0.0
+
+
+def mean_over_copies(grad: jax.Array, copies: Copies, varying: Collection[str] = ()) -> jax.Array:
+    """Returns the mean of ``grad``, the gradient of this device's shard, over the devices with copies of the shard.
+
+    ``copies`` has the axes of the copies, and computes the mean. The result is float32 if ``grad`` is narrower.
+    ``varying`` are the axes over which the type of the shard varies. Exception: along an axis that ``check_vma=True``
+    tracks, and that is not in ``varying``, the result is the sum over the devices instead of the mean. JAX also returns
+    sums over such an axis, for other terms of the gradient (of a penalty on the values, say), and adds the terms.
+    ``sync_gradients`` or ``value_and_grad`` later divides by the number of devices.
+    """
+    axes, wide = collectives.spread_axes(copies.axes), widened(grad)
+    if not axes:
+        return wide
+    mean = copies.mean(wide, axes).astype(wide.dtype)
+    summed = [axis for axis in axes if collectives.is_tracked(axis) and axis not in varying]
+    return mean * collectives.axis_size(summed) if summed else mean
