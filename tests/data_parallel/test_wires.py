@@ -12,7 +12,7 @@ from jax import lax
 
 from tests.support import AXES, KEPT, assert_same_params, data, fsdp, mean_loss, mesh_of, plain, train_on_one_device
 from xlstm_jax.distributed import check_step, create_train_state, make_train_step, plan_sharding, scan_layers, unbox
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register, replace_extensions
 from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS, WireFormat
 
 NAME = "bfloat16_stochastic"
@@ -108,6 +108,14 @@ def test_plan_and_check_step_accept_a_custom_gather_format(format_of_ones_own):
     assert check_step(step, state, BATCH, jax.random.key(1)).verdict == "right"
 
 
+def test_leaf_of_a_dtype_that_a_format_does_not_support_is_refused_by_its_path(format_of_ones_own):
+    model = fsdp(gather_dtype=format_of_ones_own)(nn.Dense)(4, param_dtype=jnp.complex64)
+    with pytest.raises(
+        ValueError, match=r"gather_dtype=bfloat16_stochastic does not fit 'params/kernel' of dtype complex64"
+    ):
+        plan_sharding(model, {"dp": 2, "fsdp": 4}, BATCH["x"])
+
+
 def test_gather_dtype_raises_for_an_unregistered_format():
     with pytest.raises(TypeError, match="gather_dtype='bfloat16_stochastic' is no dtype"):
         fsdp(gather_dtype=NAME)(nn.Dense)(4)
@@ -127,12 +135,12 @@ class Counting(Extension):
 def own_extensions():
     registered = list(EXTENSIONS)
     yield
-    register(registered)
+    replace_extensions(registered)
 
 
 def test_custom_extension_is_called_when_units_gather(monkeypatch, own_extensions):
     monkeypatch.setattr(Counting, "calls", [])
-    register([*EXTENSIONS, Counting])
+    register(Counting)
     state, step, _ = gradients(fsdp(), True)
     step(state, BATCH, jax.random.key(1))
     assert Counting.calls.count("Dense") > 1
@@ -140,7 +148,7 @@ def test_custom_extension_is_called_when_units_gather(monkeypatch, own_extension
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_units_gather_with_exact_gradients_without_any_extension(own_extensions, check_vma):
-    register([])
+    replace_extensions([])
     state, step, _ = gradients(fsdp(), check_vma)
     params = unbox(jax.tree.map(np.asarray, state.params))
     want = train_on_one_device(Deep(), KEPT, params, mean_loss, BATCH)[1]

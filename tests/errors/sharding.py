@@ -51,9 +51,11 @@ from xlstm_jax.distributed.data_parallel import (
     stack_layers,
     unstack_layers,
 )
+from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register, replace_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.prefetch import route_of
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
+from xlstm_jax.distributed.data_parallel.wire.wire import WIRE_FORMATS, Unchanged, WireFormat
 
 wrapping, names, layers, models, dtypes, frozen, nnx_section, losses, meshes, stored, batches, collections = map(
     Section,
@@ -237,6 +239,46 @@ def rounded_twice():
 
 def freezing(**options):
     return lambda: abstract_train_state(fsdp(nn.Dense)(16), optax.adam(0.1), MESH, KEY, X, batch_axes=AXES, **options)
+
+
+def extension_class(**body):
+    """Returns a function that defines a subclass ``Own`` of ``Extension`` with the attributes in ``body``."""
+    return lambda: type("Own", (Extension,), body)
+
+
+def gathered_in_a_format(dtype):
+    """Returns a function that gathers an array of a dtype in a format, registered meanwhile, for real floats only."""
+
+    def run():
+        WIRE_FORMATS["codes"] = WireFormat()
+        try:
+            plan_sharding(fsdp(nn.Dense, gather_dtype="codes")(4, param_dtype=dtype), {"dp": 2, "fsdp": 4}, X)
+        finally:
+            del WIRE_FORMATS["codes"]
+
+    return run
+
+
+def extension_with_a_wire(path):
+    """Returns a function that creates a state and a step with an extension whose ``wires`` has the path ``path``."""
+
+    def run():
+        before = list(EXTENSIONS)
+        register(extension_class(wires=lambda self, policy, variables, module: {path: Unchanged()})())
+        try:
+            model = fsdp(nn.Dense)(4)
+            params = init_sharded(model, MESH, KEY, X, batch_axes=AXES)["params"]
+            over = jax.shard_map(
+                lambda params, x: model.apply({"params": params}, x),
+                mesh=MESH,
+                in_specs=(partition_specs(params, MESH), P(AXES)),
+                out_specs=P(AXES),
+            )
+            jax.eval_shape(over, params, X)
+        finally:
+            replace_extensions(before)
+
+    return run
 
 
 def box_class(bases=(), **members):
@@ -1072,6 +1114,46 @@ ROWS = [
         "the class of boxes",
         "Box: scale would be no leaf ",
         "pytree_node=False",
+    ),
+    dtypes(
+        "format-dtype",
+        gathered_in_a_format(jnp.complex64),
+        ValueError,
+        "…=… does not fit",
+        "gather_dtype=codes does not fit 'params/kernel' of dtype complex64",
+        "gather_dtype=None",
+    ),
+    wrapping(
+        "extension-no-hook",
+        extension_class(changed_argument=lambda self: None),
+        TypeError,
+        "the extension",
+        "Own: the method 'changed_argument' is no hook of Extension; 'changed_arguments' is",
+        "Begin the names of other methods with _",
+    ),
+    wrapping(
+        "extension-half",
+        extension_class(from_shards=lambda self, *args: None),
+        TypeError,
+        "the extension",
+        "Own: from_shards is called where computes returns True",
+        "define both",
+    ),
+    wrapping(
+        "extension-collections",
+        extension_class(collections=("stats",), initialising=lambda self, *args: None),
+        TypeError,
+        "the extension",
+        "Own: initialising is never called for an extension with collections",
+        "without collections",
+    ),
+    wrapping(
+        "extension-path",
+        extension_with_a_wire("kernel"),
+        ValueError,
+        "the extension",
+        "Own: 'kernel', a path in the result of wires or value_replacements, is no leaf",
+        "params/kernel",
     ),
     wrapping(
         "state-dict-missing",

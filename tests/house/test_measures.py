@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.deletion.features import DISTRIBUTED, FEATURES
 from tests.measures import _has, calls, climbs, code_lines, cycles_of_entries, lines_on_the_way, smallest
-from xlstm_jax.distributed.data_parallel import shard
+from xlstm_jax.distributed.data_parallel import averages
 
 # Calls, functions and files that the smallest training enters; CPython before 3.12 counts comprehensions, too.
 MOST_CALLS, MOST_FUNCTIONS, MOST_FILES = 2_400, 170, 20
@@ -24,7 +24,7 @@ def test_folder_entries_of_the_library_have_no_import_cycles():
 
 def test_smallest_training_enters_no_file_of_a_feature_that_it_does_not_use(monkeypatch):
     # A step compares its gradients with averages of earlier steps, if a test before has left some.
-    monkeypatch.setattr(shard._averages, "known", [])
+    monkeypatch.setattr(averages.AVERAGES, "known", [])
     entered = calls(smallest().training)
     files = {Path(code.co_filename) for code in entered}
     own = [(DISTRIBUTED / name).resolve() for feature in FEATURES for name in feature.files]

@@ -26,7 +26,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.shard import wrong_averages_pass
+from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
 from xlstm_jax.distributed.training import varying_params
 
 X = jax.random.normal(jax.random.key(0), (32, 8))

@@ -38,7 +38,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel import shard
+from xlstm_jax.distributed.data_parallel import averages
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.metrics import cells
@@ -108,7 +108,7 @@ def test_repeated_sync_gradients_does_not_divide_an_average_twice(check_vma):
 def test_records_of_averaged_gradients_are_dropped_with_the_arrays():
     grads = run_grads(lambda p, b: (jnp.float32(0), sync_gradients(p, AXES)), mesh_of(1, 1), True)
     gc.collect()
-    assert not any(average() is not None for average, _ in shard._averages.known)
+    assert not any(average() is not None for average, _ in averages.AVERAGES.known)
     del grads
 
 

@@ -6,6 +6,7 @@ A feature changes this through the hooks of ``Extension``, called when the unit 
   enter     wires        returns wires (formats of sent shards) that replace the wires chosen by the boxes
             value_replacements  returns functions that replace leaves before the module reads the leaves
             on_gathered  receives the gathered value of a leaf of ``wires``
+            computes     returns whether ``from_shards`` may compute a method's result
             from_shards  computes a method's result without a gather
   run       changed_arguments  returns the arguments for a method of the unit, or of a module within
   leave     initialising returns a context around a method that may initialise the unit
@@ -25,9 +26,11 @@ split, and ``reorder_axes``, when the leaves of the entire model are available. 
           gathers_in_tree  returns the same for each unit of a model
           parcels          returns the shards of a layer that are sent together, for gathers ahead
 
-``extensions`` registers each feature with a line. Units also run without extensions: the core imports no extension.
+A feature is a subclass in a file of its own, under the decorator ``register``; ``extensions`` imports each file, with a
+line. Units also run without extensions: the core imports no extension.
 """
 
+import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -52,14 +55,20 @@ AxisOrder = tuple[str, ...]  # mesh axes, outermost first
 class Extension:
     """Base class of features that change how a unit (a wrapped module) gathers or runs.
 
-    An instance is created when a unit is entered, and may keep state until the unit is left. The default hooks do
-    nothing.
+    ``wires``, ``value_replacements``, ``on_gathered`` and ``changed_arguments`` are called on one instance for each
+    entered unit, which may keep state until the unit is left. (Outside of any unit ``changed_arguments`` is called on a
+    new instance.) Every other hook is called on a new instance, and has its arguments alone. The default hooks do
+    nothing. Methods of a subclass that are no hooks have names that begin with "_".
 
     Attributes:
       modules: classes of modules. The hooks that receive a module run for these classes alone; () means every class.
       collections: names of replicated collections that the hooks read beside "params". If not empty, an instance is
-        made only for units that have one of these collections.
+        made only for units that have one of these collections, and the hooks ``computes``, ``from_shards``,
+        ``initialising`` and ``change_module``, which are called on new instances, cannot be overridden.
       hooks: set by the library. Hooks that no class overrides are not called.
+    Raises:
+      TypeError: (when the subclass is defined) the subclass has a public method that is no hook; or only one of
+        ``computes`` and ``from_shards``; or ``collections`` and a hook that is never called with ``collections``.
     """
 
     modules: ClassVar[tuple[type[Any], ...]] = ()
@@ -68,7 +77,25 @@ class Extension:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.hooks = frozenset([name for name in vars(Extension) if getattr(cls, name) is not getattr(Extension, name)])
+        cls.hooks = frozenset([name for name in _HOOKS if getattr(cls, name) is not getattr(Extension, name)])
+        # A hook that is never called would leave the feature out of the training, without an error.
+        methods = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
+        if unknown := [name for name in methods if name not in _HOOKS]:
+            close = difflib.get_close_matches(unknown[0], _HOOKS, 1)
+            raise TypeError(
+                f"the extension {cls.__name__}: the method {unknown[0]!r} is no hook of Extension"
+                f"{f'; {close[0]!r} is' if close else ''}. Begin the names of other methods with _."
+            )
+        if len({"computes", "from_shards"} & cls.hooks) == 1:
+            raise TypeError(
+                f"the extension {cls.__name__}: from_shards is called where computes returns True; define both."
+            )
+        if cls.collections and (lost := sorted(_FOR_ANY_UNIT & cls.hooks)):
+            raise TypeError(
+                f"the extension {cls.__name__}: {lost[0]} is never called for an extension with collections, because "
+                "it is called on new instances, for units without these collections, too. Put the hook into an "
+                "Extension without collections."
+            )
 
     def wires(self, policy: ShardPolicy, variables: PyTree, module: ModulePath) -> Mapping[str, Wire]:
         """Returns wires (formats in which shards are sent), by the path of a leaf in ``variables``; by default ``{}``.
@@ -248,6 +275,10 @@ class Extension:
         return nullcontext()
 
 
+_HOOKS = [name for name, value in vars(Extension).items() if callable(value) and not name.startswith("_")]
+_FOR_ANY_UNIT = {"computes", "from_shards", "initialising", "change_module"}  # called on new instances, by module
+
+
 class PartialGather(NamedTuple):
     """Gather of a leaf in successive parts, each with ``entries`` entries of the dim ``along``.
 
@@ -299,7 +330,8 @@ class Parcel(Protocol):
         ...
 
 
-EXTENSIONS: list[type[Extension]] = []  # the registered extensions, in the order of the lines in ``extensions``
+Feature = TypeVar("Feature", bound=Extension)
+EXTENSIONS: list[type[Extension]] = []  # the registered extensions, in the order in which their files are imported
 COLLECTIONS: list[str] = []  # the collections, beside "params", that registered extensions read; each once
 # By hook: the classes of modules to which the registered extensions that override the hook apply; ``object`` for every
 # module. For other modules no extension is looked up. Extensions with ``collections`` are left out: a unit with these
@@ -309,7 +341,13 @@ MODULES: dict[str, tuple[type[Any], ...]] = dict.fromkeys(
 )
 
 
-def register(extensions: Iterable[type[Extension]]) -> None:
+def register(cls: type[Feature]) -> type[Feature]:
+    """Registers an extension, after those that are registered already; a decorator of the class."""
+    replace_extensions([*EXTENSIONS, cls])
+    return cls
+
+
+def replace_extensions(extensions: Iterable[type[Extension]]) -> None:
     """Registers ``extensions`` in the given order, instead of the extensions that are registered already."""
     EXTENSIONS[:] = extensions
     COLLECTIONS[:] = dict.fromkeys([name for cls in EXTENSIONS for name in cls.collections])
@@ -334,6 +372,22 @@ def with_hook_for(name: str, module: Any) -> list[type[Extension]]:
     """
     classes = [cls for cls in with_hook(name) if not cls.collections]
     return [cls for cls in classes if not cls.modules or isinstance(module, cls.modules)]
+
+
+def check_paths(extensions: Sequence[Extension], returned: Collection[str], paths: Collection[str]) -> None:
+    """Raises if a path in ``returned``, keys of what hooks of ``extensions`` have returned, is not in ``paths``.
+
+    ``paths`` are the paths of the leaves of a unit, as "params/kernel".
+
+    Raises:
+      ValueError: a path is not the path of a leaf: the extension would have no effect.
+    """
+    if unknown := [path for path in returned if path not in paths]:
+        names = ", ".join(type(one).__name__ for one in extensions if {"wires", "value_replacements"} & one.hooks)
+        raise ValueError(
+            f"the extension {names}: {unknown[0]!r}, a path in the result of wires or value_replacements, is no leaf "
+            f"of the unit, whose leaves are {', '.join(paths)}. Return the path of a leaf."
+        )
 
 
 def named_wires(variables: PyTree, how_of: Callable[[str], Communication]) -> dict[str, str]:

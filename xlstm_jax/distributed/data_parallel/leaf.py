@@ -51,7 +51,7 @@ class Sharded(ReadAsArray, QuickBox):
     """Array with sharding metadata: the library's box, and the form in which ``leaf_of`` returns any leaf.
 
     Fields, all static except ``value``:
-      names: for each dim the axes that split the dim.
+      names: for each dim of the stored array the axes that split the dim.
       communication: dtypes and axes of the leaf's gather and of its gradient.
       store: relation between the stored array and the value: see ``store``.
       unit_depth: identifies the wrapped module that gathers the leaf: the number of names in the leaf's path below

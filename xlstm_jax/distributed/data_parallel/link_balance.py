@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, sent_with
+from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, register, sent_with
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_library_box, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
@@ -207,6 +207,7 @@ def _shared_orders(
     return shared if in_balance(shared) else orders_of(lambda path: (group_of[path], reorderable[path][2]))
 
 
+@register
 class LinkBalance(Extension):
     """Chooses axis orders with balanced links, for the leaves of a unit (wrapped module) and of an entire model."""
 

@@ -8,33 +8,27 @@
 A box holds the leaf's communication options (``Communication``), so that a gather has the same result for every caller.
 ``leaf.gather_leaf`` gathers one leaf, and ``communication.gather_dims`` one array.
 
-``sync_gradients`` recognises its averages when they are passed in again. Under ``check_vma=True`` an average has the
-type of a sum that JAX has made: "equal on all devices". Nothing in the type says whether to divide. So averages are
-remembered:
-
-  the average itself        is found by its identity: ``averaged_axes``; ``sync_gradients`` returns it unchanged
-  a value computed from it  (scaled, cast, clipped) is found by its equations, and refused: ``check_no_average``
-
-Equations show a changed average only within one trace: inside a ``scan`` or ``jax.jit`` that receives an average, the
-average is an argument without equations, and a second ``sync_gradients`` there divides it.
+``averages`` recognises a gradient that was averaged before.
 """
 
 import math
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from xlstm_jax.common_types import AxisNames, PyTree
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import (
+    AVERAGES,
+    averaged_axes,
+    axes_of_average,
+    check_no_average,
+    remember_averages,
+)
 from xlstm_jax.distributed.data_parallel.extension import axis_orders, gathers_in_tree, sent_together
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
@@ -62,8 +56,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     entry_axes,
     is_prng_key,
 )
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication, set_context
-from xlstm_jax.origins import TracedValue, is_gradient, origins
+from xlstm_jax.distributed.data_parallel.wire.communication import Communication
 from xlstm_jax.program_names import GATHER_SCOPE
 
 # ---------------------------------------------------------------------------------------------------------------- split
@@ -343,7 +336,11 @@ def sync_gradients(grads: PyTree, axis_names: AxisNames) -> PyTree:
     leaves, treedef = trees.flatten_with_path(grads)
     boxes = [(path, leaf_of(leaf)) for path, leaf in leaves]
     takes = [box.is_differentiable for _, box in boxes]
-    means = iter(mean_gradients([box for box, take in zip(boxes, takes, strict=True) if take], axes))
+    live = [box for box, take in zip(boxes, takes, strict=True) if take]
+    over = [axes_of_average(box, axes) for _, box in live]
+    averages = mean_gradients(live, axes)
+    remember_averages(averages, over)
+    means = iter(averages)
     synced = [rebox(leaf, next(means)) if take else leaf for (_, leaf), take in zip(leaves, takes, strict=True)]
     return jax.tree.unflatten(treedef, synced)
 
@@ -352,19 +349,17 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
     """Returns the mean of each gradient over the devices of ``axes``, as arrays without boxes, in order of ``grads``.
 
     ``grads`` are pairs (path, gradient in its box), ``axes`` the bound data axes. Axes over which a gradient is
-    averaged already are left out: axes of its leaf's gather, and axes of an earlier average. A gradient that is a sum
-    over an axis is divided. Results that are tracers are remembered, so that ``sync_gradients`` does not average these
-    again (``averaged_axes``).
+    averaged already are left out: axes of its leaf's gather, and axes of an earlier average that was remembered
+    (``averages``). A gradient that is a sum over an axis is divided.
 
     Raises:
       ValueError: a gradient was averaged before and then changed; names the leaf.
     """
     values: list[jax.Array] = []
     axes_left: list[list[str]] = []
-    averaged: list[frozenset[str]] = []
     with jax.named_scope("sync_gradients"):
         for path, box in grads:
-            known = averaged_axes(box.value) if _averages.known else frozenset()
+            known = averaged_axes(box.value) if AVERAGES.known else frozenset()
             copied = box.communication.replicas.axes if box.communication.replicas else ()
             # The backward pass of the gather has averaged over the gathered axes and the axes of copies.
             reduced = known.union(set(box.axes).difference(box.model_axes), copied)
@@ -375,81 +370,9 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
             may_be = [axis for axis in (*left, *copied) if axis not in known]
             summed = [a for a in may_be if a in box.model_axes or (a not in varying and collectives.is_tracked(a))]
             count = collectives.axis_size(summed)
-            if count > 1:
+            if count > 1 and AVERAGES.known:
                 check_no_average(path, box.value, summed)
             values.append(box.value / count if count > 1 else box.value)
             # Over the model's own axes the gradient is already a sum, and was divided.
             axes_left.append([axis for axis in left if axis not in box.model_axes])
-            averaged.append(reduced.union(axes))
-        synced = collectives.pmean(values, axes_left)
-    # Remembered by weak references: a tracer must not outlive its trace. Tracers of ended traces are dropped here.
-    alive = [(average, over) for average, over in _averages.known if average() is not None]
-    traced = [(value, over) for value, over in zip(synced, averaged, strict=True) if isinstance(value, Tracer)]
-    _averages.known = alive + [(weakref.ref(value), over) for value, over in traced]
-    return synced
-
-
-class _Averages(threading.local):
-    """Traced arrays returned by ``sync_gradients`` and still alive, with the axes of the average.
-
-    JAX arrays cannot be annotated with their origin. A trace runs in one thread, and several threads may trace at a
-    time.
-    """
-
-    def __init__(self) -> None:
-        self.known: list[tuple[weakref.ref[jax.Array], frozenset[str]]] = []
-
-
-_averages = _Averages()
-_raises: ContextVar[bool] = ContextVar("_raises", default=True)
-
-
-def wrong_averages_pass() -> AbstractContextManager[None]:
-    """Returns a context in which wrong averages raise no errors, so that their gradients can be measured."""
-    return set_context(_raises, False)
-
-
-def wrong_averages_raise() -> bool:
-    """Returns False inside the context ``wrong_averages_pass``, else True.
-
-    True means that a proved mistake in averaging gradients raises an error.
-    """
-    return _raises.get()
-
-
-def averaged_axes(value: jax.Array) -> frozenset[str]:
-    """Returns the axes over which ``sync_gradients`` has averaged ``value``, an array compared by identity.
-
-    An empty set for any other array, including an array computed from an average.
-    """
-    for average, axes in _averages.known:
-        if average() is value:
-            return axes
-    return frozenset()
-
-
-def check_no_average(path: str, value: jax.Array, axes: Sequence[str]) -> None:
-    """Raises if a gradient that would be divided by the number of devices over ``axes`` is an average over an axis.
-
-    Nothing is checked inside the context ``wrong_averages_pass``.
-
-    Args:
-      path: the path of the leaf, for the error.
-      value: a gradient that does not vary over ``axes`` by type.
-      axes: axes over which the gradient counts as a sum.
-    Raises:
-      ValueError: the gradient was computed from averages over an axis in ``axes``, and not by a later ``jax.grad``;
-        names the leaf.
-    """
-    if not _averages.known or not wrong_averages_raise():
-        return
-    ends = lambda origin: bool(averaged_axes(origin.tracer_or_atom)) or is_gradient(origin)  # noqa: E731
-    found = frozenset[str]().union(
-        *[averaged_axes(origin.tracer_or_atom) for origin in origins(TracedValue(value), ends)]
-    )
-    if twice := tuple(axis for axis in axes if axis in found):
-        raise ValueError(
-            f"sync_gradients: '{path}' of shape {value.shape} was averaged over {twice} by an earlier sync_gradients "
-            "or value_and_grad, then changed (scaled, cast, clipped), and would be divided by the number of devices a "
-            "second time. Call sync_gradients once, on the result of jax.grad."
-        )
+        return collectives.pmean(values, axes_left)

@@ -130,7 +130,11 @@ class LeafToSplit(NamedTuple):
 
 
 class Uneven(Protocol):
-    """Protocol of a mode of the option ``uneven``, which applies to leaves without a dim that the axes divide."""
+    """Protocol of a mode of the option ``uneven``: which dims are split, and in which format split leaves are stored.
+
+    ``reason`` is called for dims that the axes do not divide, ``prepare_for_split`` for every leaf that is split. So a
+    mode may also choose another format for leaves that need no padding.
+    """
 
     def reason(self, dim: int, size: int, parts: int) -> Reason | None:
         """Returns the reason to split ``dim`` of size ``size`` in ``parts``, though ``parts`` does not divide ``size``.
@@ -140,7 +144,7 @@ class Uneven(Protocol):
         ...
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
-        """Returns ``leaf`` in a storage format in which ``parts`` divides the dim to split, ``leaf.dim``.
+        """Returns ``leaf`` in its storage format, in which ``parts`` divides the dim to split, ``leaf.dim``.
 
         A mode with padding returns a new ``LeafToSplit``, with the padded array and the format (store) that records the
         size without padding.

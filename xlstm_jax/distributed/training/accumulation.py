@@ -26,6 +26,7 @@ import numpy as np
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import remember_gradients
 from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, frozen, is_library_box, leaf_of, split_by_model
 from xlstm_jax.distributed.data_parallel.shard import gather_params
@@ -303,6 +304,7 @@ def accumulate_gradients(
     check_batch(batch, None, num_minibatches)
     loss = LossFunction(with_extensions(loss_fn), weighted, has_aux, bool(collections))
     result = accumulated(loss, params, batch, rng, options, None, collections or {})
+    remember_gradients(result.grads, axes)
     value = (result.loss, result.aux) if has_aux else result.loss
     return (value, result.grads, result.collections) if collections else (value, result.grads)
 

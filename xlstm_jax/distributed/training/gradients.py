@@ -29,6 +29,7 @@ from jax.core import Tracer
 
 from xlstm_jax.common_types import AxisNames, PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import remember_gradients
 from xlstm_jax.distributed.data_parallel.boxes import boxes_without_constraints
 from xlstm_jax.distributed.data_parallel.extension import with_extensions
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox, split_by_model
@@ -177,6 +178,7 @@ def value_and_grad(
             run_checks("gradient", Differentiated(local.gathered_in_branches, again, (boxed, arrays, None), axes))
         (mean,) = collectives.pmean([local.loss], [axes])
         grads = averaged(local.grads, params, axes)
+        remember_gradients(grads, axes)
         return ((mean, local.aux), grads) if has_aux else (mean, grads)
 
     return value_and_grad_fn

@@ -1,4 +1,8 @@
-"""``make_train_step``: ``accumulate_gradients`` inside ``shard_map``, then ``updated_state`` on global arrays."""
+"""``make_train_step``: loss and gradients inside ``shard_map``, then the update of the state on global arrays.
+
+``StepOptions.step`` is the function that is compiled. It traces ``accumulated`` (``accumulation``) under ``shard_map``,
+and updates the state by ``updated_state``. The checks of ``moments`` run while the step is traced.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

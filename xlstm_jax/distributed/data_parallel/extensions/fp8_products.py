@@ -30,7 +30,7 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from xlstm_jax.common_types import DType, PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, ModulePath
+from xlstm_jax.distributed.data_parallel.extension import Extension, ModulePath, register
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, gather_leaf, is_gathered_here, leaf_of, path_in_model
 from xlstm_jax.distributed.data_parallel.modules.unit import split_over
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -240,6 +240,7 @@ def quantises_products(communication: Communication) -> bool:
 
 
 @dataclass
+@register
 class Fp8Products(Extension):
     """Kernels of a unit in the quantised form of their products.
 

@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 
 STATISTICS = "batch_stats"  # collection of the running averages "mean" and "var"
 
 
+@register
 class MaskedStatistics(Extension):
     """Lets each ``nn.BatchNorm`` in a loss or evaluation function count the unmasked rows of all devices."""
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
+from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import (
     averages_means,
     unmasked_statistics,
@@ -20,6 +20,7 @@ from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import (
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import subclass_of
 
 
+@register
 class NnxMaskedStatistics(Extension):
     """Lets each ``nnx.BatchNorm`` of a model count the unmasked rows of all devices."""
 
@@ -79,6 +80,3 @@ def _normalised(norm: Any, x: jax.Array, mask: Any) -> jax.Array:
     of_features = mean.shape  # 1 in each dim of rows
     result = (wide - mean) * (factor if scale is None else factor * scale.reshape(of_features))
     return (result if bias is None else result + bias.reshape(of_features)).astype(x.dtype)
-
-
-register([*EXTENSIONS, NnxMaskedStatistics])

@@ -5,7 +5,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.extension import EXTENSIONS, Extension, register
+from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.rows import look_up_rows
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup, is_read_as_stored, is_split
@@ -13,6 +13,7 @@ from xlstm_jax.distributed.data_parallel.partial_reads import shard_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 
 
+@register
 class NnxRowLookups(Extension):
     """Computes the call of a wrapped ``nnx.Embed`` by ``rows.look_up_rows``, without a gather of the table."""
 
@@ -31,6 +32,3 @@ class NnxRowLookups(Extension):
         table = shard_to_read(policy, leaf_of(variable))
         rows = None if table is None else look_up_rows(table, args[0])
         return rows if rows is None else promote_dtype((rows,), dtype=module.dtype, inexact=False)[0]
-
-
-register([*EXTENSIONS, NnxRowLookups])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from xlstm_jax.common_types import DType, PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, Gathered, Parcel, SplitShard
+from xlstm_jax.distributed.data_parallel.extension import Extension, Gathered, Parcel, SplitShard, register
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, earlier_gather, shard_to_gather
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
@@ -79,6 +79,7 @@ def packing_of(communication: Communication) -> Packing | None:
     return next((option for option in communication.options if isinstance(option, Packing)), None)
 
 
+@register
 class PackedGathers(Extension):
     """Gathers the leaves of a unit in parcels; the unit's option ``packing`` chooses the leaves of each parcel."""
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 from flax import linen as nn
 
-from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather
+from xlstm_jax.distributed.data_parallel.extension import Extension, PartialGather, register
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_read
 from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts, shards_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -85,6 +85,7 @@ class ReadsShards:
         raise NotImplementedError
 
 
+@register
 class PieceReaders(Extension):
     """Calls ``ReadsShards.from_shards`` in place of the methods of a wrapped module, so that nothing is gathered."""
 

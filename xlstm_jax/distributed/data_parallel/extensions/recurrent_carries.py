@@ -10,11 +10,12 @@ import jax
 from flax import linen as nn
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.trees import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
 
 
+@register
 class RecurrentCarries(Extension):
     """Casts the first carry of each ``nn.RNN`` in a unit to a type that varies over devices."""
 

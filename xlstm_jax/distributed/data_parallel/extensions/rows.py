@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
-from xlstm_jax.distributed.data_parallel.extension import Extension
+from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.leaf import LOOKED_UP, Sharded, as_read, is_library_box
 from xlstm_jax.distributed.data_parallel.partial_reads import bound_split, can_send_parts, shards_to_read
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
@@ -69,6 +69,7 @@ def look_up_rows(box: Sharded, indices: Any, path: str = "") -> jax.Array | None
         return look_up(as_read(box, box.value), indices, lookup)
 
 
+@register
 class RowLookups(Extension):
     """Computes the call of a wrapped ``nn.Embed`` by ``look_up_rows``, without a gather of the table."""
 

@@ -5,7 +5,15 @@
   leave    ``shard_here``: splits the parameters that an initialisation has made
 
 A module library is described by a ``ModuleSystem``, and has a file that calls the functions here: ``linen_module``,
-``nnx_module``. ``dropping`` is the option to gather again for the backward pass.
+``nnx_module``. Such a file does the following; variables are {"params": {...}}, with the paths of the module:
+  choose   ``as_predicate(where, system)`` for each module of the model; inner units before the modules around them
+  init     ``shard_here(policy, variables)`` when a unit has made its parameters
+  run      ``entered(system, name, run, module, args, kwargs)`` for each method in ``public_methods``: ``run`` calls
+           ``gather_here`` and then the method on the gathered parameters. ``dropping.dropping(run, ...)`` adds the
+           option to gather again in the backward pass
+  extend   the hooks of ``extension`` that the file supports: ``computed_from_shards``, ``arguments_from`` and
+           ``initialising`` around a method, and the argument ``extensions`` of ``gather_here``. A hook that is left
+           out has no effect on modules of the library
 
 Entering and leaving depend on where the module runs:
   inside shard_map        values are shards: gathered on entry, and split after init
@@ -26,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS, Extension, named_wires, with_hook
+from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS, Extension, check_paths, named_wires, with_hook
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     SPLIT_BY_RULES,
@@ -44,6 +52,7 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, with_unit
 from xlstm_jax.distributed.data_parallel.trees import (
     flatten_with_path,
+    leaves_with_path,
     map_leaves_with_path,
     sharded_leaves,
 )
@@ -196,7 +205,7 @@ def gather_here(
       extensions: extensions of the unit, which may choose wires (formats of sent shards), and replace leaves.
     Raises:
       ValueError: a leaf is a global array where a shard was expected; or the ``shard_map`` or the mesh lacks an axis of
-        the unit (``running``).
+        the unit (``running``); or an extension returns a wire or a replacement for a path that no leaf has.
     """
     is_manual = running(policy.axes) == "manual"
     # The box of a leaf names its copies: ``filled_from`` fills the None from the box.
@@ -215,6 +224,8 @@ def gather_here(
         if "value_replacements" in extension.hooks
         for path, read in extension.value_replacements().items()
     }
+    if wires or replaced:
+        check_paths(extensions, [*wires, *replaced], [path for path, _ in leaves_with_path(variables)])
     together: dict[str, Callable[[], Any]] = {}
     if is_manual and communication.options and (hooks := with_hook("gathers")):
         to_gather = {
@@ -272,9 +283,6 @@ def closed_over_error(path: str, leaf: Sharded, axes: tuple[str, ...]) -> ValueE
     This occurs when a function under ``shard_map`` closes over variables instead of taking them as arguments.
     """
     return full_value_error(f"'{path}'", np.shape(leaf.value), split_over(leaf, axes))
-
-
-# --------------------------------------------------------------------------------------------------------------- drop
 
 
 # -------------------------------------------------------------------------------------------------------------- leave

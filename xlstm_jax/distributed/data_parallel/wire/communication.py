@@ -46,6 +46,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import (
     widened,
 )
 from xlstm_jax.distributed.data_parallel.wire.copies import Copies, mean_over_copies
+from xlstm_jax.distributed.data_parallel.wire.cpu_products import not_transposed_on_cpu
 from xlstm_jax.distributed.data_parallel.wire.dtypes import cast_dtype, dtype_name, packed_format
 from xlstm_jax.distributed.data_parallel.wire.partial_gather import partial_stages, rounded_twice_error
 from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS
@@ -97,7 +98,10 @@ class Communication:
         return cls(gather, summed, replicas, inter_host_axes, options)
 
     def filled_from(self, other: "Communication") -> "Communication":
-        """Returns the options of ``self``, with each option at its default (None, say) taken from ``other`` instead."""
+        """Returns the options of ``self``, with each option at its default (None, say) taken from ``other`` instead.
+
+        An option that is given, and equals the default, counts as not given.
+        """
         own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **own_options})
 
@@ -237,7 +241,8 @@ def _gather_bwd(
 ) -> tuple[jax.Array | np.ndarray, None]:
     if cotangent.dtype == jax.dtypes.float0:
         return np.zeros(primal.shape, jax.dtypes.float0), None
-    # In no other case would a mean over the devices be wrong.
+    # A mean over the devices can be wrong in these cases alone: the gradient is one of several (``vmap``), or is not
+    # the gradient of a loss of the library, or is taken within such a loss.
     if isinstance(cotangent, BatchTracer) or not primal.in_loss or RUNNING_LOSS.get().axes:
         check_one_gradient_of_one_batch(path, primal, cotangent, axes, communication.of_layers)
     return _scattered(cotangent, dim, axes, communication, primal), None
@@ -273,15 +278,8 @@ def _scattered(
     The backward pass of a gather: a reduce-scatter along ``dim`` with the mean over ``axes``, then the mean over copies
     of the shard. ``primal`` has the type of the shard, and the result has this type.
     """
-    # On CPU the product that makes a narrow matrix passes an optimization barrier, for speed. JAX computes the gradient
-    # of a weight matrix as a matrix product, followed by a transpose. If nothing else reads the product, XLA drops the
-    # transpose and swaps the operands of the product. In bfloat16 the fast product routines of the CPU do not accept
-    # this form, and the step of a decoder takes twice as long; in float32 the step is as fast. The first ``.T`` cancels
-    # the transpose of JAX, so that XLA finds no transpose between product and barrier.
     if cotangent.ndim == 2 and cotangent.dtype.itemsize < 4 and collectives.spread_axes(axes):
-        cotangent = jax.lax.platform_dependent(
-            cotangent, cpu=lambda g: jax.lax.optimization_barrier(g.T).T, default=lambda g: g
-        )
+        cotangent = not_transposed_on_cpu(cotangent)
     terms = terms_to_scatter(cotangent, axes, communication, primal)
     return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
 

@@ -21,7 +21,11 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names, 
 
 @dataclass(frozen=True)
 class Copies:
-    """Average of gradients, in the gradients' dtype, over the axes ``axis_name`` along which a shard has copies."""
+    """Average of gradients, in the gradients' dtype, over the axes ``axis_name`` along which a shard has copies.
+
+    ``mean`` averages the gradients of split leaves. Replicated leaves of the same unit are averaged over these axes by
+    ``sync_gradients`` or ``value_and_grad``, in float32 or wider.
+    """
 
     axis_name: AxisNames
 
@@ -52,7 +56,8 @@ class Copies:
     def mean(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """Returns the mean of ``grad`` over the bound mesh ``axes``, in the shape and floating dtype of ``grad``.
 
-        ``axes`` are one or more of ``self.axes``, each of size 2 or more. Here the sum is computed in the dtype of
+        ``axes`` are one or more of ``self.axes``, each of size 2 or more. The result must be equal on these devices, by
+        its type, too (as a ``psum`` is, and an ``all_gather`` is not). Here the sum is computed in the dtype of
         ``grad``.
         """
         return collectives.all_reduce_sum(term_of_mean(grad, collectives.axis_size(axes), grad.dtype), axes)

@@ -80,19 +80,27 @@ def cast_dtype(x: Any, requested: DTypeLike | None, argument: str, path: str | N
     ``WIRE_FORMATS`` for x. Errors name ``argument``, the user's argument, and ``path``, the path of the leaf.
 
     Raises:
-      ValueError: ``requested`` is not a floating dtype, or would make a complex value real or a real value complex.
+      ValueError: ``requested`` is not a floating dtype, or would make a complex value real or a real value complex; or
+        is a format that does not support the dtype of x, a float.
     """
     dtype = value_dtype(x)
     if requested is None or not jnp.issubdtype(dtype, jnp.inexact) or packed_format(x, requested):
         return dtype
-    requested = jnp.dtype(requested)
+    leaf = f"'{path}'" if path else "the value"
+    described = f"{leaf} of dtype {dtype.name}, shape {tuple(x.shape)}"
+    try:
+        requested = jnp.dtype(requested)
+    except TypeError:  # the name of a format alone
+        raise ValueError(
+            f"{argument}={requested} does not fit {described}: the format does not support this dtype. Wrap the leaf's "
+            f"module separately, with {argument}=None."
+        ) from None
     kind = jnp.complexfloating if jnp.issubdtype(dtype, jnp.complexfloating) else jnp.floating
     if not jnp.issubdtype(requested, kind):
-        leaf = f"'{path}'" if path else "the value"
         lost = "would lose its imaginary part" if kind is jnp.complexfloating else "is a real float"
         raise ValueError(
-            f"{argument}={requested.name} does not fit {leaf} of dtype {dtype.name}, shape {tuple(x.shape)}: "
-            f"it {lost}. Use a {'complex' if kind is jnp.complexfloating else 'floating'} dtype, or wrap the "
-            f"leaf's module separately, with {argument}=None."
+            f"{argument}={requested.name} does not fit {described}: it {lost}. Use a "
+            f"{'complex' if kind is jnp.complexfloating else 'floating'} dtype, or wrap the leaf's module separately, "
+            f"with {argument}=None."
         )
     return requested

@@ -21,7 +21,9 @@ from xlstm_jax.common_types import DType
 class Wire(Protocol):
     """Format in which a gather sends a leaf's shards. A pytree: arrays of the format (a scale, say) are children.
 
-    ``rounds_again``: True if sending a received value a second time rounds the value again.
+    ``send`` must be a pure function of the shard: a gather may run again in the backward pass. ``rounds_again``: True
+    if sending a received value a second time rounds the value again. A gather over some axes of a dim, one by one,
+    would then round values twice, and raises.
     """
 
     rounds_again: ClassVar[bool]
@@ -68,7 +70,7 @@ class Unchanged:
 
 
 class WireFormat:
-    """Format for sending only, selected by ``gather_dtype``: a gathered value has the dtype of its leaf.
+    """Choice that users name in ``gather_dtype``: makes the ``Wire`` of each leaf. Gathered values have their dtype.
 
     Subclasses implement ``wire``, ``itemsize`` and ``nbytes``. A format that can also average gradients of copies
     sets ``averages = True`` and implements ``mean_of_terms`` and ``mean_error``.
@@ -77,9 +79,10 @@ class WireFormat:
     averages: ClassVar[bool] = False
 
     def supports_dtype(self, dtype: DType) -> bool:
-        """Returns whether shards of this dtype are sent in the format; shards of other dtypes are sent unchanged.
+        """Returns whether shards of this dtype can be sent in the format. A leaf of another floating dtype is an error.
 
-        Here True for real floats only; a subclass may override the method.
+        Integers, bools and PRNG keys are sent unchanged. Here True for real floats only; a subclass may override the
+        method.
         """
         return bool(jnp.issubdtype(dtype, jnp.floating))
 

@@ -24,8 +24,8 @@ import numpy as np
 from jax.core import Tracer
 
 from xlstm_jax.distributed.data_parallel import trees
+from xlstm_jax.distributed.data_parallel.averages import wrong_averages_raise
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.shard import wrong_averages_raise
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.training.moments import AppliedGradients, TrainingCheck
 from xlstm_jax.distributed.training.varying import followed_equation
