@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, register, sent_with
+from xlstm_jax.distributed.data_parallel.extension import AxisOrder, Extension, avoids_gather, register
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_library_box, leaf_of
+from xlstm_jax.distributed.data_parallel.shared_collectives import sent_with
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.formats import sent_itemsize

@@ -26,8 +26,8 @@ from jax import lax
 
 from xlstm_jax.common_types import PyTree, Scalar
 from xlstm_jax.distributed.data_parallel import trees
-from xlstm_jax.distributed.data_parallel.extension import Parcel, SplitShard, parcels
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, as_gathered, path_in_model, shard_to_gather
+from xlstm_jax.distributed.data_parallel.shared_collectives import Parcel, SplitShard, parcels
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import AxisEntry, axes_entry, entry_axes
 from xlstm_jax.distributed.data_parallel.wire.communication import (

@@ -29,7 +29,7 @@ from xlstm_jax.distributed.data_parallel.averages import (
     check_no_average,
     remember_averages,
 )
-from xlstm_jax.distributed.data_parallel.extension import axis_orders, gathers_in_tree, sent_together
+from xlstm_jax.distributed.data_parallel.extension import axis_orders
 from xlstm_jax.distributed.data_parallel.leaf import (
     Sharded,
     frozen,
@@ -48,6 +48,7 @@ from xlstm_jax.distributed.data_parallel.policy import (
     next_multiple,
 )
 from xlstm_jax.distributed.data_parallel.reasons import PrngKeys
+from xlstm_jax.distributed.data_parallel.shared_collectives import gathers_in_tree, sent_together
 from xlstm_jax.distributed.data_parallel.store import UNEVEN, LeafToSplit
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import (

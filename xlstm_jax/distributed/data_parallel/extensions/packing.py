@@ -7,9 +7,9 @@ Without a packing each leaf has its own collectives. A packing puts shards into 
   used       the unsharded arrays = Parcel.unpack(arrived)
   gradient   [n, s], scattered along dim 0, by the backward rule of the same gather
 
-``pack`` and ``unpack`` move values and nothing else, and are differentiated by JAX. ``PackedGathers`` is the extension
-that gathers parcels; a packing is a subclass of ``Packing`` in a separate file, as ``extensions/packed`` is. Users pass
-an instance as ``packing=``.
+``pack`` and ``unpack`` move values and nothing else, and are differentiated by JAX. ``PackedGathers`` gathers the
+parcels; a packing is a subclass of ``Packing`` in a separate file, as ``extensions/packed`` is. Users pass an instance
+as ``packing=``.
 """
 
 import functools
@@ -23,8 +23,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from xlstm_jax.common_types import DType, PyTree
-from xlstm_jax.distributed.data_parallel.extension import Extension, Gathered, Parcel, SplitShard, register
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, earlier_gather, shard_to_gather
+from xlstm_jax.distributed.data_parallel.shared_collectives import (
+    SHARING,
+    Gathered,
+    Parcel,
+    SharesCollectives,
+    SplitShard,
+)
 from xlstm_jax.distributed.data_parallel.trees import sharded_leaves
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes, value_dtype
@@ -79,8 +85,7 @@ def packing_of(communication: Communication) -> Packing | None:
     return next((option for option in communication.options if isinstance(option, Packing)), None)
 
 
-@register
-class PackedGathers(Extension):
+class PackedGathers(SharesCollectives):
     """Gathers the leaves of a unit in parcels; the unit's option ``packing`` chooses the leaves of each parcel."""
 
     def sent_together(self, leaves: Mapping[str, Sharded], communication: Communication) -> Mapping[str, str]:
@@ -101,6 +106,9 @@ class PackedGathers(Extension):
 
     def parcels(self, shards: Mapping[Any, SplitShard]) -> Sequence[Parcel]:
         return parcels_of({key: (shard_to_send(*split), split.communication) for key, split in shards.items()})
+
+
+SHARING.append(PackedGathers())
 
 
 def packed_gathers(

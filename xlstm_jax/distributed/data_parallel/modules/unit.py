@@ -22,7 +22,7 @@ Entering and leaving depend on where the module runs:
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from xlstm_jax.common_types import PyTree
-from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS, Extension, check_paths, named_wires, with_hook
+from xlstm_jax.distributed.data_parallel.extension import COLLECTIONS, Extension, check_paths, named_wires
 from xlstm_jax.distributed.data_parallel.leaf import (
     BOXES,
     SPLIT_BY_RULES,
@@ -50,6 +50,7 @@ from xlstm_jax.distributed.data_parallel.leaf import (
 from xlstm_jax.distributed.data_parallel.planned import PLANNED_DEVICE, PlannedLeaf, plan_params
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.shard import box_params, box_shards, with_unit
+from xlstm_jax.distributed.data_parallel.shared_collectives import gathers
 from xlstm_jax.distributed.data_parallel.trees import (
     flatten_with_path,
     leaves_with_path,
@@ -226,15 +227,14 @@ def gather_here(
     }
     if wires or replaced:
         check_paths(extensions, [*wires, *replaced], [path for path, _ in leaves_with_path(variables)])
-    together: dict[str, Callable[[], Any]] = {}
-    if is_manual and communication.options and (hooks := with_hook("gathers")):
+    together: Mapping[str, Callable[[], Any]] = {}
+    if is_manual and communication.options:
         to_gather = {
             stored: (path_in_model(module, stored), box)
             for stored, box in sharded_leaves(variables)
             if stored not in replaced and stored not in wires and is_gathered_here(stored, box) and box.axes
         }
-        for cls in hooks:
-            together |= cls().gathers(to_gather, policy.axes, communication)
+        together = gathers(to_gather, policy.axes, communication)
 
     def as_module_reads(stored: str, leaf: Any) -> Any:
         box = leaf_of(leaf)
