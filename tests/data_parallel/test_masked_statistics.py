@@ -1,9 +1,10 @@
 """Tests of ``nn.BatchNorm`` under a mask: the statistics are those of the unmasked rows of all devices.
 
-Devices have 1, 1, 2, 2, 2, 2, 0 and 0 unmasked rows; the mean of the means of devices is NaN.
+Devices have 1, 1, 2, 2, 2, 2, 0 and 0 unmasked rows; the mean of the means of devices is NaN. Other normalisations, of
+which Flax would compute this mean, are refused.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -134,3 +135,45 @@ def test_evaluation_with_masked_batch_norm_equals_one_device():
     step = make_eval_step(eval_fn, mesh, AXES, metric=metric)
     mean, _ = make_log_step(metric, mesh, AXES)(step(state_on_mesh(), BATCH, metric.empty(AXES, mesh)))
     np.testing.assert_allclose(mean, np.mean(seen["values"], where=MASK), rtol=1e-5)
+
+
+class OwnNorm(nn.LayerNorm):
+    """Subclass with another ``__call__``, which calls the parent's."""
+
+    @nn.compact
+    def __call__(self, x, *, mask):
+        return super().__call__(x, mask=mask)
+
+
+class Normed(nn.Module):
+    """A normalisation of rows [b, t, d], over devices."""
+
+    norm: Any
+    axis_name: Any
+
+    @nn.compact
+    def __call__(self, x, mask):
+        return self.norm(axis_name=self.axis_name, name="norm")(x, mask=mask)
+
+
+NORMS = [nn.LayerNorm, nn.RMSNorm, partial(nn.GroupNorm, num_groups=2), nn.InstanceNorm, OwnNorm]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "OwnNorm"])
+def test_other_normalisation_of_several_devices_under_a_mask_is_refused(norm):
+    x = jnp.ones((16, 3, 8))
+    params = Normed(norm, None).init(KEY, x, x > 0)
+
+    def traced(axis_name, mesh, has_mask=True):
+        def loss(params, x):
+            return jnp.mean(Normed(norm, axis_name).apply(params, x, x > 0 if has_mask else None) ** 2)
+
+        return jax.eval_shape(on_mesh(grad_on_mesh(loss, AXES), mesh, True, (P(), P(AXES)), P()), params, x)
+
+    message = r"nn.\w+Norm at 'norm' has axis_name=\('dp', 'fsdp'\) and is called with a mask: .* of these 8 devices"
+    with pytest.raises(ValueError, match=message):
+        traced(AXES, mesh_of(2, 4))
+    # Guards: these are right.
+    traced(None, mesh_of(2, 4))
+    traced(AXES, mesh_of(2, 4), has_mask=False)
+    traced(AXES, mesh_of(1, 1))

@@ -1,7 +1,9 @@
 """Tests of ``nnx.BatchNorm`` under a mask, in a step: the statistics are those of the unmasked rows of all devices.
 
-``nnx_value_and_grad`` is tested in ``tests/training/test_nnx_gradients.py``.
+``nnx_value_and_grad`` is tested in ``tests/training/test_nnx_gradients.py``. Other normalisations are refused.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, mesh_of
-from xlstm_jax.distributed import create_train_state, make_train_step, nnx_model, shard_modules, unbox
+from tests.support import AXES, assert_same_params, mesh_of, on_mesh
+from xlstm_jax.distributed import create_train_state, make_train_step, nnx_model, shard_modules, unbox, value_and_grad
 
 KEY = jax.random.key(0)
 ROWS = np.arange(16)
@@ -64,3 +67,35 @@ def test_step_with_masked_batch_norm_equals_one_device(check_vma):
     assert_same_params(state.collections, updated)
     assert_same_params(unbox(state.params), jax.tree.map(lambda p, g: p - g, variables["params"], grads))
     assert np.abs(updated["batch_stats"]["own"]["var"] - variables["batch_stats"]["own"]["var"]).max() > 0.1  # guard
+
+
+class OwnNorm(nnx.RMSNorm):
+    """Subclass with another ``__call__``, which calls the parent's."""
+
+    def __call__(self, x, *, mask):
+        return super().__call__(x, mask)
+
+
+NORMS = [nnx.LayerNorm, nnx.RMSNorm, partial(nnx.GroupNorm, num_groups=2), nnx.InstanceNorm, OwnNorm]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm", "OwnNorm"])
+def test_other_normalisation_of_several_devices_under_a_mask_is_refused(norm):
+    x = jnp.ones((16, 3, 8))
+
+    def traced(axis_name, mesh, has_mask=True):
+        model = nnx_model(lambda rngs: norm(8, axis_name=axis_name, rngs=rngs))
+        params = nnx_model(lambda rngs: norm(8, rngs=rngs)).init(KEY)
+
+        def loss(params, x):
+            return jnp.mean(model.apply(params, x, mask=x > 0 if has_mask else None) ** 2)
+
+        return jax.eval_shape(on_mesh(value_and_grad(loss, AXES), mesh, True, (P(), P(AXES)), P()), params, x)
+
+    message = r"nnx.\w+Norm has axis_name=\('dp', 'fsdp'\) and is called with a mask: .* of these 8 devices"
+    with pytest.raises(ValueError, match=message):
+        traced(AXES, mesh_of(2, 4))
+    # Guards: these are right.
+    traced(None, mesh_of(2, 4))
+    traced(AXES, mesh_of(2, 4), has_mask=False)
+    traced(AXES, mesh_of(1, 1))

@@ -117,6 +117,7 @@ FEATURES = [
         ("data_parallel/extensions/masked_statistics.py", "data_parallel/extensions/nnx_masked_statistics.py"),
         r"\bMaskedStatistics\b|extensions\.masked_statistics\b",
         own=(
+            "tests/errors/test_errors.py::test_row_raises_the_documented_error[masked-normalisation]",
             "tests/data_parallel/test_masked_statistics.py",
             "tests/data_parallel/test_nnx_masked_statistics.py",
             "tests/training/test_nnx_gradients.py::test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices",

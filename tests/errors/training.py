@@ -274,6 +274,20 @@ def whole(collections=None, shape=(8, 4)):
     return TrainState.create(apply_fn=None, params={"w": jnp.ones(shape)}, tx=SGD, collections=collections or {})
 
 
+def masked_norm():
+    """Traces a step of a wrapped model that normalises over devices under a mask."""
+
+    class Masked(nn.Module):
+        axes: object
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm(axis_name=self.axes, name="norm")(nn.Dense(4)(x), mask=jnp.ones((len(x), 4), bool))
+
+    state = abstract(model=fsdp(Masked)(None)).replace(apply_fn=fsdp(Masked)(AXES).apply)
+    make_train_step(mean_loss, MESH, AXES).trace(state, BATCH, KEY)
+
+
 def differs_along_tp():
     mesh = create({"fsdp": 2, "tp": 2}, jax.devices()[:4])
     loss = lambda params, _, batch, rng: error_of(params, batch) * (1.0 + lax.axis_index("tp"))  # noqa: E731
@@ -1187,6 +1201,16 @@ ROWS = [
         "along ('tp',)",
     ),
     # ----- collections
+    collections(
+        "masked-normalisation",
+        masked_norm,
+        ValueError,
+        "… has axis_name=… and is called with a mask",
+        "nn.LayerNorm at 'norm' has axis_name=('dp', 'fsdp')",
+        "of these 8 devices",
+        "Leave axis_name out",
+        "psum of jax.lax",
+    ),
     collections(
         "statistics-of-devices",
         net(model=Net(None)),

@@ -1,4 +1,4 @@
-"""Statistics of ``nn.BatchNorm`` under a mask: of the unmasked rows of all devices, as on a single device.
+"""Statistics of normalisations under a mask: of the unmasked entries of all devices, as on a single device.
 
   mean of the rows x[b] with mask m[b], of which each device has a part:  sum(m x) / sum(m), both sums over all devices
 
@@ -7,7 +7,8 @@ device, and NaN if a device has none.
 
 While a loss or evaluation function runs, the calls of ``nn.BatchNorm`` with a mask are intercepted: the statistics take
 the place of the running averages, and Flax normalises by these. Then the new running averages are stored. Only a
-BatchNorm with ``axis_name`` changes, and only where these axes are bound.
+BatchNorm with ``axis_name`` changes, and only where these axes are bound. The other normalisations of Flax, whose means
+Flax averages alike, are refused with a mask and ``axis_name``: with features on one device they need no ``axis_name``.
 """
 
 import inspect
@@ -23,14 +24,28 @@ from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import as_axis_names
 
 STATISTICS = "batch_stats"  # collection of the running averages "mean" and "var"
+REFUSED = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm)
 
 
 @register
 class MaskedStatistics(Extension):
-    """Lets each ``nn.BatchNorm`` in a loss or evaluation function count the unmasked rows of all devices."""
+    """Lets each ``nn.BatchNorm`` in a loss or evaluation function count the unmasked rows of all devices.
+
+    A call of another normalisation that would average the means of devices under a mask raises an error, in these
+    functions and in every unit. (A step without collections enters no ``around_models``.)
+    """
+
+    modules = REFUSED
 
     def around_models(self) -> AbstractContextManager[None]:
         return nn.intercept_methods(_intercept)
+
+    def changed_arguments(
+        self, module: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if method == "__call__" and kwargs.get("mask") is not None:
+            _refuse(module, type(module).__call__)
+        return args, kwargs
 
 
 def unmasked_statistics(x: jax.Array, mask: Any, norm: Any) -> tuple[jax.Array, jax.Array]:
@@ -75,24 +90,58 @@ def averages_means(norm: Any, use_running_average: bool | None) -> bool:
     ``use_running_average`` is the flag of the call, or of the module if the call has none. Returns False without
     ``axis_name``, outside of ``shard_map``, and for ``axis_index_groups``, which have separate statistics.
     """
-    if use_running_average is None or use_running_average or norm.axis_name is None:
+    if use_running_average is None or use_running_average:
         return False
-    return norm.axis_index_groups is None and all(map(collectives.is_bound, as_axis_names(norm.axis_name)))
+    return norm.axis_index_groups is None and bool(_bound_axes(norm))
+
+
+def refuse_means_of_means(norm: Any, name: str) -> None:
+    """Raises if Flax would average the means of several devices in a masked call of ``norm``, of Linen or NNX.
+
+    ``norm`` is a normalisation without running averages, as LayerNorm; ``name`` names it in the error.
+
+    Raises:
+      ValueError: ``norm`` has an ``axis_name`` along which there are two devices or more.
+    """
+    axes = _bound_axes(norm)
+    if axes and (devices := collectives.axis_size(axes)) > 1:
+        raise ValueError(
+            f"{name} has axis_name={norm.axis_name!r} and is called with a mask: Flax averages the means of these "
+            f"{devices} devices, which is another number if they have different numbers of unmasked entries, and NaN "
+            "if one has none. Leave axis_name out if each device has all features of its rows; for split features "
+            "compute the statistics by psum of jax.lax, of the sums and of the counts."
+        )
+
+
+def _bound_axes(norm: Any) -> tuple[str, ...]:
+    """Returns the axes in ``axis_name`` of ``norm``; () if there are none, or if one is not bound here."""
+    axes = () if norm.axis_name is None else as_axis_names(norm.axis_name)
+    return axes if all(map(collectives.is_bound, axes)) else ()
 
 
 def _intercept(method: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
     """Returns the result of ``method``; a masked ``nn.BatchNorm`` normalises by the unmasked rows of all devices.
 
     This is an interceptor for ``nn.intercept_methods``. In a subclass of BatchNorm with another ``__call__`` the calls
-    of the parent's are changed.
+    of the parent's are changed. Masked calls of other normalisations are refused (``refuse_means_of_means``), likewise.
     """
     # The mask first: it is passed by name, and few modules take one.
-    if kwargs.get("mask") is None or not isinstance(context.module, nn.BatchNorm):
+    module = context.module
+    if kwargs.get("mask") is None or not isinstance(module, (nn.BatchNorm, *REFUSED)):
         return method(*args, **kwargs)
     called: Any = context.orig_method
-    if inspect.unwrap(called.func) is not inspect.unwrap(nn.BatchNorm.__call__):
-        return method(*args, **kwargs)
-    return _normalised(context.module, method, *args, **kwargs)
+    if isinstance(module, nn.BatchNorm):
+        is_flax = inspect.unwrap(called.func) is inspect.unwrap(nn.BatchNorm.__call__)
+        return _normalised(module, method, *args, **kwargs) if is_flax else method(*args, **kwargs)
+    _refuse(module, called.func)
+    return method(*args, **kwargs)
+
+
+def _refuse(module: nn.Module, called: Any) -> None:
+    """Raises as ``refuse_means_of_means`` if ``called``, a function of ``module``, is one of ``REFUSED`` in Flax."""
+    if any(inspect.unwrap(called) is inspect.unwrap(cls.__call__) for cls in REFUSED):
+        at = f" at '{'/'.join(module.path)}'" if module.path else ""
+        refuse_means_of_means(module, f"nn.{type(module).__name__}{at}")
 
 
 def _normalised(

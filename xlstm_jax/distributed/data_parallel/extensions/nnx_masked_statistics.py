@@ -1,6 +1,7 @@
 """Statistics of ``nnx.BatchNorm`` under a mask: of the unmasked rows of all devices (see ``masked_statistics``).
 
-A BatchNorm of a model that is about to run gets a subclass of its class, whose call computes these statistics.
+A BatchNorm of a model that is about to run gets a subclass of its class, whose call computes these statistics. Other
+normalisations get a subclass that refuses masked calls if Flax would average the means of devices.
 """
 
 import functools
@@ -15,6 +16,7 @@ from jax import lax
 from xlstm_jax.distributed.data_parallel.extension import Extension, register
 from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import (
     averages_means,
+    refuse_means_of_means,
     unmasked_statistics,
 )
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import subclass_of
@@ -22,13 +24,18 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import subclass_of
 
 @register
 class NnxMaskedStatistics(Extension):
-    """Lets each ``nnx.BatchNorm`` of a model count the unmasked rows of all devices."""
+    """Lets each ``nnx.BatchNorm`` of a model count the unmasked rows of all devices; other normalisations refuse masks.
 
-    modules = (nnx.BatchNorm,)
+    Modules without ``axis_name`` stay unchanged.
+    """
+
+    modules = (nnx.BatchNorm, nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)
 
     def change_module(self, module: Any) -> None:
-        cls: Any = type(module)
-        object.__setattr__(module, "__class__", _counting_type(cls))
+        if module.axis_name is not None:
+            cls: Any = type(module)
+            base: Any = next(base for base in self.modules if isinstance(module, base))
+            object.__setattr__(module, "__class__", _checked_type(cls, base))
 
 
 def _counting(plain: Any) -> Any:
@@ -47,20 +54,33 @@ def _counting(plain: Any) -> Any:
     return call
 
 
-class _Counting(nnx.BatchNorm):
-    """``nnx.BatchNorm`` with statistics of the unmasked rows of all devices, along the axes in ``axis_name``."""
+def _refusing(plain: Any) -> Any:
+    """Returns a method that calls ``plain``, the ``__call__`` of a normalisation of NNX other than BatchNorm.
 
-    __call__ = _counting(nnx.BatchNorm.__call__)
+    With a mask the method raises an error if Flax would average the means of several devices.
+    """
+
+    @functools.wraps(plain)
+    def call(self: Any, x: Any, mask: Any = None) -> Any:
+        if mask is not None:
+            refuse_means_of_means(self, f"nnx.{type(self).__name__}")
+        return plain(self, x, mask=mask)
+
+    return call
 
 
 @functools.cache
-def _counting_type(cls: type[nnx.BatchNorm]) -> Any:
-    """Returns a subclass of ``cls`` with the same name, in which the call of ``nnx.BatchNorm`` counts unmasked rows."""
+def _checked_type(cls: Any, base: Any) -> Any:
+    """Returns a subclass of ``cls`` with the same name, in which the call of ``base`` counts, or refuses, under a mask.
+
+    ``base`` is the normalisation of NNX from which ``cls`` derives: ``nnx.BatchNorm`` counts unmasked rows.
+    """
+    changed = _counting if base is nnx.BatchNorm else _refusing
     # A unit's call wraps the function, not a name. Split variables are gathered when they are read.
-    if inspect.unwrap(cls.__call__) is nnx.BatchNorm.__call__:
-        return subclass_of(cls, {"__call__": _counting(cls.__call__)})
+    if inspect.unwrap(cls.__call__) is base.__call__:
+        return subclass_of(cls, {"__call__": changed(cls.__call__)})
     # After ``cls`` in the order of classes: ``super().__call__`` of the user's class finds this class.
-    return subclass_of(cls, {}, _Counting)
+    return subclass_of(cls, {}, subclass_of(base, {"__call__": changed(base.__call__)}))
 
 
 def _normalised(norm: Any, x: jax.Array, mask: Any) -> jax.Array:
