@@ -26,6 +26,7 @@ from xlstm_jax.distributed import (
     nnx_value_and_grad,
     shard_modules,
 )
+from xlstm_jax.distributed.metrics.cells import Count
 from xlstm_jax.distributed.model_parallel import split_modules
 
 # As in Flax's guides: dropout is off, statistics change, and metrics read the logits.
@@ -510,12 +511,46 @@ def test_numbers_beside_the_loss_are_averaged_in_float32_or_wider():
     )
 
     def outputs(net, x):
-        numbers = {"integer": jnp.int32(3), "half": jnp.bfloat16(3), "float": jnp.float32(3)}
+        numbers = {"bool": x.mean() > 0, "half": jnp.bfloat16(3), "float": jnp.float32(3)}
         return nnx_value_and_grad(lambda net, x: (net(x).mean(), numbers), has_aux=True)(net, x)[0][1]
 
     assert {number.dtype for number in nnx.eval_shape(outputs, net, jnp.ones((8, 2))).values()} == {
         jnp.dtype("float32")
     }
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_weighted_numbers_beside_the_loss_are_those_of_one_device(check_vma):
+    """Devices have weights of 0 to 2; counts are sums, and a mean of a device's rows becomes that of all rows."""
+    net = create_nnx_module(lambda rngs: nnx.Linear(2, 2, rngs=rngs), 0, mesh=mesh_of(1, 4))
+    x, weight = jax.random.normal(jax.random.key(1), (8, 2)), jnp.array([1.0, 0, 1, 1, 0, 0, 0, 1])
+
+    def loss_fn(net, x, weight, count=Count.of):
+        errors = jnp.mean((net(x) - 1) ** 2, -1)
+        total, of_all = jnp.sum(weight * errors), jnp.sum(weight)
+        numbers = (total / jnp.maximum(of_all, 1), {"rows": errors, "used": count(weight > 0)})
+        return (total, of_all), numbers
+
+    (_, (mean, rest)), _ = nnx_value_and_grad(loss_fn, has_aux=True, weighted=True, check_vma=check_vma)(net, x, weight)
+    _, (wanted, rest_wanted) = loss_fn(net, x, weight, jnp.sum)
+    np.testing.assert_allclose(mean, wanted, rtol=1e-6)
+    np.testing.assert_allclose(rest["rows"], rest_wanted["rows"], rtol=1e-6)
+    assert rest["used"] == rest_wanted["used"] == 4
+    none, _ = nnx_value_and_grad(loss_fn, has_aux=True, weighted=True, check_vma=check_vma)(net, x, 0 * weight)
+    assert none[1][0] == none[1][1]["used"] == 0
+
+
+def test_integers_beside_the_loss_are_refused_and_sums_of_a_device_warn():
+    net = create_nnx_module(lambda rngs: nnx.Linear(2, 2, rngs=rngs), 0, mesh=mesh_of(1, 4))
+
+    def traced(number):
+        loss = lambda net, x: (net(x).mean(), {"total": number(x)})  # noqa: E731
+        return nnx.eval_shape(lambda net, x: nnx_value_and_grad(loss, has_aux=True)(net, x)[0], net, jnp.ones((8, 2)))
+
+    with pytest.raises(TypeError, match=r"aux\['total'\] is an integer .* Count.of"):
+        traced(lambda x: jnp.sum(x > 0))
+    with pytest.warns(UserWarning, match=r"aux\['total'\] is the sum on each device"):
+        traced(jnp.sum)
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

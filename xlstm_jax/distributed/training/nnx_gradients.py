@@ -32,13 +32,15 @@ from xlstm_jax.distributed.data_parallel.modules.nnx_module import boxed_leaf, i
 from xlstm_jax.distributed.data_parallel.modules.shard_modules import shard_modules
 from xlstm_jax.distributed.data_parallel.trees import carry_axes
 from xlstm_jax.distributed.data_parallel.wire import collectives
-from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype
+from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key, value_dtype, wide_dtype
 from xlstm_jax.distributed.device_mesh import create_fsdp_mesh
 from xlstm_jax.distributed.device_mesh.batch_layout import auto_mesh, mesh_axes, num_shards
+from xlstm_jax.distributed.metrics.cells import Cell
+from xlstm_jax.distributed.training.auxiliary import Auxiliary
 from xlstm_jax.distributed.training.batch_axes import default_batch_axes
 from xlstm_jax.distributed.training.collections import updated_collections
 from xlstm_jax.distributed.training.gradients import Loss, LossFunction, fold_rng_over_axis, traced_call, value_and_grad
-from xlstm_jax.distributed.training.moments import Results, run_checks
+from xlstm_jax.distributed.training.moments import Averaged, Results, run_checks
 from xlstm_jax.distributed.training.state import init_sharded
 from xlstm_jax.explicit_axes import on_auto_axes, typed_like
 from xlstm_jax.formatting import format_axes, listed
@@ -121,8 +123,9 @@ def nnx_value_and_grad(
         unchanged, and further NNX objects, as a teacher. Keys differ by device: a key of ``jax.random.key``, and those
         of an ``nnx.Rngs``.
       wrt: filter of the variables that are differentiated, as for ``nnx.Optimizer``: ``nnx.LoRAParam``.
-      has_aux: see ``loss_fn``. Scalars of the auxiliary output are averaged over devices; an array with a row for each
-        example is returned with all rows.
+      has_aux: see ``loss_fn``. Floats of the auxiliary output are averaged over devices, by weight if ``weighted``; of
+        ``metrics.cells`` the values are merged, as counts by ``Count.of``; an array with a row for each example is
+        returned with all rows.
       weighted: ``loss_fn`` returns ``(sum, weight)``; see ``value_and_grad``.
       mesh: the mesh; None: the mesh for which ``create_nnx_module`` made the module.
       batch_axes: the axes over which rows are split; None: every axis of the mesh, except the axes over which the model
@@ -136,6 +139,7 @@ def nnx_value_and_grad(
       ValueError: the module has no mesh; ``wrt`` selects no variable; the axes do not divide the rows, or arguments
         differ in their numbers of rows; a variable that the module changes would differ from device to device; an array
         of the auxiliary output has neither rows nor a single value; or as ``value_and_grad``.
+      TypeError: a number of the auxiliary output is an integer, whose mean is no count; or as ``value_and_grad``.
     """
 
     def value_and_grads(module: nnx.Module, /, *args: Any) -> tuple[Any, PyTree]:
@@ -173,9 +177,10 @@ def nnx_value_and_grad(
             return results
 
         results = on_auto_axes(checked, on_mesh)(params, batch)
-        loss, grads, means, rows, changed = typed_like(tuple(results), (WHOLE, live, WHOLE, PartitionSpec(axes), WHOLE))
+        as_typed = (WHOLE, live, WHOLE, PartitionSpec(axes), WHOLE)
+        loss, grads, numbers, rows, changed = typed_like(tuple(results), as_typed)
         _write(nodes, changed)
-        return (loss, program.aux_of(means, rows)) if has_aux else loss, grads[0]
+        return (loss, program.aux_of(numbers, rows)) if has_aux else loss, grads[0]
 
     return value_and_grads
 
@@ -281,27 +286,39 @@ class _Program:
     ):
         self.loss_fn, self.graphdef, self.is_node, self.axes = loss_fn, graphdef, is_node, axes
         self.has_aux, self.weighted = has_aux, weighted
-        self.aux: tuple[Any, list[bool]] | None = None  # tree of the auxiliary output; for each leaf, if it has rows
+        # Tree of the auxiliary output; the path of each leaf that is a number, None for one that has rows.
+        self.aux: tuple[Any, list[str | None]] | None = None
 
     def on_device(self, params: Mapping[str, PyTree], batch: tuple[PyTree, ...]) -> _OfDevices:
         """Computes loss, gradients and auxiliary output on this device; ``shard_map`` runs the function.
 
         ``params`` has the variables to differentiate as "live", and further variables as "rest". ``batch`` are this
-        device's rows. In the result ``loss``, ``grads`` and ``aux``, the list of scalars of the auxiliary output, are
-        averaged over devices. ``rows`` is the list of auxiliary arrays, with a row for each of this device's examples.
+        device's rows. In the result ``loss``, ``grads`` and ``aux``, a dict from the path to each number of the
+        auxiliary output, are reduced over devices. ``rows`` is the list of auxiliary arrays, with a row for each of
+        this device's examples.
         ``changed`` has the values of variables that the module changed, by name, equal on all devices.
         """
         trainable, frozen = params["live"], params["rest"]
 
-        def local_loss(live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, dict[str, Any]]]:
+        def local_loss(live: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, tuple[Any, ...]]:
             loss, aux, changed = self.called(live, rest, batch)
-            return loss, (aux, changed)
+            return loss, (aux, changed, loss[1] if self.weighted else None)
 
         run = value_and_grad(local_loss, self.axes, has_aux=True, weighted=self.weighted)
-        (loss, (aux, changed)), grads = run(trainable, frozen, batch)
-        means, rows = self.split_aux(aux, batch)
-        means = collectives.pmean(means, [self.axes] * len(means))
-        return _OfDevices(loss, grads, means, rows, self.equal(changed, params, batch))
+        (loss, (aux, changed, weight)), grads = run(trainable, frozen, batch)
+        numbers, rows = self.split_aux(aux, batch)
+        if numbers.means and collectives.spread_axes(self.axes):
+
+            def floats(live: PyTree) -> list[Any]:
+                return self.split_aux(self.called(live, frozen, batch)[1], batch)[0].means
+
+            # By weight, a mean of a device's rows becomes that of all rows; a sum is as wrong as without weights.
+            equations = lambda: jax.make_jaxpr(floats)(trainable)  # noqa: E731
+            run_checks("aux", Averaged(numbers.mean_paths, collectives.axis_size(self.axes), False, equations))
+        if numbers.means and weight is not None:
+            numbers = numbers.scaled(_share(weight, self.axes))
+        found = numbers.over_devices(loss, self.axes)[1] if numbers.is_cell else {}
+        return _OfDevices(loss, grads, found, rows, self.equal(changed, params, batch))
 
     def called(self, trainable: PyTree, frozen: PyTree, batch: tuple[PyTree, ...]) -> tuple[Any, Any, dict[str, Any]]:
         """Calls the loss function on this device's rows; returns (local loss, auxiliary output, changed variables).
@@ -378,43 +395,47 @@ class _Program:
         args = (params, batch, None, kept)
         return updated_collections(again, args, [*kept], changed, self.axes, read_later=False)
 
-    def split_aux(self, aux: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[Any], list[Any]]:
-        """Splits the leaves of the auxiliary output ``aux`` of this device into (scalars, arrays), two lists.
+    def split_aux(self, aux: PyTree, batch: tuple[PyTree, ...]) -> tuple[Auxiliary, list[Any]]:
+        """Splits the leaves of the auxiliary output ``aux`` of this device into (numbers, arrays).
 
-        Scalars, to be averaged over devices, are cast to float32 or wider. Arrays have a row for each example of
-        ``batch``. Both lists are in the order of the leaves; the tree is stored in ``self.aux``, for ``aux_of``.
+        The numbers, scalars and cells of ``metrics.cells``, are an ``Auxiliary`` of a dict from path to number. The
+        arrays are a list in the order of the leaves, and have a row for each example of ``batch``. The tree is stored
+        in ``self.aux``, for ``aux_of``.
 
         Raises:
+          TypeError: a number is an integer.
           ValueError: the number of rows of an array is that of no leaf of ``batch``.
         """
         counts = {np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
-        leaves, tree = jax.tree.flatten(aux)
-        has_rows = [np.ndim(leaf) > 0 for leaf in leaves]
-        for leaf in leaves:
-            if np.ndim(leaf) and np.shape(leaf)[0] not in counts:
+        leaves, tree = trees.flatten_with_path(aux, Cell)
+        has_rows = [not isinstance(leaf, Cell) and np.ndim(leaf) > 0 for _, leaf in leaves]
+        rows = [leaf for (_, leaf), rows in zip(leaves, has_rows, strict=True) if rows]
+        for leaf in rows:
+            if np.shape(leaf)[0] not in counts:
                 raise ValueError(
                     f"nnx_value_and_grad: has_aux=True returned an array of shape {np.shape(leaf)}, and a device has "
                     f"{listed(sorted(counts))} rows. Return scalars, which are averaged over devices, or arrays with a "
                     "row for each example."
                 )
-        self.aux = tree, has_rows
-        means = [
-            jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32))
-            for leaf in leaves
-            if not np.ndim(leaf)
-        ]
-        return means, [leaf for leaf in leaves if np.ndim(leaf)]
+        self.aux = tree, [None if rows else path for (path, _), rows in zip(leaves, has_rows, strict=True)]
+        return Auxiliary.of({path: leaf for (path, leaf), rows in zip(leaves, has_rows, strict=True) if not rows}), rows
 
-    def aux_of(self, means: list[Any], rows: list[Any]) -> PyTree:
-        """Returns the auxiliary output in the tree that the loss function returned, from both lists of ``split_aux``.
+    def aux_of(self, numbers: Mapping[str, Any], rows: list[Any]) -> PyTree:
+        """Returns the auxiliary output in the tree that the loss function returned, from numbers and arrays.
 
-        ``means`` are the scalars, averaged over devices, ``rows`` the arrays with an entry for each row of the batch.
-        Works only after ``split_aux``.
+        ``numbers`` maps the path of each number to its value, reduced over devices; ``rows`` are the arrays, with an
+        entry for each row of the batch. Works only after ``split_aux``.
         """
         assert self.aux is not None
-        tree, has_rows = self.aux
-        of_means, of_rows = iter(means), iter(rows)
-        return jax.tree.unflatten(tree, [next(of_rows if rows else of_means) for rows in has_rows])
+        (tree, paths), of_rows = self.aux, iter(rows)
+        return jax.tree.unflatten(tree, [next(of_rows) if path is None else numbers[path] for path in paths])
+
+
+def _share(weight: Any, axes: tuple[str, ...]) -> Any:
+    """Returns ``weight`` of this device, divided by its mean over the devices along ``axes``; 0 if the mean is 0."""
+    local = jnp.asarray(weight, wide_dtype(jnp.result_type(weight)))
+    (mean,) = collectives.pmean([local], [axes])
+    return jnp.where(mean != 0, local / jnp.where(mean != 0, mean, 1), 0)
 
 
 def _note_writes(variable: Any, note: Callable[[], None]) -> None:
