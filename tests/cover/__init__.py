@@ -19,6 +19,11 @@ After some new tests, and after functions have moved, add recordings, in minutes
     python -m pytest -m "not slow" --record runs/new tests/plan/test_plan.py -k new_name
     python -m tests.cover runs/new --add
 
+To make ``make test`` shorter, look for shorter tests of the mutations that long tests detect, in a quarter of an hour:
+
+    python -m pytest -n 2 -m "not slow" --quick --durations=0 > runs/durations.txt
+    python -m tests.cover.cheaper runs/durations.txt
+
 A new mutation needs no measurement: without a measurement, all tests that the mutation names are quick. After renaming
 a test, change the name in the three files, too: ``sed -i s/old_name/new_name/ tests/cover/*.txt``.
 """
