@@ -155,8 +155,8 @@ def test_ten_clipped_adamw_steps_with_tensor_parallelism_match_a_single_device(n
     for want in losses:
         state, metrics = step(state, BATCH, jax.random.key(0))
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-5)
-    assert_same_params(state.opt_state[0], grads)
     assert_same_params(state.params, params, 1e-4)  # ten times rounded, and divided by small second moments
+    assert_same_params(state.opt_state[0], grads, 1e-4)  # of gradients at parameters that differ by as much
     assert losses[-1] < 0.8 * losses[0]  # guard: the loss decreases
 
 
