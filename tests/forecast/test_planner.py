@@ -600,14 +600,19 @@ def test_fit_trial_reports_a_build_step_without_offload_passed_on(passes_on, mon
 
 
 @pytest.mark.libtpu
-def test_fit_under_a_set_mesh_of_other_devices_forecasts_the_same_bytes():
+@pytest.mark.parametrize(
+    "types",
+    [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2],
+    ids=["explicit", "mixed", "auto"],
+)
+def test_fit_under_a_set_mesh_of_other_devices_forecasts_the_same_bytes(types):
     def found():
         return fit(_small_step, "v5e:2x2", meshes=[{"fsdp": 4}], jobs=1, cache=False).trials[0].forecast.total_bytes
 
     without = found()
-    for types in ((AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto), (AxisType.Auto,) * 2):
-        with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=types)):
-            assert found() == without, f"under a set mesh of {types}"
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=types)):
+        assert found() == without
+    assert without > 0  # guard
 
 
 def _small_step(options):

@@ -213,6 +213,22 @@ def test_recurrent_layers_in_both_directions_train_as_on_one_device(check_vma):
     assert_same_values(net, plain)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_recurrent_cell_has_the_gradients_of_one_device(check_vma):
+    """The carry of zeros varies over devices by its type, as the inputs do."""
+    make = lambda rngs: nnx.RNN(nnx.SimpleCell(2, 8, rngs=rngs))  # noqa: E731
+    loss = lambda net, x: jnp.mean(net(x) ** 2)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (8, 3, 2))
+    plain, net = (
+        make(nnx.Rngs(0)),
+        create_nnx_module(shard_modules(nnx_model(make), min_weight_size=8), 0, mesh=mesh_of(1, 2)),
+    )
+    found, grads = nnx_value_and_grad(loss, check_vma=check_vma)(net, x)
+    wanted, wanted_grads = nnx.value_and_grad(loss)(plain, x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert_same_values(grads, wanted_grads)
+
+
 class Written(nnx.Module):
     """Statistics of the rows, and a kernel that each call writes."""
 
