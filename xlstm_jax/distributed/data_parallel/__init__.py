@@ -23,7 +23,7 @@ The words of the library, each with one meaning:
   frozen         not trained, as the box says: gathered like any other leaf, without gradient and optimizer state
   minibatch      one of the m parts of a device's batch, where a step accumulates gradients
 
-Eight files lead a parameter through a step, some 1,100 lines of code and as many of docstrings; read in this order:
+Six files lead a parameter through a unit, some 700 lines of code (1,900 with docstrings); read in this order:
   wire/wire.py             format in which a shard is sent and received: ``Wire``. A new format is a ``WireFormat`` in a
                            new file, and a row of wire/formats.py
   wire/communication.py    the options of a leaf; the gather of an array, and the gradient of the gather
@@ -31,15 +31,16 @@ Eight files lead a parameter through a step, some 1,100 lines of code and as man
   leaf.py                  a leaf: stored array, axes of each dim, communication, store, trainable or frozen
   shard.py                 leaves are split and boxed (``policy`` chooses the dim), and gathered; averages of gradients
   modules/unit.py          a module with gathers around its methods. A new module system is a ``ModuleSystem``
-  extension.py             hooks by which a feature changes a unit: ``Extension``, registered in extensions/__init__.py
-  modules/linen_module.py  units of Linen, chosen in a model from outside
 
 ``policy`` (options of a unit), ``wire/collectives`` (every collective, and names of axes) and ``wire/running_loss``
 (facts on the loss that is being differentiated) are used throughout; their docstrings suffice.
 
-Then, as needed: ``modules/linen_class`` (wraps a Linen class: ``shard_module_params``), ``wire/copies`` (copies of
-shards; a new kind is a subclass in a new file), ``boxes`` (boxes of Flax), ``trees`` (walks, shardings), and
-``modules/shard_modules`` (chooses the units in a model of Linen or NNX, without changes to the model's source).
+Then, as needed:
+  extension.py             hooks by which a feature changes a unit: ``Extension``, in a new file that extensions imports
+  modules/linen_module.py  units of Linen, chosen in a model from outside; ``linen_class`` wraps a class
+                           (``shard_module_params``), ``shard_modules`` chooses the units of a model of Linen or NNX
+  wire/copies.py           copies of shards; a new kind is a subclass in a new file
+  boxes.py, trees.py       boxes of Flax; walks over trees, shardings
 ``training`` goes on with ``gradients``, ``accumulation`` and ``step``.
 
 The method is ZeRO-3 (arXiv:1910.02054), known as FSDP (arXiv:2304.11277).
