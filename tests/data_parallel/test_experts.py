@@ -28,7 +28,7 @@ from xlstm_jax.distributed import (
     unbox,
     value_and_grad,
 )
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 
 EXPERTS, DIM, HIDDEN = 4, 6, 8
 AXES = ("dp", "fsdp", "ep")
@@ -179,6 +179,17 @@ def test_gradients_of_experts_gathered_by_the_loss_match_a_single_device(check_v
     step = make_train_step(with_summed_gradient, mesh, AXES, check_vma=check_vma, allow_replicated=True)
     state, _ = step(state_of(MoE(), mesh), X, jax.random.key(2))
     close(unbox(state.opt_state), jax.grad(loss_fn)(params, PLAIN.apply, X, None))
+
+
+def test_gradient_of_a_gather_over_an_axis_of_the_model_and_another_axis_is_that_of_one_device(mesh):
+    w, x = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(64, dtype=np.float32).reshape(16, 4)
+    box = Sharded(w, ("ep", "fsdp"), model_axes=("ep",))
+
+    def on_device(box, x):
+        return value_and_grad(lambda box: jnp.mean(x @ gather_params(box, ("ep", "fsdp"))), AXES)(box)[1]
+
+    step = jax.shard_map(on_device, mesh=mesh, in_specs=(P("ep", "fsdp"), P(AXES)), out_specs=P("ep", "fsdp"))
+    np.testing.assert_allclose(jax.jit(step)(box, x).value, np.tile(x.mean(0)[:, None] / 2, 2), rtol=1e-6)
 
 
 def test_sync_gradients_raises_for_experts_gathered_by_hand_in_the_loss(mesh):

@@ -648,3 +648,9 @@ def test_counts_are_merged_under_strict_promotion_of_dtypes():
     with jax.numpy_dtype_promotion("strict"):
         both = most.merge(most)
     assert (both.high.tolist(), both.low.tolist()) == ([1], [2**32 - 2])
+
+
+def test_weighted_counts_are_exact_under_strict_promotion_of_dtypes():
+    with jax.numpy_dtype_promotion("strict"):
+        count = Count.of(np.array([1, 2**20 + 1, -3]), np.array([2, 65535, 4]))
+    assert int(count.exact()) == 2 + 65535 * (2**20 + 1) - 12

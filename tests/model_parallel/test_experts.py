@@ -425,6 +425,11 @@ def test_apply_by_group_matches_a_loop_and_zeros_rows_beyond_the_groups():
     np.testing.assert_allclose(got[1][1], want[1][1], rtol=0, atol=FLOAT32_ROUNDING * 10)
 
 
+def test_apply_by_group_takes_a_group_of_more_than_32767_rows():
+    got = apply_by_group(doubled, np.float32([2]), np.ones((40_000, 1), np.float32), np.array([40_000]), 20_000)
+    np.testing.assert_array_equal(got, np.full((40_000, 1), 2))
+
+
 def doubled(factor, rows):
     return factor * rows
 
@@ -551,6 +556,20 @@ def test_dropped_share_of_replicated_tokens_matches_a_single_device():
     want = jax.jit(partial(dropped, model.clone(axis=None, row_groups=4)))(variables, X)
     np.testing.assert_allclose(jax.jit(split)(variables, X), want, rtol=FLOAT32_ROUNDING)
     assert 0.1 < want < 1
+
+
+def test_dropped_share_of_replicated_tokens_traces_under_strict_promotion_of_dtypes():
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 4}, devices=jax.devices()[:4])
+    model = Experts(MLP(), COUNT, 2, capacity_factor=0.5)
+
+    def dropped(variables, x):
+        return model.apply(variables, x, mutable=["intermediates"])[1]["intermediates"]["dropped"][0]
+
+    specs = {"params": {"experts": P("ep"), "router": P()}}
+    split = jax.shard_map(dropped, mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    with jax.numpy_dtype_promotion("strict"):
+        variables = unbox(jax.eval_shape(model.init, jax.random.key(0), X))
+        assert jax.eval_shape(split, variables, X).dtype == jnp.float32
 
 
 def test_experts_sow_the_dropped_share_into_intermediates():

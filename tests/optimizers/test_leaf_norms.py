@@ -149,6 +149,12 @@ def test_leaf_norms_leave_out_frozen_leaves():
         assert sorted(norms) == ["middle/bias", "middle/kernel", "out/bias", "out/kernel"], kind
 
 
+def test_with_leaf_norms_drops_arguments_that_the_inner_transform_does_not_take():
+    params, tx = np.ones(2, np.float32), with_leaf_norms(optax.scale(-0.5))
+    updates, _ = tx.update(params, tx.init(params), params, value=np.float32(3))
+    assert updates.tolist() == [-0.5, -0.5]
+
+
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_with_leaf_norms_raises_for_every_below_1_or_not_an_integer(every):
     with pytest.raises(ValueError, match=r"with_leaf_norms: every=.*; pass the number of updates between norms"):

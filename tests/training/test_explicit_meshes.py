@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -190,6 +191,15 @@ def test_parameters_have_explicit_types_outside_the_step(mesh):
     halved = state.replace(params=jax.tree.map(lambda x: x / 2, state.params))
     state, metrics = make_train_step(mean_loss, mesh, AXES)(halved, batch_of(mesh), KEY)
     assert is_explicit(state.params["last"]["kernel"].value) and np.isfinite(float(metrics["loss"]))
+
+
+def test_results_of_a_step_on_mixed_axes_have_explicit_types():
+    mesh, x = mesh_called("explicit fsdp"), np.ones((8, 2), np.float32)
+    loss = lambda params, apply_fn, batch: jnp.mean(apply_fn({"params": params}, batch))  # noqa: E731
+    with jax.set_mesh(mesh):
+        state = create_train_state(nn.Dense(1), optax.sgd(0.1), mesh, KEY, x, allow_replicated=True)
+        after, _ = make_train_step(loss, mesh, allow_replicated=True)(state, x)
+    assert not implicit_leaves(after)
 
 
 def test_state_created_without_a_set_mesh_trains_on_under_the_mesh(mesh):

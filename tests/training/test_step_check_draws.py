@@ -159,6 +159,24 @@ def test_check_step_of_untraceable_keys_leaves_the_verdict_open_instead_of_right
     assert found.verdict == "cannot tell" and not found.ok and "For a verdict" in " ".join(str(found).split())
 
 
+def test_check_step_by_means_over_keys_detects_a_reported_loss_of_twice_the_objective(monkeypatch):
+    monkeypatch.setattr(comparison, "MOST_KEYS", 8)
+    loss = lambda params, apply_fn, x, rng: jnp.mean(apply_fn({"params": params}, x))  # noqa: E731
+    state = create_train_state(
+        nn.Dense(1, use_bias=False), optax.sgd(0.1), mesh_of(1, 1), KEY, jnp.ones((2, 2)), batch_axes=AXES
+    )
+
+    @jax.jit
+    def step(state, x, rng):
+        assert rng.dtype == KEY.dtype  # no constant key: the checker must compare means over keys
+        value, grads = jax.value_and_grad(loss)(state.params, state.apply_fn, x, rng)
+        return state.apply_gradients(grads=grads), {"loss": 2 * value}
+
+    found = check_step(step, state, jnp.ones((2, 2)), KEY, loss_fn=loss)
+    assert found.verdict == "wrong" and found.loss_ratio == pytest.approx(2), str(found)
+    assert [leaf.ratio for leaf in found.leaves] == pytest.approx([1])
+
+
 def sample_of(factor, rest, noise):
     rng = np.random.default_rng(0)
     right, beside = np.eye(16)[0] * 4, np.eye(16)[1] * 4
