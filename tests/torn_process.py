@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -25,6 +24,7 @@ import safetensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.ports import reserved_port
 from xlstm_jax.distributed import DeviceMeshManager, initialize_distributed, simulate_cpu_devices
 from xlstm_jax.distributed.checkpoint import VersionNeededError, apply_publication, latest_version, publish
 
@@ -56,12 +56,6 @@ def number_of(arrays: dict[str, np.ndarray]) -> int:
     wrong = [name for name in want if want[name].tobytes() != np.asarray(arrays[name]).tobytes()]
     assert not wrong, f"{wrong} are not of {number}"
     return number
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def drawn(*seed: int) -> np.random.Generator:
@@ -152,7 +146,7 @@ class Job:
     def __init__(self, number: int, versions: int) -> None:
         self.reader, writer = os.pipe()
         os.set_blocking(self.reader, False)
-        port = free_port()
+        port = reserved_port()
         with open(FOLDER.with_name(f"{FOLDER.name}-{number}.log"), "wb") as log:
             self.ranks = [
                 forked(lambda rank=rank: publisher(number, rank, port, versions, writer), log.fileno())

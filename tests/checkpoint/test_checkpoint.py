@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import sys
 import warnings
 from functools import partial
@@ -23,6 +22,7 @@ from tests import damage
 from tests.checkpoint.test_writer import spawn
 from tests.damage import NEWEST, OLDER
 from tests.data_parallel.test_initialisation import largest_buffer
+from tests.ports import reserved_port
 from tests.support import (
     AXES,
     Model,
@@ -647,9 +647,7 @@ def test_restore_warns_of_damage_inside_an_except_block_for_an_interruption(soun
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two") / "checkpoints"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     running = [spawn("two", folder, rank, port) for rank in range(2)]
     try:
         done = [process.communicate(timeout=240) for process in running]

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.damage import same
-from tests.processes.test_processes import free_port
+from tests.ports import reserved_port
 from tests.support import assert_same_bits, in_case, mesh_of
 from xlstm_jax.distributed import export_safetensors, import_safetensors
 from xlstm_jax.distributed.checkpoint import Stored, apply_publication, publish
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def started(mode, folder, count, argument=0):
-    port = str(free_port())
+    port = str(reserved_port())
     return [
         subprocess.Popen(
             [sys.executable, "-m", "tests.publish_process", mode, folder, str(rank), str(count), port, str(argument)],

@@ -12,16 +12,16 @@ import csv
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.run_log import TABLE, read_rows
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 COMPILED_ONCE = {  # All jobs of a suite run the same programs; JAX compiles each of them once.
@@ -97,9 +97,7 @@ def started(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (corpus := folder / "corpus.txt").write_text(CORPUS)
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     children, launched = [], time.time()
     for process in range(processes):
         what = (fault, str(at)) if process in on else ("none", "0")

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
+from tests.ports import reserved_port
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.forecast.compiling.compile_process import CHILD_ENVIRONMENT
 
@@ -169,9 +169,7 @@ print(json.dumps(out))
 
 
 def test_create_fsdp_mesh_across_processes_has_a_host_axis_and_a_device_axis():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(reserved_port())
     running = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESSES, str(rank), port],

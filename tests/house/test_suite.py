@@ -1,6 +1,8 @@
 """Tests of the test suite: helpers have one import name, and only tests of the benchmarks need the benchmarks."""
 
 import ast
+import errno
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from tests.cover.data import path_of
 from tests.deletion.__main__ import CORE
 from tests.deletion.delete import LIBRARY, ROOT
 from tests.deletion.features import FEATURES, NOT_YET
+from tests.ports import reserved_port
 
 TESTS = Path(__file__).parents[1]
 FILES = sorted(TESTS.rglob("*.py"))
@@ -46,6 +49,20 @@ def test_imported_detects_forbidden_helper_and_benchmark_imports():
     assert {"support", "damage"} <= HELPERS
     source = "from support import mesh_of\nfrom . import damage\ndef f():\n    import benchmarks.models"
     assert set(imported(source)) == {"support", ".", "benchmarks"}
+
+
+def test_reserved_port_is_for_the_coordinator_alone():
+    """Nobody listens at a reserved port, and only a socket with SO_REUSEPORT, as gRPC's, can bind to it."""
+    address = "127.0.0.1", reserved_port()
+    with socket.socket() as client:
+        assert client.connect_ex(address) == errno.ECONNREFUSED
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(address)
+    with socket.socket() as coordinator, socket.socket() as client:
+        coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        coordinator.bind(address)
+        coordinator.listen()
+        assert client.connect_ex(address) == 0
 
 
 def test_is_chosen_selects_exact_cases_and_promises_are_quick_tests():

@@ -1,13 +1,14 @@
 """Tests of the three interfaces of metrics in two real processes with two devices each, over loopback."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 VALUES = np.arange(1, 13, dtype=np.float64) ** 2
@@ -18,9 +19,7 @@ MEAN = np.average(VALUES, weights=WEIGHTS)
 
 @pytest.fixture(scope="module")
 def printed():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port()
     commands = [[sys.executable, "-m", "tests.metric_process", str(rank), str(port)] for rank in range(2)]
     running = [
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -10,7 +10,8 @@ import time
 import jax
 import pytest
 
-from tests.processes.test_processes import ROOT, free_port
+from tests.ports import reserved_port
+from tests.processes.test_processes import ROOT
 from tests.processes.test_store import Store
 from xlstm_jax.distributed.processes import exit as exits
 from xlstm_jax.distributed.resilience import EXIT_FAILED
@@ -25,7 +26,7 @@ def run(tmp_path):
     running = []
 
     def start(mode, count):
-        port, command = free_port(), [sys.executable, "-m", "tests.leaving_process", mode]
+        port, command = reserved_port(), [sys.executable, "-m", "tests.leaving_process", mode]
         for rank in range(count):
             arguments = [*command, str(rank), str(count), str(port), str(tmp_path / "run"), str(time.time())]
             running.append(
@@ -103,7 +104,7 @@ raise OSError("my data are gone, too")
 
 def test_process_prints_the_local_error_before_the_error_of_a_peer():
     """A process alone, in whose store the reason of another stands."""
-    command = [sys.executable, "-c", ALONE.format(port=free_port())]
+    command = [sys.executable, "-c", ALONE.format(port=reserved_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     own, other = (done.stderr.find(text) for text in ("OSError: my data are gone, too", "OSError: the data are gone"))
     assert done.returncode == EXIT_FAILED and 0 <= own < other, done.stderr

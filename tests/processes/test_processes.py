@@ -24,6 +24,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import xlstm_jax
+from tests.ports import reserved_port
 from tests.support import blocks_of, mesh_of
 from xlstm_jax.distributed import assert_same_everywhere, initialize_distributed, shard_batch
 from xlstm_jax.distributed.processes import initialize
@@ -34,12 +35,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "processes.md"
 LIMIT_S = 480  # of a run that hangs; the promises about time are asserted one by one
 PEER_TIMEOUT_S = 2  # the longest that a process waits for another in tests.process_script
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def start(part, rank, count, port, **environment):
@@ -71,7 +66,7 @@ def finished(running):
 
 
 def run(part, count):
-    port = free_port()
+    port = reserved_port()
     return finished([start(part, rank, count, port) for rank in range(count)])
 
 
@@ -172,7 +167,7 @@ def as_srun(rank, port):
 
 
 def test_initialization_under_slurm_needs_no_arguments_and_listens_on_loopback_only():
-    port = free_port()
+    port = reserved_port()
     printed = finished([start("slurm", rank, 2, port, **as_srun(rank, port)) for rank in range(2)])
     assert [process["joined"] for process in printed] == [[0, 2, 2], [1, 2, 2]]
     check_listens_on_loopback_only(printed[0]["listening"])
@@ -296,7 +291,7 @@ def test_detected_process_0_listens_at_its_own_address_or_at_the_given_one(
 def test_processes_page_program_runs_as_two_processes(tmp_path):
     (program,) = blocks_of(PAGE)
     (tmp_path / "page.py").write_text(program + "print(jax.process_count(), dict(mesh.shape), metrics['loss'])\n")
-    port = free_port()
+    port = reserved_port()
     running = [
         subprocess.Popen(
             [sys.executable, "-W", "error", tmp_path / "page.py"],
@@ -314,7 +309,7 @@ def test_processes_page_program_runs_as_two_processes(tmp_path):
 @pytest.mark.slow
 def test_processes_page_commands_start_two_processes(tmp_path):
     (commands,) = blocks_of(PAGE, "bash")
-    commands = commands.replace("29500", str(free_port())).replace("python two.py", f"{sys.executable} two.py")
+    commands = commands.replace("29500", str(reserved_port())).replace("python two.py", f"{sys.executable} two.py")
     done = subprocess.run(["bash", "-c", commands], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
     lines = sorted(re.findall(r"process \d sees \d+ devices", done.stdout))  # two processes may write into one line
     assert lines == ["process 0 sees 8 devices", "process 1 sees 8 devices"], done.stderr[-3000:]
@@ -322,7 +317,7 @@ def test_processes_page_commands_start_two_processes(tmp_path):
 
 def test_initialization_without_the_peer_process_fails_within_the_timeout():
     """Process 1 without process 0 raises; process 0 without process 1 is ended by JAX's runtime, within LIMIT_S."""
-    alone = [start("join", rank, 2, free_port()) for rank in range(2)]
+    alone = [start("join", rank, 2, reserved_port()) for rank in range(2)]
     try:
         (_, aborted), (told, _) = [process.communicate(timeout=LIMIT_S) for process in alone]
     finally:

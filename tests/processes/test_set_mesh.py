@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.processes.test_processes import ROOT, finished, free_port
+from tests.ports import reserved_port
+from tests.processes.test_processes import ROOT, finished
 from tests.set_mesh_process import SEED, TX, Net, errors, loss_fn, rows
 from tests.support import FLOAT32_ROUNDING
 from xlstm_jax.distributed import import_safetensors
@@ -18,7 +19,7 @@ from xlstm_jax.distributed.data_parallel.trees import path_string
 
 
 def run(kind, folder, count=2):
-    port = free_port()
+    port = reserved_port()
     started = []
     for rank in range(count):
         command = [sys.executable, "-m", "tests.set_mesh_process", kind, str(folder), str(rank), str(count), str(port)]

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.ports import reserved_port
 from tests.support import AXES, mesh_of
 from xlstm_jax.distributed import (
     LoopGuard,
@@ -84,9 +84,7 @@ def start(tmp_path):
     started = []
 
     def start(mode, processes=2):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = reserved_port()
         started.extend(Process(tmp_path, mode, rank, processes, port) for rank in range(processes))
         return started
 

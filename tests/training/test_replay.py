@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import replay_trials
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyModel
+from tests.ports import reserved_port
 from tests.support import AXES, Model, bits_equal, fsdp, in_case, mean_loss, mesh_of
 from xlstm_jax.distributed import (
     LoopGuard,
@@ -291,9 +291,7 @@ def test_check_replicas_raises_the_report_of_a_replay_and_loop_guard_passes_it_o
 
 
 def test_replayed_step_on_two_processes_names_the_faulty_device_on_both():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(reserved_port())
     command, root = [sys.executable, "-m", "tests.replay_process"], Path(__file__).parents[2]
     started = [
         subprocess.Popen([*command, str(rank), "2", port], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
