@@ -102,13 +102,32 @@ def job(monkeypatch):
     return running
 
 
-def exchanged(job, processes, coming=None, action="count", timeout_s=ENOUGH_S):
-    """Returns what each process gets that posts "text of <index>"; only the processes ``coming`` come."""
+class WaitsAfterPosting(KeyValueStore):
+    """Store of an exchange that calls ``then`` after this process has posted its text, before it waits for others."""
+
+    def __init__(self, me, processes, then):
+        super().__init__("test", me, processes)
+        self._then = then
+
+    def post(self, name, text):
+        super().post(name, text)
+        if name.startswith("texts/"):
+            self._then()
+
+
+def exchanged(job, processes, coming=None, timeout_s=ENOUGH_S):
+    """Returns what each process gets that posts "text of <index>"; only the processes ``coming`` come.
+
+    None of these waits before all of them have posted: within a short ``timeout_s`` a thread may not even start.
+    """
+    coming = processes if coming is None else coming
+    all_have_posted = threading.Barrier(len(coming))
 
     def work(me):
-        return exchange_in(KeyValueStore("test", me, processes), f"text of {me}", action, timeout_s)
+        of_exchange = WaitsAfterPosting(me, processes, then=lambda: all_have_posted.wait(ENOUGH_S))
+        return exchange_in(of_exchange, f"text of {me}", "count", timeout_s)
 
-    return job.run(work, processes if coming is None else coming, len(processes))
+    return job.run(work, coming, len(processes))
 
 
 def texts(errors, kind):
@@ -158,10 +177,15 @@ def test_late_process_raises_the_error_of_the_processes_that_waited(job):
 
 def test_process_waits_longer_for_the_first_process_which_answers_at_its_own_deadline(job, monkeypatch):
     monkeypatch.setattr(store, "GRACE_S", ENOUGH_S)
+    process_1_waits = threading.Event()
 
     def work(me):
-        time.sleep(0 if me else 4 * SOON_S)
-        return exchange_in(KeyValueStore("test", me, range(2)), f"text of {me}", "count", SOON_S if me else ENOUGH_S)
+        if me == 1:
+            waiting = WaitsAfterPosting(1, range(2), then=process_1_waits.set)
+            return exchange_in(waiting, "text of 1", "count", SOON_S)
+        assert process_1_waits.wait(ENOUGH_S)
+        time.sleep(2 * SOON_S)  # process 0 comes after the deadline of process 1
+        return exchange_in(KeyValueStore("test", 0, range(2)), "text of 0", "count", ENOUGH_S)
 
     assert job.run(work, range(2), 2) == [["text of 0", "text of 1"]] * 2
 
