@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -90,20 +91,40 @@ def test_exception_in_a_process_ends_the_peers_with_the_error_text(run, mode):
 
 
 ALONE = """
-import time, jax
+import sys, threading
+from types import SimpleNamespace
+import jax
 from xlstm_jax.distributed.processes import exit
 from xlstm_jax.private_names import job
 
+heard_of_peer, printed_own_error = threading.Event(), threading.Event()
+
+
+def pause(seconds):
+    heard_of_peer.set()
+    printed_own_error.wait(60)
+
+
+def print_error(*error):
+    sys.__excepthook__(*error)
+    printed_own_error.set()
+
+
+exit.time, sys.excepthook = SimpleNamespace(sleep=pause), print_error
 jax.distributed.initialize("127.0.0.1:{port}", 1, 0)
 exit._start_listening()
 exit._post(job.client, [0], "process 1 has left with exit code 13: OSError: the data are gone")
-time.sleep(0.3)
+heard_of_peer.wait(60)
 raise OSError("my data are gone, too")
 """
 
 
 def test_process_prints_the_local_error_before_the_error_of_a_peer():
-    """A process alone, in whose store the reason of another stands."""
+    """A process alone, in whose store the reason of another stands.
+
+    The listening thread pauses before it prints this reason. Here the pause ends when the local error is printed, so
+    that the test does not depend on the speed of the machine.
+    """
     command = [sys.executable, "-c", ALONE.format(port=reserved_port())]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     own, other = (done.stderr.find(text) for text in ("OSError: my data are gone, too", "OSError: the data are gone"))
@@ -144,11 +165,13 @@ def test_hanging_checkpoint_commit_ends_all_processes(run, tmp_path):
 @pytest.mark.slow
 def test_process_pause_below_the_step_timeout_ends_no_process(run):
     """Twelve seconds, stopped: more than the heartbeat of ten seconds that once ended such a job."""
+    stopped_s = 12
     processes = run("pause", 2)
     for process in processes:
         line_of(process, "STEP")
     processes[1].send_signal(signal.SIGSTOP)
-    time.sleep(12)
+    time.sleep(stopped_s)
+    assert [process.poll() for process in processes] == [None, None]  # guard: both were in the midst of their steps
     processes[1].send_signal(signal.SIGCONT)
     codes, errors = ended(processes)
     assert codes == [0, 0], errors
@@ -222,9 +245,10 @@ def test_first_of_several_leaving_processes_gives_the_reason(job_of):
 def test_only_process_0_which_has_the_store_waits_before_it_leaves(job_of, monkeypatch, process_id, waits):
     job_of(process_id)
     slept = []
-    monkeypatch.setattr(exits.time, "sleep", slept.append)
+    monkeypatch.setattr(exits, "COORDINATOR_GRACE_S", 1.5)
+    monkeypatch.setattr(exits, "time", SimpleNamespace(sleep=slept.append))  # other threads sleep by the real module
     code_of(exits.leave, 13, "an error")
-    assert len(slept) == waits
+    assert slept == [1.5] * waits
 
 
 def test_process_that_is_told_a_reason_prints_it_and_leaves_after_waits_that_have_timed_out(job_of, capfd):
@@ -242,15 +266,19 @@ def test_process_that_is_told_a_reason_prints_it_and_leaves_after_waits_that_hav
 
 
 def test_listening_ends_without_leaving_if_the_text_is_empty_or_the_store_is_gone(job_of):
-    job = job_of(2)
+    job, asked = job_of(2), []
     exits._post(job.client, [2], "")
     exits._listen(job.client, 2)
 
     def gone(key, wait_ms):
+        if asked:
+            raise Left("asked a store again that is gone")  # without end, would this be an error of the store
+        asked.append(key)
         raise jax.errors.JaxRuntimeError("UNAVAILABLE: the service is gone")
 
     job.client.blocking_key_value_get = gone
     exits._listen(job.client, 2)
+    assert len(asked) == 1  # guard
 
 
 @pytest.mark.parametrize("error, code", [(ValueError("no rows"), EXIT_FAILED), (KeyboardInterrupt("stop"), 130)])
