@@ -1,7 +1,7 @@
 """Processes with checkpoints: ``python -m tests.checkpoint_process MODE FOLDER [RANK PORT]``; prints the results.
 
 two     one of two processes with two devices each: saves, gets damage on one process, restores
-writer  saves, prints a line, and stays until it is killed; so does a forked child
+writer  saves, prints "saved" and the process id of a forked child, and stays until it is killed; so does the child
 ends    ends during a save, without closing the checkpointer
 fails   as ends, and the save fails
 hangs   as ends, and the rename of the save never returns
@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -115,11 +116,12 @@ def writer():
     checkpointer = Checkpointer(FOLDER)
     checkpointer.save(1, {"w": np.arange(3)})
     checkpointer.wait()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         os.closerange(1, 3)  # so that the parent's end is visible
-        time.sleep(20)
+        time.sleep(120)
         os._exit(0)
-    print("saved", os.getpid(), flush=True)
+    print("saved", child, flush=True)
     time.sleep(120)
 
 
@@ -133,11 +135,12 @@ def ends():
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     if MODE == "hangs":
         os.rename = lambda *_, **__: time.sleep(600)
-    rename = os.rename
-    if MODE == "ends":  # the commit of the step takes a second
-        os.rename = lambda *args, **options: (time.sleep(1), rename(*args, **options))[1]
+    rename, at_the_end = os.rename, threading.Event()
+    if MODE == "ends":  # the commit of the step takes a second from the end of the program
+        os.rename = lambda *args, **options: (at_the_end.wait(60), time.sleep(1), rename(*args, **options))[2]
     assert checkpointer.save(2, {"w": np.arange(200_000)}), "save skipped step 2"
     print("saving at the end:", checkpointer._backend.is_saving(), flush=True)
+    at_the_end.set()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tests of the writer of a directory: a lock, reports of failed saves, a final wait; I/O errors are no damage."""
 
 import fcntl
+import math
 import os
 import resource
 import shutil
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import jax
@@ -28,6 +29,7 @@ from xlstm_jax.distributed.processes import collective_errors
 ROOT = Path(__file__).parents[2]
 SMALL, LARGE = {"w": np.arange(3)}, {"w": np.random.default_rng(0).normal(size=(100, 1000))}
 ZEROS = {"w": np.zeros(3, int)}
+LIMIT_S = 120  # of what hangs
 
 
 def spawn(*args):
@@ -38,6 +40,23 @@ def spawn(*args):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def line_of(process):
+    """Returns the next line of the output of a process, which is killed if it prints none."""
+    kill = threading.Timer(LIMIT_S, process.kill)
+    kill.start()
+    try:
+        return process.stdout.readline()
+    finally:
+        kill.cancel()
+
+
+def wait_until(is_so, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"waited {LIMIT_S} s until {what}"
+        time.sleep(0.01)
 
 
 def steps_in(folder):
@@ -74,13 +93,12 @@ def limited(what, soft):
 )
 def test_next_call_raises_for_a_failed_save_and_only_once(told_by, tmp_path):
     """The next call reports a failed save, once; a limit of 10 kB per file emulates a full disk."""
-    with Checkpointer(tmp_path, 10, async_timeout_s=10) as checkpointer:
+    with Checkpointer(tmp_path, 10) as checkpointer:
         checkpointer.save(10, SMALL)
         checkpointer.wait()
         with limited(resource.RLIMIT_FSIZE, 10_000):
             checkpointer.save(20, LARGE)
-            while checkpointer._backend.is_saving():
-                time.sleep(0.01)
+            wait_until(lambda: not checkpointer._backend.is_saving(), "the save has failed")
         with pytest.raises(CheckpointError, match=r"saving step 20 to .* failed: .*File too large.* MB left"):
             told_by(checkpointer)
         assert not checkpointer.save(21, SMALL) and checkpointer.latest_step() == 10
@@ -109,26 +127,29 @@ def test_wait_raises_for_a_save_timeout_and_reports_the_clock_jump(tmp_path, mon
 
 def test_calls_raise_for_a_commit_beyond_async_timeout_until_the_rename_ends(tmp_path, monkeypatch):
     """A commit that exceeds ``async_timeout_s`` raises until the rename ends; the directory stays locked."""
-    ends, real = threading.Event(), os.rename
-    with Checkpointer(tmp_path, async_timeout_s=3) as checkpointer:
+    ends, rename, begun = threading.Event(), os.rename, time.monotonic()
+    with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, SMALL)
-        checkpointer.wait()
-        monkeypatch.setattr(os, "rename", lambda *args, **kwargs: (ends.wait(600), real(*args, **kwargs))[1])
+    # Longer than five saves without a hanging commit take on this machine.
+    timeout_s = 1 + math.ceil(5 * (time.monotonic() - begun))
+    with Checkpointer(tmp_path, async_timeout_s=timeout_s) as checkpointer, ExitStack() as before_close:
+        before_close.callback(ends.set)
+        monkeypatch.setattr(os, "rename", lambda *args, **kwargs: (ends.wait(600), rename(*args, **kwargs))[1])
         begun = time.monotonic()
         checkpointer.save(2, SMALL)
         for ask in (checkpointer.wait, lambda: checkpointer.save(3, SMALL), lambda: checkpointer.restore(ZEROS)):
             with (
                 in_case(ask=ask),
                 pytest.raises(
-                    CheckpointError, match=r"saving step 2 .*not on disk within async_timeout_s=3 s.*goes on"
+                    CheckpointError, match=rf"saving step 2 .*not on disk within async_timeout_s={timeout_s} s.*goes on"
                 ),
             ):
                 ask()
         # No call waited for the rename, which ends below; on a slow machine each call may take longer.
-        assert time.monotonic() - begun > 3 and checkpointer._backend.is_saving() and not may_write(tmp_path)
+        assert time.monotonic() - begun > timeout_s
+        assert checkpointer._backend.is_saving() and not may_write(tmp_path)
         ends.set()
-        while checkpointer._backend.is_saving():
-            time.sleep(0.01)
+        wait_until(lambda: not checkpointer._backend.is_saving(), "the rename has ended")
         checkpointer.wait()  # the step is on disk
         assert not checkpointer.save(2, SMALL) and checkpointer.save(3, SMALL)
     assert steps_in(tmp_path) == {"1", "2", "3"} and may_write(tmp_path)
@@ -136,7 +157,8 @@ def test_calls_raise_for_a_commit_beyond_async_timeout_until_the_rename_ends(tmp
 
 @pytest.mark.slow
 def test_program_with_a_hanging_commit_exits_with_1_and_reports_the_timeout(tmp_path):
-    code, errors = ended("hangs", tmp_path)
+    code, output, errors = ended("hangs", tmp_path)
+    assert "saving at the end: True" in output  # guard
     assert code == 1 and steps_in(tmp_path) >= {"1"} and "2" not in steps_in(tmp_path)
     assert f"saving step 2 to {tmp_path} failed: TimeoutError: it was not on disk" in errors
 
@@ -147,23 +169,23 @@ def test_program_with_a_hanging_commit_exits_with_1_and_reports_the_timeout(tmp_
 def ended(mode, folder):
     process = spawn(mode, folder)
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
-    assert "saving at the end: True" in output, f"guard: the save was complete before the program ended: {output}"
-    return process.returncode, errors
+    return process.returncode, output, errors
 
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no threads at its end")
 def test_program_exit_without_close_finishes_the_save(tmp_path):
-    code, errors = ended("ends", tmp_path)
+    code, output, errors = ended("ends", tmp_path)
     assert (code, errors[-500:]) == (0, "")
+    assert "saving at the end: True" in output  # guard: the save was not complete before the program ended
     with Checkpointer(tmp_path) as checkpointer:
         np.testing.assert_array_equal(checkpointer.restore({"w": np.zeros(200_000, int)}, 2)["w"], np.arange(200_000))
 
 
 def test_program_with_a_failed_last_save_exits_with_1_and_reports_the_error(tmp_path):
-    code, errors = ended("fails", tmp_path)
+    code, _, errors = ended("fails", tmp_path)
     assert code == 1 and steps_in(tmp_path) >= {"1"}
     assert f"saving step 2 to {tmp_path} failed: " in errors and "File too large" in errors
     assert errors.endswith("Call Checkpointer.close, or use it in a with block.\n")
@@ -173,18 +195,23 @@ def test_program_with_a_failed_last_save_exits_with_1_and_reports_the_error(tmp_
 
 
 def test_save_raises_for_a_directory_locked_by_another_process_until_the_process_ends(tmp_path):
-    first = spawn("writer", tmp_path)
+    first, child = spawn("writer", tmp_path), None
     try:
-        assert first.stdout.readline().startswith("saved"), first.stderr.read()[-3000:]
+        told = line_of(first)
+        assert told.startswith("saved"), first.stderr.read()[-3000:]
+        child = int(told.split()[1])
         with Checkpointer(tmp_path) as checkpointer:
             assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])  # reading is free
             with pytest.raises(CheckpointError, match=rf"another job writes .*: process {first.pid} on .*\. Stop it"):
                 checkpointer.save(2, SMALL)
             first.kill()  # while a forked child of the first process lives on
-            assert first.stdout.readline() == ""
+            first.wait(LIMIT_S)  # all files of the process are closed, the lock file among them
             assert checkpointer.save(2, SMALL)
+        os.kill(child, 0)  # guard: the child is alive
     finally:
         first.kill()
+        if child:
+            os.kill(child, signal.SIGKILL)
         first.communicate(timeout=30)
 
 
@@ -246,14 +273,27 @@ def test_child_forked_while_the_lock_is_taken_or_released_closes_the_lock_file(t
     real()
 
 
-def test_new_checkpointer_waits_for_the_save_of_a_discarded_checkpointer(tmp_path):
+def test_new_checkpointer_waits_for_the_save_of_a_discarded_checkpointer(tmp_path, monkeypatch):
     """A new ``Checkpointer`` waits for the save of a discarded one, as in a notebook cell that runs twice."""
+    waits, wait_for_commit, held = [], writer.Writer._wait_for_commit, []
+
+    def go_on_and_wait(of_writer):
+        waits.append(of_writer._backend.is_saving())
+        held[0].set()
+        wait_for_commit(of_writer)
+
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, LARGE)
-    checkpointer = Checkpointer(tmp_path)
-    assert checkpointer.save(2, LARGE)
-    checkpointer.close()
-    assert steps_in(tmp_path) == {"1", "2"} and may_write(tmp_path)
+    with monkeypatch.context() as slow:  # the first save goes on only when somebody waits for it
+        slow.setattr(SavedSums, "begin", lambda self: held.append(self._begun))
+        checkpointer.save(1, LARGE)
+    monkeypatch.setattr(writer.Writer, "_wait_for_commit", go_on_and_wait)
+    try:
+        checkpointer = Checkpointer(tmp_path)
+        assert checkpointer.save(2, LARGE)
+        checkpointer.close()
+    finally:
+        held[0].set()
+    assert waits[0] is True and steps_in(tmp_path) == {"1", "2"} and may_write(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -335,16 +375,23 @@ def two_steps(written, tmp_path):
     return shutil.copytree(written, tmp_path / "run")
 
 
-def failing_once(error):
-    def read(*args):
-        OrbaxBackend.read_arrays = real
-        raise error
+@pytest.fixture
+def failing_once(monkeypatch):
+    """Returns a function that makes the next read of arrays raise an error."""
+    read_arrays = OrbaxBackend.read_arrays
 
-    real, OrbaxBackend.read_arrays = OrbaxBackend.read_arrays, read
+    def fail(error):
+        def read(*args):
+            monkeypatch.setattr(OrbaxBackend, "read_arrays", read_arrays)
+            raise error
+
+        monkeypatch.setattr(OrbaxBackend, "read_arrays", read)
+
+    return fail
 
 
 @pytest.mark.parametrize("error", SHORTAGES.values(), ids=SHORTAGES)
-def test_restore_raises_os_error_for_io_failures_and_keeps_the_step(error, two_steps):
+def test_restore_raises_os_error_for_io_failures_and_keeps_the_step(error, two_steps, failing_once):
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
         with pytest.raises(OSError, match=r"step 2 in .* could not be read: .*error of the system and no damage"):
@@ -355,7 +402,7 @@ def test_restore_raises_os_error_for_io_failures_and_keeps_the_step(error, two_s
 
 
 @pytest.mark.parametrize("error", DAMAGES.values(), ids=DAMAGES)
-def test_restore_warns_of_damaged_data_and_save_moves_the_step_aside(error, two_steps):
+def test_restore_warns_of_damaged_data_and_save_moves_the_step_aside(error, two_steps, failing_once):
     """Guard of the test above: damage is no I/O error."""
     with Checkpointer(two_steps) as checkpointer:
         failing_once(error)
@@ -397,10 +444,18 @@ def test_restore_raises_os_error_without_free_file_descriptors(two_steps):
 
 def test_step_removed_between_listing_and_reading_is_ignored(two_steps, monkeypatch):
     with Checkpointer(two_steps) as checkpointer:
-        listed = [*os.listdir(two_steps), "3"]
-        monkeypatch.setattr(steps.os, "listdir", lambda _: listed)
+        listdir, lists_step_3 = os.listdir, []
+
+        def before_the_removal(path="."):
+            if Path(path) != two_steps:  # other threads list other folders
+                return listdir(path)
+            lists_step_3.append(path)
+            return [*listdir(path), "3"]
+
+        monkeypatch.setattr(steps.os, "listdir", before_the_removal)
         assert checkpointer.latest_step() == 2
         assert np.array_equal(checkpointer.restore(ZEROS)["w"], [0, 1, 2])
+        assert len(lists_step_3) >= 2  # guard
 
 
 # ----------------------------------------------------------------------------------------------------- strays and links
@@ -492,6 +547,8 @@ def test_second_checkpointer_removes_no_files_of_a_save_in_progress(tmp_path, mo
         with monkeypatch.context() as slow:
             slow.setattr(SavedSums, "begin", lambda self: held.append(self._begun))
             training.save(2, SMALL)
+        # Orbax makes the folder of the save in progress in the background.
+        wait_until(lambda: any("tmp" in name for name in os.listdir(tmp_path)), "a folder of the save is there")
         before = {path.name for path in tmp_path.iterdir()}
         with Checkpointer(tmp_path) as evaluation:
             assert evaluation.latest_step() == 1
@@ -500,7 +557,7 @@ def test_second_checkpointer_removes_no_files_of_a_save_in_progress(tmp_path, mo
             with pytest.raises(CheckpointError, match="another Checkpointer of this process writes"):
                 evaluation.save(3, SMALL)
         assert {path.name for path in tmp_path.iterdir()} == before
-        assert any("tmp" in name for name in before)  # guard: the save goes on
+        assert training._backend.is_saving()  # guard
         held[0].set()
         training.wait()
         assert training.latest_step() == 2

@@ -42,11 +42,16 @@ def run(tmp_path):
 
 
 def line_of(process, word):
-    """Reads lines up to one that begins with the word."""
-    for line in process.stdout:
-        if line.startswith(word):
-            return line.split()
-    raise AssertionError(process.stderr.read()[-3000:])
+    """Reads lines up to one that begins with the word; a process that does not print it in time is killed."""
+    kill = threading.Timer(LIMIT_S, process.kill)
+    kill.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(word):
+                return line.split()
+    finally:
+        kill.cancel()
+    raise AssertionError(f"no line {word!r}; errors: {process.stderr.read()[-3000:]}")
 
 
 def time_after(processes, word):

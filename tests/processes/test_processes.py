@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
@@ -247,17 +246,24 @@ def test_process_0_joins_without_waiting_and_is_tied_to_the_others(joined, monke
     }
 
 
-def test_other_process_waits_until_the_coordinator_listens(joined):
+def test_other_process_waits_until_the_coordinator_listens(joined, monkeypatch):
+    connect, attempts = socket.create_connection, []
+
+    def connect_to_one_that_listens_at_the_second_attempt(*args, **options):
+        attempts.append(args)
+        if len(attempts) == 2:
+            coordinator.listen()
+        return connect(*args, **options)
+
     with socket.socket() as coordinator:
         coordinator.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{coordinator.getsockname()[1]}"
         with pytest.raises(TimeoutError, match=f"process 1 of 2 found nothing that listens at {address} within 0.05 s"):
             initialize_distributed(address, 2, 1, initialization_timeout_s=0.05)
         assert not joined
-        later = threading.Timer(0.1, coordinator.listen)
-        later.start()
+        monkeypatch.setattr(socket, "create_connection", connect_to_one_that_listens_at_the_second_attempt)
         initialize_distributed(address, 2, 1)
-        later.join()
+        assert len(attempts) == 2  # guard: the first was in vain
     assert joined[0][0] == (address, 2, 1)
 
 
