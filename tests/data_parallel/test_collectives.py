@@ -70,6 +70,7 @@ def test_all_reduce_runs_only_for_loss_replicated_leaves_and_replicas_of_shards(
     )
     # Expected: the loss, every replicated leaf over all axes, and (with replicas) every shard over dp.
     assert reduced == Counter([()]) + whole + shards
+    assert sum(is_box(leaf) for _, leaf in leaves) == 11  # guard: leaves are sharded
 
 
 @pytest.mark.parametrize("check_vma, around", [(True, lambda model: model), (False, fsdp)], ids=["blocks", "all too"])

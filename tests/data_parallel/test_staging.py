@@ -149,7 +149,7 @@ def test_reduce_scatter_of_any_rank_is_bit_equal_to_psum_scatter_along_the_dim(c
 
 
 @pytest.mark.parametrize(
-    "shape", [*SHAPES, (4, 4096), (8, 3), (8, 128, 512), (512, 3, 8, 128), (9, 4096, 2), (3, 7), (13, 1)]
+    "shape", [*SHAPES, (4, 4096), (8, 3), (8, 128, 512), (512, 3, 8, 128), (9, 4096, 2), (3, 7), (13, 1), (16, 24)]
 )
 def test_matrix_shape_keeps_the_size_and_fills_the_rows_of_a_tile(shape):
     rows_and_columns = _matrix_shape(shape)

@@ -464,6 +464,8 @@ def test_dropout_differs_by_device_example_and_step():
     # 16 examples: with the same mask on all devices a column would be 0, 1/2 or 1 of 2.0 (two examples per device).
     assert masks[0] != masks[1]
     assert any(value not in (0.0, 1.0, 2.0) for value in masks[0])
+    # With the same mask for both examples of each device a column would keep an even number of examples.
+    assert any(value * 8 % 2 for value in masks[0])
 
 
 def test_train_step_leaves_integer_parameters_unchanged():
