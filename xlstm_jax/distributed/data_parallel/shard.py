@@ -371,7 +371,7 @@ def mean_gradients(grads: list[tuple[str, Sharded]], axes: tuple[str, ...]) -> l
             may_be = [axis for axis in (*left, *copied) if axis not in known]
             summed = [a for a in may_be if a in box.model_axes or (a not in varying and collectives.is_tracked(a))]
             count = collectives.axis_size(summed)
-            if count > 1 and AVERAGES.known:
+            if count > 1:
                 check_no_average(path, box.value, summed)
             values.append(box.value / count if count > 1 else box.value)
             # Over the model's own axes the gradient is already a sum, and was divided.
