@@ -92,18 +92,26 @@ class Model(nn.Module):
         return self.wrap(nn.Dense)(4)(x)
 
 
-# Compiled as one program: each operation by itself would be a program, in every worker that imports a test file.
-@partial(jax.jit, static_argnums=(0, 1, 2), static_argnames=("batch", "features", "seed"))
+def normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns standard normal values of JAX's float dtype, drawn with NumPy: JAX compiles a program for each shape."""
+    return np.random.default_rng(seed).normal(size=shape).astype(jnp.result_type(float))
+
+
+def integers(seed: int, shape: tuple[int, ...], low: int, high: int) -> np.ndarray:
+    """Returns integers from ``low`` to ``high - 1``, of JAX's integer dtype, drawn with NumPy as in ``normal``."""
+    return np.random.default_rng(seed).integers(low, high, shape).astype(jnp.result_type(int))
+
+
 def data(batch: int = 16, features: int = 8, seed: int = 1):
-    """Returns inputs [b, 8], targets [b, 4] and uneven weights [b].
+    """Returns inputs [b, 8], targets [b, 4] and uneven weights [b], as NumPy arrays.
 
     Examples differ in scale, so that the mean over a shard differs from the mean over the batch.
     """
-    keys = jax.random.split(jax.random.key(seed), 2)
-    x = jax.random.normal(keys[0], (batch, features)) * (1 + jnp.arange(batch) % 7)[:, None] / 4
-    y = jax.random.normal(keys[1], (batch, 4))
-    weight = jnp.where(jnp.arange(batch) % 5 < 2, 1.0 + jnp.arange(batch), 0.0)
-    return {"x": x, "y": y, "weight": weight}
+    rows = np.arange(batch)
+    x = normal(seed, (batch, features))
+    scale = (1 + rows % 7)[:, None].astype(x.dtype) / 4
+    weight = np.where(rows % 5 < 2, 1 + rows, 0).astype(x.dtype)
+    return {"x": x * scale, "y": normal(seed + 1000, (batch, 4)), "weight": weight}
 
 
 def bits_equal(one: Any, other: Any) -> bool:

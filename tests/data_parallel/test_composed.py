@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, FLOAT32_ROUNDING, KEPT, fsdp, in_case, mesh_of
+from tests.support import AXES, FLOAT32_ROUNDING, KEPT, fsdp, in_case, mesh_of, normal
 from xlstm_jax.distributed import (
     accumulate_gradients,
     create_train_state,
@@ -21,7 +21,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import larger_than
 
-X = jax.random.normal(jax.random.key(1), (16, 16))
+X = normal(1, (16, 16))
 
 
 def state_of(model, *inputs):

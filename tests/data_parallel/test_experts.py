@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, KEPT
+from tests.support import FLOAT32_ROUNDING, KEPT, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 
 EXPERTS, DIM, HIDDEN = 4, 6, 8
 AXES = ("dp", "fsdp", "ep")
-X = jax.random.normal(jax.random.key(1), (32, DIM)) * (1 + jnp.arange(32) % 3)[:, None]
+X = normal(1, (32, DIM)) * np.float32(1 + np.arange(32) % 3)[:, None]
 WEIGHTS = (jnp.arange(32) % 4 / 2).astype(jnp.float32)
 
 

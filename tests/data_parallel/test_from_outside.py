@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, assert_same_bits, assert_same_params, mesh_of, on_mesh, plain
+from tests.support import AXES, assert_same_bits, assert_same_params, integers, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import (
     Replicas,
     abstract_train_state,
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leav
 from xlstm_jax.distributed.plan import ShardingPlan
 
 KEY = jax.random.key(0)
-TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, 24)
+TOKENS = integers(1, (16, 6), 0, 24)
 TX = optax.adamw(1e-2, eps=1e-3)
 # An error of a gradient is divided by eps where the gradient is small, and the largest parameters are about 0.1.
 THREE_STEPS = 1e-4

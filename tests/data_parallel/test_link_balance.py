@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import FLOAT32_ROUNDING, bytes_by_axis
+from tests.support import FLOAT32_ROUNDING, bytes_by_axis, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
@@ -55,7 +55,7 @@ def trained(model, mesh, axes):
     def loss(params, apply_fn, batch, rng):
         return jnp.mean(apply_fn({"params": params}, batch) ** 2)
 
-    x = jax.random.normal(jax.random.key(0), (8, 32))
+    x = normal(0, (8, 32))
     state = create_train_state(
         model, optax.sgd(1.0), mesh, jax.random.key(1), x, batch_axes=axes, allow_replicated=True
     )

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen import partitioning
 
-from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, plain
+from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, normal, plain
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     abstract_train_state,
@@ -27,7 +27,7 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 
 # The rule of "mlp" names an axis that this mesh lacks; "in" and "layers" have no rule.
 RULES = (("batch", "fsdp"), ("embed", "fsdp"), ("mlp", "tensor"), ("heads", None))
-X = jax.random.normal(jax.random.key(1), (8, 8)) * (1 + jnp.arange(8))[:, None]
+X = normal(1, (8, 8)) * np.float32(1 + np.arange(8))[:, None]
 
 
 def named(*names, init=None):

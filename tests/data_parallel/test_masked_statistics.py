@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of, on_mesh, plain
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, normal, on_mesh, plain
 from xlstm_jax.distributed import accumulate_gradients, create_train_state, make_eval_step, make_train_step, unbox
 from xlstm_jax.distributed import value_and_grad as grad_on_mesh
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
@@ -23,7 +23,7 @@ from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 KEY = jax.random.key(0)
 ROWS = np.arange(16)
 MASK = (ROWS >= 1) & (ROWS != 3) & (ROWS < 12)
-X = np.asarray(jax.random.normal(jax.random.key(1), (16, 8)) + ROWS[:, None] / 4)
+X = normal(1, (16, 8)) + np.float32(ROWS[:, None] / 4)
 BATCH = {"x": X, "mask": MASK}
 
 

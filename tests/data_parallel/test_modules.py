@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, Block, Model, assert_same_bits, assert_same_params, fsdp, mesh_of, on_mesh
+from tests.support import AXES, Block, Model, assert_same_bits, assert_same_params, fsdp, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import init_sharded, partition_specs, shard_module_params, unbox, value_and_grad
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, path_in_model
 from xlstm_jax.distributed.data_parallel.modules.linen_module import active_interceptors_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (16, 16))
+X = normal(1, (16, 16))
 
 
 def check_parity(make, x=X, mesh=None, loss=None, check_vma=True, min_sharded=1, **apply_options):

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.support import AXES, assert_same_params, mesh_of
+from tests.support import AXES, assert_same_params, integers, mesh_of
 from xlstm_jax.distributed import (
     Checkpointer,
     abstract_train_state,
@@ -31,7 +31,7 @@ from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, sharded_
 WIDTH, HEADS, DIM, VOCAB = 16, 4, 8, 32
 # In Flax 0.12.8 the scales of nnx.WeightNorm are arrays and no parameters.
 SCALES = flax.__version__ != "0.12.8"
-TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, VOCAB)
+TOKENS = integers(1, (16, 6), 0, VOCAB)
 TX = optax.sgd(0.05, momentum=0.9)
 KEY = jax.random.key(0)
 RULES = (("vocab", None), ("embed", "fsdp"), ("heads", None), ("mlp", None), ("dim", None))

@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, assert_same_params, mesh_of, on_mesh
+from tests.support import AXES, assert_same_params, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import create_train_state, make_train_step, nnx_model, shard_modules, unbox, value_and_grad
 
 KEY = jax.random.key(0)
 ROWS = np.arange(16)
 MASK = (ROWS >= 1) & (ROWS != 3) & (ROWS < 12)
-X = np.asarray(jax.random.normal(jax.random.key(1), (16, 8)) + ROWS[:, None] / 4)
+X = normal(1, (16, 8)) + np.float32(ROWS[:, None] / 4)
 BATCH = {"x": X, "mask": MASK}
 
 

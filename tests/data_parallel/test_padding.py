@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
 
-from tests.support import assert_each_leaf, assert_same_params, fsdp, plain
+from tests.support import assert_each_leaf, assert_same_params, fsdp, normal, plain
 from xlstm_jax.distributed import (
     Checkpointer,
     DeviceMeshManager,
@@ -69,8 +69,8 @@ def loss_fn(params, apply_fn, batch, rng):
 @cache
 def batch():
     return {
-        "x": jax.random.normal(jax.random.key(1), (24, FEATURES)),
-        "y": jax.random.normal(jax.random.key(2), (24, CLASSES)),
+        "x": normal(1, (24, FEATURES)),
+        "y": normal(2, (24, CLASSES)),
     }
 
 

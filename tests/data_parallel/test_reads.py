@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, as_called, fsdp, mesh_of, on_mesh
+from tests.support import AXES, as_called, fsdp, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import (
     Replicas,
     gather_params,
@@ -23,7 +23,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (16, 12))
+X = normal(1, (16, 12))
 READS = {
     "T": lambda w, x: x @ w.T.T,
     "x @ w": lambda w, x: x @ w,

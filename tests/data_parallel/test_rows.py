@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, fsdp, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, fsdp, integers, normal, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -32,7 +32,8 @@ from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, by
 V, D = 32, 12
 MESHES = {"one axis": {"fsdp": 8}, "two": {"x": 2, "y": 4}, "copies": {"dp": 2, "fsdp": 4}}
 # Many tokens are equal, some are negative (count from the end), and one token is out of range.
-TOKENS = jax.random.randint(jax.random.key(0), (16, 5), 0, V).at[:, 1].set(3).at[4, 2].set(-2).at[9, 3].set(V)
+TOKENS = integers(0, (16, 5), 0, V)
+TOKENS[:, 1], TOKENS[4, 2], TOKENS[9, 3] = 3, -2, V
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,10 @@ def test_look_up_rows_and_table_gradient_match_a_single_device(case, check_vma, 
     mesh = mesh_of["one axis" if axes == ("fsdp",) else "two"]
     true, stored = lookup.shape, lookup.stored
     table = jax.random.normal(jax.random.key(1), true)
-    weight = jax.random.normal(jax.random.key(2), (*TOKENS.shape, D))
+    weight = normal(2, (*TOKENS.shape, D))
     padded = jnp.pad(table, [(0, full - size) for full, size in zip(stored, true, strict=True)])
-    tokens = TOKENS.at[9, 3].set(0)  # out of range: the row is NaN, with gradient 0
+    tokens = TOKENS.copy()
+    tokens[9, 3] = 0  # out of range: the row is NaN, with gradient 0
 
     def loss(shard, tokens, weight):
         return (look_up(shard, tokens, lookup) * weight).sum()
@@ -188,7 +190,7 @@ class Scanned(nn.Module):
         return nn.scan(nn.remat(Step), **over_tokens)(name="steps")((), tokens)[1]
 
 
-BATCH = jax.random.randint(jax.random.key(3), (16, 5), 0, 64)
+BATCH = integers(3, (16, 5), 0, 64)
 
 
 def loss_fn(params, apply_fn, batch, rng):
@@ -434,8 +436,8 @@ def test_capture_intermediates_records_rows_of_a_wrapped_embed(mesh_of):
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_tokens_of_a_narrow_integer_dtype_have_exact_gradients(dtype, mesh_of):
     """Gradients are exact for tokens of a narrow dtype, although the table has more rows than the dtype can count."""
-    table = jax.random.normal(jax.random.key(1), (512, D))
-    tokens = jax.random.randint(jax.random.key(2), (16, 5), 0, 100)
+    table = normal(1, (512, D))
+    tokens = integers(2, (16, 5), 0, 100)
     lookup = lookup_of(0, (), ("fsdp",), true=(512, D), stored=(512, D))
 
     def loss(shard, tokens):
@@ -450,9 +452,10 @@ def test_row_lookup_gradient_is_unchanged_by_a_replica_axis_of_size_1(mesh_of):
     """An axis of copies with one device changes nothing in a custom step, whose tokens vary over the axis by type."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 8})
     lookup = lookup_of(0, (), ("fsdp",), communication=Communication(replicas=Replicas("dp")))
-    table, spec = jax.random.normal(jax.random.key(1), (V, D)), jax.P(("dp", "fsdp"))
+    table, spec = normal(1, (V, D)), jax.P(("dp", "fsdp"))
 
-    tokens = TOKENS.at[9, 3].set(0)
+    tokens = TOKENS.copy()
+    tokens[9, 3] = 0
 
     def gradient(lookup, mesh, spec):
         loss = partial(lambda lookup, shard, tokens: (look_up(shard, tokens, lookup) ** 2).sum(), lookup)

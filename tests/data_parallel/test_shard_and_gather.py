@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, equations, mesh_of, on_mesh
+from tests.support import AXES, FLOAT32_ROUNDING, assert_same_params, equations, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     gather_params,
@@ -27,10 +27,6 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])
-
-
-def normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 def sharded_tree(tree, mesh, axis_name, min_weight_size=0):
@@ -337,7 +333,7 @@ def test_float16_gradient_mean_does_not_overflow_if_the_sum_would():
 @pytest.mark.parametrize("count", [1, 4, 6, 256])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_term_of_mean_in_a_narrow_dtype_is_bit_equal_to_float32_division(dtype, count):
-    value = (jax.random.normal(jax.random.key(0), (4096,)) * 10.0 ** jnp.arange(-8, 8).repeat(256)).astype(dtype)
+    value = (normal(0, (4096,)) * 10.0 ** jnp.arange(-8, 8).repeat(256)).astype(dtype)
     want = (value.astype(jnp.float32) / count).astype(dtype)
     term = partial(term_of_mean, count=count, dtype=jnp.dtype(dtype))
     assert_array_equal(jax.jit(term)(value), want)

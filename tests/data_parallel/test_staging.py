@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from tests.support import equations, on_mesh
+from tests.support import equations, normal, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, gather_params, shard_params, unbox
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.data_parallel.link_balance import balanced_orders
@@ -19,10 +19,10 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import _matrix_shape, 
 
 AXES = ("x", "y", "z")
 TREE = {
-    "a": jax.random.normal(jax.random.key(0), (16, 24)),
-    "b": jax.random.normal(jax.random.key(1), (24, 3)),
-    "c": jax.random.normal(jax.random.key(2), (5, 40)),
-    "whole": jax.random.normal(jax.random.key(3), (5,)),
+    "a": normal(0, (16, 24)),
+    "b": normal(1, (24, 3)),
+    "c": normal(2, (5, 40)),
+    "whole": normal(3, (5,)),
 }
 TRANSFORMER = {"query_key_value": 3, "out": 1, "up": 6, "down": 3}  # in d^2 values
 
@@ -96,7 +96,7 @@ def test_staged_gather_over_three_axes_returns_the_full_leaf_bit_for_bit(dtype, 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_staged_gradient_scatter_equals_the_mean_up_to_rounding(check_vma):
     """A staged scatter is the mean up to three float32 roundings, one per stage, as any order of the sum."""
-    weights = jax.random.normal(jax.random.key(9), (8,)) * 2.0 ** jnp.arange(8)
+    weights = normal(9, (8,)) * 2.0 ** jnp.arange(8)
 
     def gradient(tree, weight):
         def loss(boxed):

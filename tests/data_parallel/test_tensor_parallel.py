@@ -18,7 +18,7 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from tests.support import KEPT, assert_same_params, fsdp, on_mesh, plain
+from tests.support import KEPT, assert_same_params, fsdp, normal, on_mesh, plain
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     fold_rng_over_axis,
@@ -33,7 +33,7 @@ from xlstm_jax.distributed.data_parallel.wire.collectives import is_tracked, loc
 
 WIDTH, HIDDEN, LAYERS = 8, 16, 1
 TX = optax.chain(KEPT, optax.adamw(1e-2))  # the optimizer state contains the gradients of the last step
-BATCH = jax.random.normal(jax.random.key(1), (8, 4, WIDTH)) * (1 + jnp.arange(8) % 3)[:, None, None]  # [b, t, d]
+BATCH = normal(1, (8, 4, WIDTH)) * np.float32(1 + np.arange(8) % 3)[:, None, None]  # [b, t, d]
 MESHES = {"4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
 
 
@@ -275,7 +275,7 @@ def test_gather_params_over_fsdp_leaves_a_partitioned_box_over_tp(names):
 
     With "fsdp" outermost, the rows of a shard over "tp" alone are on devices along both axes, and are in order, too.
     """
-    mesh, value = mesh_and_axes("4x2")[0], jax.random.normal(jax.random.key(0), (16, 16))
+    mesh, value = mesh_and_axes("4x2")[0], normal(0, (16, 16))
     names_left = tuple("tp" if name == "tp" or isinstance(name, tuple) else None for name in names)
 
     def gathered_over_fsdp(shard):

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import FLOAT32_ROUNDING, equations
+from tests.support import FLOAT32_ROUNDING, equations, integers
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
@@ -22,7 +22,7 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel import leaf
 
 AXES = ("dp", "fsdp")
-TOKENS = jax.random.randint(jax.random.key(0), (8, 5), 0, 64)
+TOKENS = integers(0, (8, 5), 0, 64)
 
 
 class Tied(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_each_leaf
+from tests.support import assert_each_leaf, normal
 from xlstm_jax.accelerators import absent_device
 from xlstm_jax.distributed import DeviceMeshManager
 from xlstm_jax.distributed.data_parallel.wire import transposes
@@ -69,7 +69,7 @@ def test_gradients_of_parts_and_of_gathered_parts_are_those_of_the_table(check_v
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"ep": COUNT}, devices=jax.devices()[:COUNT])
-    rows = jax.random.normal(jax.random.key(0), (COUNT * LENGTH, WIDTH))
+    rows = normal(0, (COUNT * LENGTH, WIDTH))
 
     def run():
         how = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}

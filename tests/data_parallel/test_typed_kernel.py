@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from tests.support import AXES, mesh_of, on_mesh
+from tests.support import AXES, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     abstract_batch,
@@ -89,7 +89,7 @@ def wrapped(attention, **options):
 
 @pytest.fixture(scope="module")
 def x():
-    return jax.random.normal(jax.random.key(0), (8, TOKENS, 16))
+    return normal(0, (8, TOKENS, 16))
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def scaled(x, weight, flag=2.0):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_typed_kernel_sums_the_gradient_of_a_replicated_weight(check_vma):
     """The gradient of a replicated weight is summed as in the plain formula; without types each device has a part."""
-    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
+    x, weight = normal(0, (16, 8)), jnp.arange(8.0)
 
     def gradient(fn):
         def total(x, weight):
@@ -192,7 +192,7 @@ def test_typed_kernel_sums_the_gradient_of_a_replicated_weight(check_vma):
 
 
 def test_typed_kernel_has_exact_gradients_in_vmap_scan_and_remat():
-    x, weight = jax.random.normal(jax.random.key(0), (16, 3, 8)), jnp.arange(8.0)
+    x, weight = normal(0, (16, 3, 8)), jnp.arange(8.0)
 
     def loss(fn, x, weight):
         many = jax.vmap(fn, in_axes=(1, None), out_axes=1)
@@ -211,7 +211,7 @@ def test_typed_kernel_has_exact_gradients_in_vmap_scan_and_remat():
 
 def test_typed_kernel_has_exact_gradients_of_arrays_in_the_closure():
     """Arrays closed over by a kernel in a scan body get gradients, although JAX traces the body twice."""
-    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(8.0)
+    x, weight = normal(0, (16, 8)), jnp.arange(8.0)
 
     def gradients(product):
         def loss(x, w):
@@ -242,7 +242,7 @@ def test_typed_kernel_lowering_raises_for_a_kernel_of_another_platform():
 
 def test_typed_kernel_casts_arguments_varying_over_different_axes():
     """Rows over both axes and weights over "dp" alone have exact gradients."""
-    x, weight = jax.random.normal(jax.random.key(0), (16, 8)), jnp.arange(16.0)
+    x, weight = normal(0, (16, 8)), jnp.arange(16.0)
 
     def gradients(fn):
         specs = (P(AXES), P("dp"))
@@ -304,7 +304,7 @@ def test_step_with_typed_norm_and_loss_kernels_matches_the_formulas(check_vma):
     def loss_fn(params, apply_fn, batch, rng):
         return apply_fn({"params": params}, batch).mean()
 
-    batch = jax.random.normal(jax.random.key(0), (16, 16)), jnp.arange(16) % 8
+    batch = normal(0, (16, 16)), jnp.arange(16) % 8
     formula = lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)  # noqa: E731
     plain = Classifier(formula, optax.softmax_cross_entropy_with_integer_labels)
     params = plain.init(jax.random.key(1), batch)["params"]
@@ -336,7 +336,7 @@ class NormFirst(nn.Module):
 @pytest.mark.parametrize("dp, fsdp", [(1, 1), (2, 4)])
 def test_typed_kernel_on_replicated_input_in_a_scan_has_equal_losses_in_both_vma_modes(dp, fsdp):
     stack = nn.scan(NormFirst, length=2, variable_axes={"params": 0}, split_rngs={"params": True})()
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(0, (8, 16))
 
     def loss_fn(params, apply_fn, x, rng):
         return jnp.mean((apply_fn({"params": params}, x, None)[0] - 1) ** 2)

@@ -12,17 +12,22 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support import AXES, assert_same_params, fsdp, mesh_of
+from tests.support import AXES, assert_same_params, fsdp, mesh_of, normal
 from tests.vision_models import ResNet, UNet
 from xlstm_jax.distributed import create_train_state, make_train_step
 from xlstm_jax.distributed.data_parallel.leaf import is_box
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 
 KEY, STEPS, ROWS = jax.random.key(0), 3, 16
-SCALES = (1 + jnp.arange(ROWS) % 5)[:, None, None, None] / 4  # of examples: no device's share is the mean
-IMAGES = jax.random.normal(jax.random.key(1), (ROWS, 4, 4, 3)) * SCALES
-NOISE = jax.random.normal(jax.random.key(2), IMAGES.shape)
-BATCH = {"image": IMAGES, "label": jnp.arange(ROWS) * 7 % 4, "noise": NOISE, "level": (0.5 + jnp.arange(ROWS)) / ROWS}
+SCALES = np.float32(1 + np.arange(ROWS) % 5)[:, None, None, None] / 4  # of examples: no device's share is the mean
+IMAGES = normal(1, (ROWS, 4, 4, 3)) * SCALES
+NOISE = normal(2, IMAGES.shape)
+BATCH = {
+    "image": IMAGES,
+    "label": np.arange(ROWS) * 7 % 4,
+    "noise": NOISE,
+    "level": np.float32(0.5 + np.arange(ROWS)) / ROWS,
+}
 
 
 def classify(params, apply_fn, batch, rng, collections):

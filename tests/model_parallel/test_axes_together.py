@@ -16,7 +16,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import KEPT, assert_same_params, fsdp, plain, train_on_one_device
+from tests.support import KEPT, assert_same_params, fsdp, integers, plain, train_on_one_device
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     LMHead,
@@ -38,8 +38,8 @@ from xlstm_jax.distributed.model_parallel import (
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 
 VOCAB, WIDTH, LENGTH, ROWS = 24, 8, 8, 16
-TOKENS = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, VOCAB)
-LABELS = jnp.where(jnp.arange(ROWS * LENGTH).reshape(TOKENS.shape) % 3 == 0, -100, jnp.roll(TOKENS, -1, axis=1))
+TOKENS = integers(1, (ROWS, LENGTH), 0, VOCAB)
+LABELS = np.where(np.arange(ROWS * LENGTH).reshape(TOKENS.shape) % 3 == 0, -100, np.roll(TOKENS, -1, axis=1))
 BATCH_AXES = ("dp", "fsdp", "ep", "cp")
 BATCH_SPEC = P(BATCH_AXES[:-1], "cp")
 

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, on_mesh
+from tests.support import FLOAT32_ROUNDING, assert_each_leaf, equations, integers, normal, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.device_mesh.zigzag import from_zigzag, to_zigzag, zigzag_order
 from xlstm_jax.distributed.model_parallel import ReorderedTokens, context, in_layout
@@ -23,15 +23,10 @@ from xlstm_jax.forecast.compiling.compile import compile_for_topology
 BATCH, TOKENS, HEADS, KEY_HEADS, SIZE = 2, 16, 8, 2, 4
 SPLIT = P("dp", "cp")
 
-
-def normal(seed, *shape):
-    return 2 * jax.random.normal(jax.random.key(seed), shape)
-
-
-QUERY = normal(0, BATCH, TOKENS, HEADS, SIZE)
-KEY, VALUE = normal(1, BATCH, TOKENS, KEY_HEADS, SIZE), normal(2, BATCH, TOKENS, KEY_HEADS, SIZE)
-COTANGENT = normal(3, BATCH, TOKENS, HEADS, SIZE)
-SEGMENTS = jnp.cumsum(jax.random.bernoulli(jax.random.key(4), 0.2, (BATCH, TOKENS)), axis=1)
+QUERY = 2 * normal(0, (BATCH, TOKENS, HEADS, SIZE))
+KEY, VALUE = (2 * normal(seed, (BATCH, TOKENS, KEY_HEADS, SIZE)) for seed in (1, 2))
+COTANGENT = 2 * normal(3, (BATCH, TOKENS, HEADS, SIZE))
+SEGMENTS = np.cumsum(integers(4, (BATCH, TOKENS), 0, 5) == 0, axis=1, dtype=np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +130,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_attention_parameter_gradients_in_a_step_match_a_single_device(check_vma, mesh):
-    x = normal(5, BATCH, TOKENS, 6)
+    x = 2 * normal(5, (BATCH, TOKENS, 6))
     params = Attention().init(jax.random.key(0), x)
     model = Attention("ring")
     gradients = value_and_grad(lambda params, x: jnp.mean((model.apply(params, x) - x) ** 2), ("dp", "cp"))
@@ -372,7 +367,7 @@ def test_in_layout_exchanges_chunks_between_devices_like_to_zigzag(devices):
     shape = {"a": 2, "b": 2} if devices == 4 else {"a": devices}
     mesh, axes = DeviceMeshManager.create_device_mesh(shape, devices=jax.devices()[:devices]), tuple(shape)
     tokens = np.arange(3 * 4 * devices).reshape(3, -1)
-    batch = {"tokens": tokens, "ids": 2 * tokens, "x": jax.random.normal(jax.random.key(0), (3, 4 * devices, 2))}
+    batch = {"tokens": tokens, "ids": 2 * tokens, "x": normal(0, (3, 4 * devices, 2))}
     batch |= {"mask": tokens % 3 == 0, "of_row": np.arange(3)}
 
     def local(batch):

@@ -11,7 +11,15 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, KEPT, assert_each_leaf, assert_same_params, equations, train_on_one_device
+from tests.support import (
+    FLOAT32_ROUNDING,
+    KEPT,
+    assert_each_leaf,
+    assert_same_params,
+    equations,
+    normal,
+    train_on_one_device,
+)
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     Replicas,
@@ -40,7 +48,7 @@ from xlstm_jax.distributed.model_parallel.router import Routing, load_balancing_
 from xlstm_jax.distributed.optimizers import matrix_dimensions, muon
 
 DIM, COUNT, ROWS = 6, 8, 64
-X = jax.random.normal(jax.random.key(1), (ROWS // 2, 2, DIM)) * (1 + jnp.arange(ROWS // 2) % 3)[:, None, None]
+X = normal(1, (ROWS // 2, 2, DIM)) * np.float32(1 + np.arange(ROWS // 2) % 3)[:, None, None]
 
 
 class MLP(nn.Module):
@@ -321,7 +329,7 @@ def test_experts_without_check_vma_raise_for_tokens_of_sequence_parallelism():
 def test_router_losses_weight_rows_and_match_a_single_device():
     """Router losses are weighted by rows: with 1, 2, 3, 4 weighted rows per device, the mean equals one device."""
     mesh = DeviceMeshManager.create_device_mesh({"dp": 4}, devices=jax.devices()[:4])
-    logits = jax.random.normal(jax.random.key(3), (16, 5)) * 2
+    logits = normal(3, (16, 5)) * 2
     weights = (jnp.arange(16) % 4 <= jnp.arange(16) // 4).astype(jnp.float32)
 
     def sums(logits, weights, axes=()):
@@ -400,7 +408,7 @@ def test_expert_gradient_sums_only_rows_of_the_expert():
 
 
 def test_apply_by_group_matches_a_loop_and_zeros_rows_beyond_the_groups():
-    sizes, rows = np.array([3, 0, 5, 1]), jax.random.normal(jax.random.key(0), (12, DIM))
+    sizes, rows = np.array([3, 0, 5, 1]), normal(0, (12, DIM))
     params = jax.vmap(lambda key: MLP().init(key, rows)["params"])(jax.random.split(jax.random.key(1), 4))
 
     def expert(params, rows):
@@ -493,7 +501,7 @@ def of_length_one(factor, rows):
 
 
 def test_unassigned_and_padded_rows_leave_no_nan_in_expert_gradients():
-    factors, rows = jnp.array([[2.0], [3.0]]), jax.random.normal(jax.random.key(0), (3, DIM))
+    factors, rows = jnp.array([[2.0], [3.0]]), normal(0, (3, DIM))
     routing = Routing(jnp.array([[1], [1], [1]]), jnp.ones((3, 1)), jnp.zeros((3, 2)))
 
     def sums(factors, rows):

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, KEPT, assert_same_params
+from tests.support import FLOAT32_ROUNDING, KEPT, assert_same_params, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
@@ -32,7 +32,7 @@ from xlstm_jax.distributed.model_parallel import (
 )
 
 WIDTH, HEADS, EXPERTS = 8, 4, 4
-X = jax.random.normal(jax.random.key(1), (8, 8, WIDTH)) * (1 + jnp.arange(8) % 3)[None, :, None]
+X = normal(1, (8, 8, WIDTH)) * np.float32(1 + np.arange(8) % 3)[None, :, None]
 SPEC = P(("fsdp", "ep"), "cp")
 
 

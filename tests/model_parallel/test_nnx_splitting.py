@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.support import assert_same_params
+from tests.support import assert_same_params, integers, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_train_state,
@@ -27,8 +27,8 @@ from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.model_parallel import split_modules
 
 WIDTH, VOCAB = 16, 32
-TOKENS = jax.random.randint(jax.random.key(1), (8, 6), 0, VOCAB)
-X = jax.random.normal(jax.random.key(2), (8, 6, WIDTH)) * (1 + jnp.arange(8) % 3)[:, None, None]
+TOKENS = integers(1, (8, 6), 0, VOCAB)
+X = normal(2, (8, 6, WIDTH)) * np.float32(1 + np.arange(8) % 3)[:, None, None]
 TX = optax.sgd(0.1, momentum=0.9)
 KEY = jax.random.key(0)
 

@@ -7,13 +7,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.support import FLOAT32_ROUNDING, equations
+from tests.support import FLOAT32_ROUNDING, equations, normal
 from xlstm_jax.distributed import DeviceMeshManager, value_and_grad
 from xlstm_jax.distributed.model_parallel.recurrence import recurrence_over_axis, scan_over_axis
 
 TOKENS, SIZE = 24, 3
-DECAY = jax.random.uniform(jax.random.key(0), (TOKENS, 1), minval=0.5)
-UPDATE, INITIAL = jax.random.normal(jax.random.key(1), (TOKENS, SIZE)), jnp.arange(1.0, 1 + SIZE)
+DECAY = np.random.default_rng(0).uniform(0.5, 1, (TOKENS, 1)).astype(np.float32)
+UPDATE, INITIAL = normal(1, (TOKENS, SIZE)), np.arange(1, 1 + SIZE, dtype=np.float32)
 
 
 def mesh_of_sequence(devices):

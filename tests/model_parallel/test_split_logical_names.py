@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from tests.support import KEPT, assert_same_params, train_on_one_device
+from tests.support import KEPT, assert_same_params, integers, normal, train_on_one_device
 from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step, shard_modules, unbox
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.model_parallel import Experts, split_modules
@@ -25,8 +25,8 @@ RULES = (("embed", "fsdp"), ("mlp", "tp"), ("heads", ("tensor", "tp")), ("vocab"
 WITHOUT_TP = (("embed", "fsdp"), ("mlp", None), ("heads", None), ("vocab", None))
 SPLIT = {"embed": "vocabulary", "up|query": "column", "down|out": "row"}
 PAIR = {"up": "column", "down": "row"}
-X = np.array(jax.random.normal(jax.random.key(1), (8, WIDTH)) * (1 + jnp.arange(8))[:, None])
-TOKENS = np.array(jax.random.randint(jax.random.key(1), (8, 6), 0, VOCAB))
+X = normal(1, (8, WIDTH)) * np.float32(1 + np.arange(8))[:, None]
+TOKENS = integers(1, (8, 6), 0, VOCAB)
 
 
 def named(*names, init=None):

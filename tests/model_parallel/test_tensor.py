@@ -21,6 +21,8 @@ from tests.support import (
     equations,
     fsdp,
     gradients_are_those_of_one_device,
+    integers,
+    normal,
     on_mesh,
     plain,
     train_on_one_device,
@@ -62,8 +64,8 @@ VOCAB, WIDTH, LENGTH = 24, 8, 8
 TX = optax.chain(
     KEPT, optax.clip_by_global_norm(0.5), optax.adamw(1e-2)
 )  # the state contains the gradients of the last step
-TOKENS = jax.random.randint(jax.random.key(1), (8, LENGTH), 0, VOCAB)
-WEIGHTS = jnp.where(jnp.arange(8 * LENGTH).reshape(8, LENGTH) % 3 == 0, -100, TOKENS)  # labels; a third has no weight
+TOKENS = integers(1, (8, LENGTH), 0, VOCAB)
+WEIGHTS = np.where(np.arange(8 * LENGTH).reshape(8, LENGTH) % 3 == 0, -100, TOKENS)  # labels; a third has no weight
 
 WHOLE, SPLIT, RING = {}, {"sequence_dim": 1}, {"sequence_dim": 1, "ring": True}
 MESHES = {"2x4": {"fsdp": 2, "tp": 4}, "4x2": {"fsdp": 4, "tp": 2}, "2x2x2": {"dp": 2, "fsdp": 2, "tp": 2}}
@@ -251,7 +253,7 @@ def test_axis_names_of_the_initializer_are_kept_beside_the_tensor_axis():
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_split_layers_with_axis_names_in_the_initializer_match_a_single_device(check_vma):
-    mesh, x = on("2x4")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
+    mesh, x = on("2x4")[0], normal(1, (8, 4, 8)) * np.float32(1 + np.arange(8))[:, None, None]
     model = nn.Sequential([ColumnDense(8, kernel_init=named("fsdp", None)), nn.gelu, RowDense(8)])
     params = gradients_are_those_of_one_device(model, model, foreign_loss, mesh, "fsdp", x, check_vma=check_vma)
     assert params["layers_0"]["kernel"].names == ("fsdp", "tp")
@@ -280,8 +282,8 @@ def test_split_layers_on_a_single_device_equal_flax_layers(case):
 
 # -------------------------------------------------------------------------- how activations enter, leave and are split
 
-X = jax.random.normal(jax.random.key(2), (4, 8, 3))  # [b, t, d]
-W = 1 + jnp.arange(4.0)  # the factor of each device
+X = normal(2, (4, 8, 3))  # [b, t, d]
+W = np.arange(1, 5, dtype=np.float32)  # the factor of each device
 
 # (function of x and the local w, reference of x and all w, is x split?, is the result split?)
 PAIRS = {
@@ -418,8 +420,8 @@ def test_split_embed_accepts_uint8_tokens_with_a_vocabulary_of_256():
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_chunked_cross_entropy_over_a_split_vocabulary_matches_the_unsplit_vocabulary(check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"tp": 4}, devices=jax.devices()[:4])
-    hidden = jax.random.normal(jax.random.key(3), (5, 6, 4))
-    table = jnp.round(jax.random.normal(jax.random.key(4), (16, 4)))
+    hidden = normal(3, (5, 6, 4))
+    table = jnp.round(normal(4, (16, 4)))
     table = table.at[9].set(table[2])  # equally likely entries, on two devices
     labels = jnp.argmax(hidden @ table.T, axis=-1).at[0].set(9).at[1].set(16).at[2].set(-100)
 
@@ -511,7 +513,7 @@ def own_loss(params, apply_fn, x, rng):
 @pytest.mark.parametrize("wrapped, check_vma", [(True, True), (True, False), (False, True), (False, False)])
 def test_unwrapped_norm_on_split_tokens_is_exact_with_check_vma_and_raises_without(wrapped, check_vma):
     mesh = DeviceMeshManager.create_device_mesh({"fsdp": 4, "tp": 2})
-    x = jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
+    x = normal(1, (8, 8, 4)) * np.float32(1 + np.arange(8))[:, None]
     model = fsdp(Normed, min_weight_size=16)(on_split_input(nn.LayerNorm, "tp") if wrapped else nn.LayerNorm)
     state = create_train_state(model, optax.sgd(1.0), mesh, jax.random.key(0), x, batch_axes="fsdp")
     step = make_train_step(own_loss, mesh, "fsdp", check_vma=check_vma)
@@ -544,7 +546,7 @@ def foreign_loss(params, apply_fn, x, rng):
 
 @pytest.mark.parametrize("check_vma, where", [(True, nn.Dense), (False, lambda path, module: path == "")])
 def test_unedited_model_with_split_modules_matches_a_single_device(check_vma, where):
-    mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 4, 8)) * (1 + jnp.arange(8))[:, None, None]
+    mesh, x = on("4x2")[0], normal(1, (8, 4, 8)) * np.float32(1 + np.arange(8))[:, None, None]
     # With types JAX sums the gradients of the norms within heads itself.
     split = DENSE if check_vma else FOREIGN
     model = split_modules(shard_modules(Foreign(), where, "fsdp", 16), split)
@@ -704,7 +706,7 @@ def test_dropout_marked_inside_after_a_column_split_layer_differs_by_device():
 
 
 def test_shard_modules_shards_a_wrapped_norm_on_split_tokens():
-    mesh, x = on("4x2")[0], jax.random.normal(jax.random.key(1), (8, 8, 4)) * (1 + jnp.arange(8))[:, None]
+    mesh, x = on("4x2")[0], normal(1, (8, 8, 4)) * np.float32(1 + np.arange(8))[:, None]
     plain_model = Normed(on_split_input(nn.LayerNorm, "tp"))
     model = shard_modules(plain_model, nn.LayerNorm, "fsdp", 4)
     params = gradients_are_those_of_one_device(model, plain_model, own_loss, mesh, "fsdp", x, check_vma=False)

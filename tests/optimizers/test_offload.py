@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from tests import support
-from tests.support import AXES, assert_same_bits, data, equations, fsdp, mean_loss, mesh_of, weighted_loss
+from tests.support import AXES, assert_same_bits, data, equations, fsdp, mean_loss, mesh_of, normal, weighted_loss
 from xlstm_jax.distributed import (
     BLOCK_INPUT,
     Checkpointer,
@@ -312,7 +312,7 @@ def test_remat_policy_offload_stores_activations_on_the_host_with_equal_gradient
     def loss(w, policy):
         return jnp.sum(jax.lax.scan(jax.checkpoint(layer, policy=policy), jnp.ones((4, 8)), w)[0] ** 2)
 
-    w = jax.random.normal(jax.random.key(0), (3, 8, 8))
+    w = normal(0, (3, 8, 8))
     grad = jax.jit(jax.grad(loss), static_argnums=1)
     offloads, keeps = remat_policy(base, offload=["block_input"]), remat_policy(base)
     np.testing.assert_array_equal(grad(w, offloads), grad(w, keeps))

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests import nnx_models
-from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, mesh_of
+from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, mesh_of, normal
 from xlstm_jax.distributed import (
     check_step,
     create_train_state,
@@ -29,8 +30,8 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
 from xlstm_jax.distributed.training import varying_params
 
-X = jax.random.normal(jax.random.key(0), (32, 8))
-BATCH = {"x": X, "y": jnp.sin(jnp.arange(32 * 4.0)).reshape(32, 4)}
+X = normal(0, (32, 8))
+BATCH = {"x": X, "y": np.sin(np.arange(32 * 4, dtype=np.float32)).reshape(32, 4)}
 RATE = 0.1
 
 MODELS = {

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 from numpy.testing import assert_allclose, assert_array_equal
 
-from tests.support import AXES, assert_each_leaf, assert_same_params, equations, fsdp, mesh_of, on_mesh
+from tests.support import AXES, assert_each_leaf, assert_same_params, equations, fsdp, integers, mesh_of, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, init_sharded, value_and_grad
 from xlstm_jax.distributed.training.cross_entropy import LMHead, TokenLosses, chunked_cross_entropy
 
@@ -384,7 +384,7 @@ def test_lm_head_initialised_with_labels_has_the_same_values():
     [(True, None, False), (True, jnp.bfloat16, True), (False, None, True), (False, jnp.bfloat16, False)],
 )
 def test_sharded_lm_head_gradients_match_a_single_device(check_vma, gather_dtype, tied):
-    mesh, batch = mesh_of(2, 4), jax.random.randint(jax.random.key(1), (16, 9), 0, 64)
+    mesh, batch = mesh_of(2, 4), integers(1, (16, 9), 0, 64)
     model = Model(fsdp(gather_dtype=gather_dtype), tied)
     plain = jax.jit(Model(tied=tied).init)(jax.random.key(0), batch)["params"]
     params = init_sharded(model, mesh, jax.random.key(0), batch, batch_axes=AXES)["params"]

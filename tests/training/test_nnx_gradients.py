@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from tests.nnx_models import Einsum
-from tests.support import mesh_of
+from tests.support import integers, mesh_of, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_nnx_module,
@@ -58,8 +58,8 @@ def train_step(net, optimizer, metrics, batch):
     optimizer.update(net, grads)
 
 batch = {
-    "x": jax.random.normal(jax.random.key(1), (32, 64)) * (1 + jnp.arange(32) % 3)[:, None],
-    "label": jax.random.randint(jax.random.key(2), (32,), 0, 64),
+    "x": normal(1, (32, 64)) * np.float32(1 + np.arange(32) % 3)[:, None],
+    "label": integers(2, (32,), 0, 64),
 }
 for _ in range(3):
     train_step(net, optimizer, metrics, batch)
@@ -127,7 +127,7 @@ def test_nnx_script_with_three_changed_lines_trains_as_on_one_device(kind):
 WIDTH, VOCAB = 16, 32
 # In Flax 0.12.8 the scales of nnx.WeightNorm are arrays and no parameters.
 SCALES = flax.__version__ != "0.12.8"
-TOKENS = jax.random.randint(jax.random.key(1), (16, 6), 0, VOCAB)
+TOKENS = integers(1, (16, 6), 0, VOCAB)
 
 
 class Block(nnx.Module):
@@ -218,7 +218,7 @@ def test_recurrent_cell_has_the_gradients_of_one_device(check_vma):
     """The carry of zeros varies over devices by its type, as the inputs do."""
     make = lambda rngs: nnx.RNN(nnx.SimpleCell(2, 8, rngs=rngs))  # noqa: E731
     loss = lambda net, x: jnp.mean(net(x) ** 2)  # noqa: E731
-    x = jax.random.normal(jax.random.key(1), (8, 3, 2))
+    x = normal(1, (8, 3, 2))
     plain, net = (
         make(nnx.Rngs(0)),
         create_nnx_module(shard_modules(nnx_model(make), min_weight_size=8), 0, mesh=mesh_of(1, 2)),
@@ -241,7 +241,7 @@ class Written(nnx.Module):
 
 
 def test_statistics_and_written_kernels_after_a_call_are_those_of_one_device():
-    x = jax.random.normal(jax.random.key(1), (8, 4)) * (1 + jnp.arange(8) % 3)[:, None]
+    x = normal(1, (8, 4)) * np.float32(1 + np.arange(8) % 3)[:, None]
     plain, net = Written(nnx.Rngs(0)), create_nnx_module(nnx_model(Written), 0, x, mesh=mesh_of(1, 2))
     start = values_of(plain)
     loss, _ = nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2))(net, x)
@@ -255,7 +255,7 @@ def test_statistics_and_written_kernels_after_a_call_are_those_of_one_device():
 @pytest.mark.parametrize("fast, check_vma", [(True, True), (False, False)])
 def test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices(fast, check_vma):
     """Devices have 1, 3, 4 and 0 unmasked rows; loss, gradients and statistics are those of one device."""
-    x = jax.random.normal(jax.random.key(1), (16, 3)) * (1 + jnp.arange(16) % 3)[:, None] + jnp.arange(16)[:, None] / 4
+    x = normal(1, (16, 3)) * np.float32(1 + np.arange(16) % 3)[:, None] + jnp.arange(16)[:, None] / 4
     mask = (jnp.arange(16) >= 3) & (jnp.arange(16) != 4) & (jnp.arange(16) < 12)
     make = lambda rngs: nnx.BatchNorm(3, use_fast_variance=fast, momentum=0.5, rngs=rngs)  # noqa: E731
     loss = lambda net, x, mask: jnp.mean(jnp.sin(net(x, mask=mask[:, None])) ** 2)  # noqa: E731
@@ -412,7 +412,7 @@ class Stack(nnx.Module):
 
 
 def test_module_as_a_pytree_in_jax_jit_and_lax_scan_trains_as_on_one_device():
-    x = jax.random.normal(jax.random.key(3), (16, WIDTH))
+    x = normal(3, (16, WIDTH))
 
     def trained(net, value_and_grad):
         optimizer = nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)
@@ -448,7 +448,7 @@ class Adapted(nnx.Module):
         return self.head(self.dropout(jnp.tanh(self.adapted(x)), rngs=rngs))
 
 
-X = jax.random.normal(jax.random.key(4), (16, WIDTH))
+X = normal(4, (16, WIDTH))
 
 
 def adapted():
@@ -539,7 +539,7 @@ def test_numbers_beside_the_loss_are_averaged_in_float32_or_wider():
 def test_weighted_numbers_beside_the_loss_are_those_of_one_device(check_vma):
     """Devices have weights of 0 to 2; counts are sums, and a mean of a device's rows becomes that of all rows."""
     net = create_nnx_module(lambda rngs: nnx.Linear(2, 2, rngs=rngs), 0, mesh=mesh_of(1, 4))
-    x, weight = jax.random.normal(jax.random.key(1), (8, 2)), jnp.array([1.0, 0, 1, 1, 0, 0, 0, 1])
+    x, weight = normal(1, (8, 2)), jnp.array([1.0, 0, 1, 1, 0, 0, 0, 1])
 
     def loss_fn(net, x, weight, count=Count.of):
         errors = jnp.mean((net(x) - 1) ** 2, -1)

@@ -18,6 +18,7 @@ from tests.support import (
     assert_same_params,
     fsdp,
     gradients_are_those_of_one_device,
+    integers,
     on_mesh,
     train_on_one_device,
 )
@@ -235,7 +236,7 @@ def model_loss(params, apply_fn, batch, rng=None):
 
 
 def batch_of(vocab, rows=ROWS):
-    return jax.random.randint(jax.random.key(1), (rows, LENGTH + 1), 0, vocab)
+    return integers(1, (rows, LENGTH + 1), 0, vocab)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from tests import replay_trials
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyModel
 from tests.ports import reserved_port
-from tests.support import AXES, Model, bits_equal, fsdp, in_case, mean_loss, mesh_of
+from tests.support import AXES, Model, bits_equal, fsdp, in_case, mean_loss, mesh_of, normal
 from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
@@ -67,7 +67,7 @@ def faulty_step(faults):
         x = batch + 0.1 * jax.random.normal(rng, batch.shape)
         return jnp.mean(apply_fn({"params": params}, x) ** 2)
 
-    x = jax.random.normal(jax.random.key(1), (16, 8))
+    x = normal(1, (16, 8))
     state = create_train_state(FaultyModel(faults), optax.adam(1e-2), mesh, KEY, x, batch_axes=AXES)
     return make_train_step(loss, mesh, AXES, check_vma=False), state, x
 
@@ -145,7 +145,7 @@ def loss_without_key(params, apply_fn, batch):
 
 @pytest.mark.parametrize("system", ["linen", "nnx"])
 def test_steps_without_batch_axes_and_losses_without_a_key_are_replayed(system):
-    faults, x, mesh = Faults(), jax.random.normal(jax.random.key(1), (16, 8)), mesh_of(2, 4)
+    faults, x, mesh = Faults(), normal(1, (16, 8)), mesh_of(2, 4)
     model = FaultyModel(faults)
     if system == "nnx":
         model = shard_modules(nnx_model(lambda rngs: NnxModel(faults, rngs)), (NnxDense, nnx.Linear), "fsdp", 64)

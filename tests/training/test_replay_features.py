@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.flipped_bits import ALWAYS, ONCE_FIRST, ONCE_SECOND, SITES, Faults, FaultyDense
-from tests.support import bits_equal, fsdp
+from tests.support import bits_equal, fsdp, normal
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     ReplayError,
@@ -28,8 +28,8 @@ from xlstm_jax.distributed.training import moments
 from xlstm_jax.distributed.training.equal_results import check_equal_results
 
 WIDTH, KEY = 16, jax.random.key(3)
-ROWS = jax.random.normal(jax.random.key(1), (32, 8))
-SEQUENCES = jax.random.normal(jax.random.key(1), (8, 16, 8))
+ROWS = normal(1, (32, 8))
+SEQUENCES = normal(1, (8, 16, 8))
 FAULTS = Faults()
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.support import assert_each_leaf, assert_same_params, mesh_of, on_mesh
+from tests.support import assert_each_leaf, assert_same_params, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import DeviceMeshManager, metrics
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.device_mesh import DataParallel
@@ -275,7 +275,7 @@ def test_compose_gives_access_to_parts_by_name_and_raises_for_unknown_names():
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("arrange", ["one-hot", "one-hot floats", "bools", "a dim of 1"])
 def test_confusion_matrix_accepts_class_index_onehot_and_boolean_labels(arrange, top_k):
-    scores, labels = jax.random.normal(jax.random.key(0), (6, 8, 4)), np.arange(48).reshape(6, 8) % 5 - 1  # -1 is none
+    scores, labels = normal(0, (6, 8, 4)), np.arange(48).reshape(6, 8) % 5 - 1  # -1 is none
     one_hot = labels[..., None] == np.arange(4)
     arranged = {"a dim of 1": labels[..., None], "bools": one_hot, "one-hot": one_hot.astype(int)}
     metric = ConfusionMatrix(Multiclass(4, top_k), {"top": Accuracy(), "f1": FBeta(average="per_class")})

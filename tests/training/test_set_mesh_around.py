@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 
 from tests.flipped_bits import ALWAYS, Faults, FaultyModel
 from tests.mesh_types import HOW, MESHES, MODELS, TX, Linen, has_types_of, mesh_called, set_globally
-from tests.support import AXES, assert_same_bits, bits, data, mean_loss, train_on_one_device, unbox
+from tests.support import AXES, assert_same_bits, bits, data, mean_loss, normal, train_on_one_device, unbox
 from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
@@ -114,7 +114,7 @@ def test_replay_under_a_set_mesh_names_the_faulty_device_and_keeps_the_state(kin
 
     mesh, faults = mesh_called(kind), Faults()
     with HOW[how](mesh):
-        x = np.asarray(jax.device_get(jax.random.normal(jax.random.key(1), (16, 8))))
+        x = np.asarray(jax.device_get(normal(1, (16, 8))))
         state = create_train_state(FaultyModel(faults), optax.adam(1e-2), mesh, KEY, x)
         step = replayed(make_train_step(loss, mesh, check_vma=False), every=2)
         state, _ = step(state, x, KEY)

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax import lax
 
 from tests.step_corpus import losses
-from tests.support import AXES, data, mesh_of
+from tests.support import AXES, data, mesh_of, normal
 from xlstm_jax.distributed import (
     check_step,
     create_train_state,
@@ -119,7 +119,7 @@ class LinearAndDead(nn.Module):
 
 
 def test_check_step_lists_no_leaf_with_a_constant_gradient_among_leaves_without_gradient():
-    mesh, x = mesh_of(1, 8), jax.random.normal(jax.random.key(1), (16, 16))
+    mesh, x = mesh_of(1, 8), normal(1, (16, 16))
     model = shard_modules(LinearAndDead(), nn.Dense, "fsdp", min_weight_size=0)
     state = create_train_state(model, optax.sgd(1e-3), mesh, jax.random.key(0), x, batch_axes=("fsdp",))
     step = make_train_step(lambda params, apply_fn, x: apply_fn({"params": params}, x).mean(), mesh, ("fsdp",))
