@@ -145,11 +145,17 @@ def is_read(text: str) -> bool:
 
 
 def _raises(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    for child in ast.iter_child_nodes(node):
-        inside = child if isinstance(child, ast.FunctionDef) else function
-        if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and ast.unparse(child.func) in WARN):
+    remaining = [(node, function)]
+    while remaining:
+        child, inside = remaining.pop()
+        if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and _warns(child.func)):
             yield inside, child
-        yield from _raises(child, inside)
+        inside = child if isinstance(child, ast.FunctionDef) else inside
+        remaining += [(inner, inside) for inner in reversed(list(ast.iter_child_nodes(child)))]
+
+
+def _warns(function: ast.expr) -> bool:
+    return isinstance(function, ast.Name | ast.Attribute) and ast.unparse(function) in WARN
 
 
 # ------------------------------------------------------------------------------------------------------------ the page
@@ -213,8 +219,18 @@ def heads() -> list[str]:
 
 def begins(text: str, head: str) -> bool:
     """Whether a message starts with ``head``; a head of at most 3 letters must be the full message."""
-    text = " ".join(text.split())
-    return text.startswith(head) if sum(map(str.isalpha, head)) > 3 else text.rstrip(".") == head
+    text = _on_one_line(text)
+    return text.startswith(head) if _letters(head) > 3 else text.rstrip(".") == head
+
+
+@cache
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+@cache
+def _letters(text: str) -> int:
+    return sum(map(str.isalpha, text))
 
 
 def excused(said: Message) -> bool:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import types
+from functools import cache
 
 import pytest
 
@@ -11,47 +12,17 @@ import xlstm_jax.distributed
 from xlstm_jax import deferred
 from xlstm_jax.distributed import data_parallel, device_mesh, metrics, training
 
-IMPORT = """
+# A new process, in which each part imports more than the one before, and prints what the tests read.
+PROCESS = """
 import json, sys
+import xlstm_jax
+found = {"names": dir(xlstm_jax), "before": sorted(sys.modules)}
+
 import jax, flax, optax, flax.linen
 before = set(sys.modules)
 import xlstm_jax.distributed
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
+found["new"] = sorted(set(sys.modules) - before)
 
-# Packages that take long to import, and are needed by a part of the programs: ``flax.nnx`` imports treescope, and
-# treescope IPython where it is installed.
-HEAVY = "IPython asyncio chex etils flax.nnx matplotlib orbax safetensors tensorstore treescope".split()
-# What the library may load beside itself, jax, flax, optax, and Python's standard library.
-FURTHER = {"flax", "jax", "pygments", "rich", "xlstm_jax"}
-MOST_MODULES = 200  # 183 in JAX 0.12 and Flax 0.12.12; with ``flax.nnx`` and all of the library 426
-# Parts of the library that many programs do without.
-LATER = "checkpoint model_parallel.nnx_splitting resilience training.replay training.step_check".split()
-
-
-def new_modules():
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def within(module, package):
-    return module == package or module.startswith(f"{package}.")
-
-
-def test_import_of_distributed_loads_few_modules_and_no_heavy_package():
-    new = new_modules()
-    assert not [module for module in new for package in HEAVY if within(module, package)]
-    others = {module.partition(".")[0] for module in new} - FURTHER
-    assert not others - sys.stdlib_module_names, "add the package to FURTHER if each training needs it"
-    assert not [module for module in new for part in LATER if within(module, f"xlstm_jax.distributed.{part}")]
-    assert len(new) <= MOST_MODULES
-    assert "xlstm_jax.distributed.training.step" in new  # guard: the names of a training are there
-
-
-TRAINING = """
-import sys
-import jax, optax
 import jax.numpy as jnp
 from flax import linen as nn
 from xlstm_jax.distributed import (
@@ -74,13 +45,57 @@ plan_sharding(model, dict(mesh.shape), x)
 step = make_train_step(loss_fn, mesh)
 state, metrics = step(state, x, key)
 assert check_step(step, state, x, key).ok
-print(metrics["loss"] > 0, "flax.nnx" in sys.modules)
+found |= {"trained": bool(metrics["loss"] > 0), "nnx": "flax.nnx" in sys.modules}
+
+assert callable(xlstm_jax.forecast.forecast)
+try:
+    xlstm_jax.hardware
+except AttributeError as error:
+    found["error"] = str(error)
+print(json.dumps(found))
 """
+
+# Packages that take long to import, and are needed by a part of the programs: ``flax.nnx`` imports treescope, and
+# treescope IPython where it is installed.
+HEAVY = "IPython asyncio chex etils flax.nnx matplotlib orbax safetensors tensorstore treescope".split()
+# What the library may load beside itself, jax, flax, optax, and Python's standard library.
+FURTHER = {"flax", "jax", "pygments", "rich", "xlstm_jax"}
+MOST_MODULES = 200  # 183 in JAX 0.12 and Flax 0.12.12; with ``flax.nnx`` and all of the library 426
+# Parts of the library that many programs do without.
+LATER = "checkpoint model_parallel.nnx_splitting resilience training.replay training.step_check".split()
+
+
+@cache
+def in_a_new_process():
+    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def within(module, package):
+    return module == package or module.startswith(f"{package}.")
+
+
+def test_import_of_distributed_loads_few_modules_and_no_heavy_package():
+    new = in_a_new_process()["new"]
+    assert not [module for module in new for package in HEAVY if within(module, package)]
+    others = {module.partition(".")[0] for module in new} - FURTHER
+    assert not others - sys.stdlib_module_names, "add the package to FURTHER if each training needs it"
+    assert not [module for module in new for part in LATER if within(module, f"xlstm_jax.distributed.{part}")]
+    assert len(new) <= MOST_MODULES
+    assert "xlstm_jax.distributed.training.step" in new  # guard: the names of a training are there
 
 
 def test_training_with_linen_never_imports_nnx():
-    done = subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split()[-2:] == ["True", "False"], done.stderr
+    found = in_a_new_process()
+    assert found["trained"] and not found["nnx"]
+
+
+def test_dir_lists_subpackages_before_import():
+    found = in_a_new_process()
+    assert found["names"] == ["__version__", "cli", "distributed", "forecast"]
+    assert "xlstm_jax" in found["before"] and not [name for name in found["before"] if name.startswith("xlstm_jax.d")]
+    assert "no attribute 'hardware'" in found["error"]
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -89,25 +87,6 @@ def test_source_docstring_and_reference_have_the_same_groups_of_public_names():
     assert not [name for name in dir(face) if not hasattr(face, name)]
     packages = re.split("Less common names are in the subpackages ", face.__doc__)[1]
     assert set(dir(face)) == {*face.__all__, *re.findall(r"``(\w+)``", packages), "metrics"}
-
-
-SCRIPT = """
-import sys, xlstm_jax
-assert dir(xlstm_jax) == ["__version__", "cli", "distributed", "forecast"], dir(xlstm_jax)
-assert "xlstm_jax.distributed" not in sys.modules
-assert callable(xlstm_jax.forecast.forecast) and callable(xlstm_jax.distributed.make_train_step)
-try:
-    xlstm_jax.hardware
-except AttributeError as error:
-    assert "no attribute 'hardware'" in str(error)
-else:
-    raise AssertionError("a name that never was there")
-"""
-
-
-def test_dir_lists_subpackages_before_import():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["forecast", "hardware"])
