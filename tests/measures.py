@@ -13,6 +13,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -81,9 +82,17 @@ def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
     return seen
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    """Returns the syntax tree of a source text, parsed once."""
+    return ast.parse(source)
+
+
 def names_imported(source: str) -> Iterator[str]:
     """Yields the full name of every import in a source text, also inside functions."""
-    for node in ast.walk(ast.parse(source)):
+    nodes: list[ast.AST] = [parsed(source)]
+    for node in nodes:  # grows
+        nodes += [inner for inner in ast.iter_child_nodes(node) if not isinstance(inner, ast.expr)]
         module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from [f"{module}{alias.name}" for alias in node.names]

@@ -8,7 +8,7 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tests.measures import FOREIGN, module_of, names_imported
+from tests.measures import FOREIGN, module_of, names_imported, parsed
 
 PACKAGE = Path(__file__).parents[2] / "xlstm_jax"
 
@@ -81,7 +81,7 @@ def test_imported_detects_an_upward_import_between_layers():
 def definitions(path):
     """Returns the names of a file's top-level functions and classes."""
     kinds = ast.FunctionDef | ast.ClassDef
-    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, kinds)]
+    return [node.name for node in parsed(path.read_text()).body if isinstance(node, kinds)]
 
 
 # Functions that scripts run; and the metric's public all_gather, which gathers dictionaries.
