@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for the whole suite, set up before JAX starts; and the names that doctests may use."""
 
+import gc
 import os
 import signal
 import sys
@@ -8,15 +9,9 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-# Test workers share two cores: one thread each for XLA's kernels keeps them out of each other's way. Most time goes
-# into compiling programs that run once. Without LLVM's optimizations the suite takes a third less, and on JAX 0.10
-# without the new emitters of fused loops another third of the rest; JAX 0.12 ignores that option. A single LLVM module
-# for each program, with narrow vectors, saves a tenth of the time of compiling.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_prefer_vector_width=128 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
-)
+from tests.xla_flags import SHORT_COMPILATION
+
+os.environ.setdefault("XLA_FLAGS", SHORT_COMPILATION)
 
 # A shell ignores SIGINT in what it runs in the background, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -179,6 +174,14 @@ def pytest_runtest_makereport(item, call):
 def pytest_terminal_summary():
     """Shows the messages of failures in full: without CI pytest cuts the lines of its summary to the width."""
     os.environ.setdefault("CI", "true")
+
+
+def pytest_collection_finish(session):
+    """Leaves what the imports have made out of garbage collections, and collects rarely: a twentieth of the time."""
+    del session
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_sessionstart(session):

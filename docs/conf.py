@@ -56,6 +56,7 @@ from implied_pages import (  # noqa: E402
 from tabs import mark  # noqa: E402
 
 import xlstm_jax  # noqa: E402
+from tests.xla_flags import ONE_THREAD, SHORT_COMPILATION  # noqa: E402
 
 # Pages become many long-lived objects, and each garbage collection scans them all: a sixth of Sphinx's time.
 gc.freeze()
@@ -156,11 +157,6 @@ USES_MESH, MAKES_MESH = (
     re.compile(r"\bmesh(, \w+)* = |\bas mesh\b"),
 )
 STRIDE = 8
-# XLA compiles each loop of a program through MLIR, and cuts some into tiles. Without tiles compiling takes a sixth
-# less; without MLIR, which only the XLA of JAX 0.10 can do, a quarter of the time.
-SIMPLE_LOOPS = (
-    "xla_cpu_disable_tiled_emitter=true,xla_cpu_disable_new_fusion_emitters=true"
-)
 # Programs of most pages run a few times, and compile longer: LLVM does not optimise them (level 0). Pages listed here
 # run or time programs often.
 OPTIMIZED = {"howto/slow_step"}
@@ -254,9 +250,7 @@ def _executed(page, text):
 
 def _set_flags(page):
     """Sets XLA's flags for the process of the page."""
-    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-    if page not in OPTIMIZED:
-        os.environ["XLA_FLAGS"] += f" --xla_backend_optimization_level=0 --xla_backend_extra_options={SIMPLE_LOOPS}"
+    os.environ["XLA_FLAGS"] = ONE_THREAD if page in OPTIMIZED else SHORT_COMPILATION
 
 
 def _with_links(text, targets):

@@ -10,12 +10,10 @@ code is 1 if a verdict is false, if no finding names the cause, or if a label di
 
 import os
 
-# As the suite has it, before JAX starts: workers share cores, and each program runs a few times only.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
-    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
-)
+from tests.xla_flags import SHORT_COMPILATION
+
+# As the suite has it, before JAX starts.
+os.environ.setdefault("XLA_FLAGS", SHORT_COMPILATION)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
