@@ -201,19 +201,27 @@ def split_share(params: Any) -> float:
 
 
 def bits(tree: Any) -> Any:
-    """Converts every leaf to a NumPy array, PRNG keys to their key data."""
+    """Copies every leaf to a NumPy array, PRNG keys as their key data; later steps may donate the leaves."""
 
     def plain_array(x):
         is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(x) if is_key else x)
+        return np.array(jax.random.key_data(x) if is_key else x)
 
     return jax.tree.map(plain_array, tree)
 
 
 def differing_leaves(got: Any, want: Any) -> list[str]:
-    """Returns a phrase for each leaf whose dtype, shape or bits differ, with its path; boxes of leaves may differ."""
-    found = []
+    """Returns a phrase for each leaf whose dtype, shape or bits differ, with its path; boxes of leaves may differ.
+
+    Or a single phrase with the paths that only one of the trees has.
+    """
     paths_and_leaves = jax.tree_util.tree_flatten_with_path(bits(want))[0]
+    paths, of_got = (
+        [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]] for tree in (want, got)
+    )
+    if alone := sorted(set(paths) ^ set(of_got)):
+        return [f"leaves of one of the trees alone: {', '.join(alone)}"]
+    found = []
     for (path, w), g in zip(paths_and_leaves, jax.tree.leaves(bits(got)), strict=True):
         if (g.dtype, g.shape) != (w.dtype, w.shape):
             found.append(f"{path_string(path)}: {g.dtype}{list(g.shape)} in place of {w.dtype}{list(w.shape)}")

@@ -224,10 +224,13 @@ def test_a_publication_that_ends_at_any_byte_is_not_read(delta, tmp_path):
 
 
 def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
-    events, fsync, replace = [], os.fsync, os.replace
+    events, synced, fsync, replace = [], {}, os.fsync, os.replace
 
     def noted_fsync(opened):
-        events.append(os.readlink(f"/proc/self/fd/{opened}"))
+        path = os.readlink(f"/proc/self/fd/{opened}")
+        events.append(path)
+        if os.path.isfile(path):
+            synced[os.path.basename(path).removeprefix(".").removesuffix(".tmp")] = Path(path).read_bytes()
         fsync(opened)
 
     def noted_replace(old, new):
@@ -243,6 +246,8 @@ def test_files_are_on_disk_before_the_index_has_its_name(tmp_path, monkeypatch):
         *["/.1.safetensors.tmp/1.safetensors", "-> /1.safetensors"],
         *[f"/.{INDEX}.tmp", "", f"-> /{INDEX}", ""],
     ]
+    # What was in each file when it was synchronised is all that the file has now.
+    assert synced == {path.name: path.read_bytes() for path in tmp_path.iterdir()} and len(synced) == 3
 
 
 def test_publish_keeps_the_previous_version_and_removes_older_versions(tmp_path):

@@ -505,7 +505,7 @@ def test_export_raises_for_reserved_or_non_unicode_leaf_names(tmp_path):
 
 def test_export_does_not_write_through_a_symlink_at_the_temporary_path(tmp_path):
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / ".model.safetensors.tmp").symlink_to(tmp_path / "precious")
+    safetensors_io.hidden_file(tmp_path / "model.safetensors").symlink_to(tmp_path / "precious")
     export_safetensors({"w": np.ones(2)}, tmp_path)
     assert (tmp_path / "precious").read_text() == "mine"
     assert load_file(tmp_path / "model.safetensors").keys() == {"w"}

@@ -637,15 +637,22 @@ def test_fit_and_lint_commands_warn_of_a_factory_without_shard_axes_before_compi
 
 
 def test_fit_command_compiles_once_for_options_unused_by_the_factory(command, monkeypatch):
+    compiled = []
+
     def by_formula(call):
         memory = SimpleNamespace(argument_bytes=0)
         times = {"step_seconds": 1.0, "step_time": Range(0.5, 1.0, 1.25), "has_margin": True}
-        return Job(lambda: SimpleNamespace(total_bytes=1, memory=memory, host=None, **times), key="the same")
+
+        def run():
+            compiled.append(call)
+            return SimpleNamespace(total_bytes=1, memory=memory, host=None, **times)
+
+        return Job(run, key="the same")
 
     monkeypatch.setattr(fitting, "begin_forecast", by_formula)
     _, out, _ = command("fit --topology v5e:2x2 --mesh fsdp=4 --json", "tiny_training:passes_on")
     best, *others = json.loads(out)["trials"]
-    assert best["fits"] and others
+    assert best["fits"] and others and len(compiled) == 1
     assert not [one["problem"] for one in others if "the same program as one before" not in one["problem"]]
 
 

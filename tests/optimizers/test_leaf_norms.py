@@ -87,7 +87,8 @@ def test_leaf_norms_of_a_train_step_match_a_single_device(check_vma):
 
 def test_leaf_norms_leave_parameters_unchanged():
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.5))  # AdamW would divide rounding by small roots
-    with_norms, without = trained(2, with_leaf_norms(tx)), trained(2, tx)
+    with_norms, without, start = trained(2, with_leaf_norms(tx)), trained(2, tx), trained(0, tx)
+    assert not np.allclose(without.params["in"]["kernel"], start.params["in"]["kernel"], rtol=1e-3)  # guard: they train
     for (path, one), other in zip(
         jax.tree.leaves_with_path(unbox(with_norms.params)), jax.tree.leaves(unbox(without.params)), strict=True
     ):
