@@ -21,7 +21,7 @@ import optax
 import pytest
 
 from tests.support import AXES, Model, data, fsdp, mean_loss, mesh_of, weighted_loss
-from xlstm_jax.distributed import Replicas, create_train_state, make_train_step
+from xlstm_jax.distributed import Replicas, abstract_train_state, make_train_step
 from xlstm_jax.distributed.metrics import WeightedMean
 
 KEPT = Path(__file__).parents[1] / "lowered_texts.json"
@@ -56,7 +56,7 @@ def lowered(case):
     make_model, loss_fn, options = CASES[case]
     mesh, batch = mesh_of(2, 4), data()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-3))
-    state = create_train_state(make_model(), tx, mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
+    state = abstract_train_state(make_model(), tx, mesh, jax.random.key(0), batch["x"], batch_axes=AXES)
     step = make_train_step(loss_fn, mesh, batch_axes=AXES, **options)
     last = [options["metric"].empty(AXES, mesh)] if "metric" in options else []
     return step.lower(state, batch, jax.random.key(1), *last).as_text()
