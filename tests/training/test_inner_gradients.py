@@ -40,7 +40,7 @@ def test_inner_gradient_by_a_shared_number_is_that_of_one_device_once_averaged(c
     model, mesh = nn.Dense(4), mesh_of(2, 4)
     wrapped = fsdp(nn.Dense)(4)
 
-    def step(inner):
+    def trained(inner):
         state = create_train_state(wrapped, KEPT, mesh, jax.random.key(0), BATCH["x"], batch_axes=AXES)
         params = jax.device_get(unbox(state.params))
         state, metrics = make_train_step(loss_by(inner), mesh, AXES, check_vma=check_vma)(
@@ -48,10 +48,12 @@ def test_inner_gradient_by_a_shared_number_is_that_of_one_device_once_averaged(c
         )
         return params, metrics["loss"], unbox(state.opt_state)
 
-    params, loss, gradients = step(mean_over_devices)
+    params, loss, gradients = trained(mean_over_devices)
     _, want, losses = train_on_one_device(model, KEPT, params, loss_by(on_one_device), BATCH)
     np.testing.assert_allclose(loss, losses[0], rtol=FLOAT32_ROUNDING)
     for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING)
-    _, without, _ = step(on_one_device)  # guard: as the page says, without the average the loss is wrong in both modes
+    _, without, _ = trained(
+        on_one_device
+    )  # guard: as the page says, without the average the loss is wrong in both modes
     assert abs(float(without) - losses[0]) > 0.05 * losses[0]
