@@ -80,6 +80,7 @@ def measured(of: Iterable[Row] | None = None) -> dict[str, list[str]]:
     return {row.name: reached_by(raised(row)) for row in (rows() if of is None else of)}
 
 
+@cache
 def kept() -> dict[str, list[str]]:
     """Returns the content of reached.txt: the names of places by row."""
     found: dict[str, list[str]] = {}
@@ -98,6 +99,7 @@ def written(found: dict[str, list[str]]) -> str:
     return "".join("\n".join([row, *(f"  {name}" for name in names), ""]) for row, names in found.items())
 
 
+@cache
 def reasons() -> dict[str, str]:
     """Returns the content of unreached.txt: the reason by the name of the place."""
     found: dict[str, str] = {}
