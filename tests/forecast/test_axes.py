@@ -110,6 +110,16 @@ def test_axis_traffic_splits_wire_bytes_into_weights_and_activations():
     assert "Bytes that a device sends" in str(found)
 
 
+def test_averages_of_gradients_of_replicated_leaves_count_as_weights():
+    one = Collective("a", "all-reduce", None, 1, "f32", 8, 8.0, 2, ("ep",), "jit(f)/shard_map/psum", (), (), "forward",
+                     False)  # fmt: skip
+    of_gradients = dataclasses.replace(one, op_name="jit(f)/shard_map/sync_gradients/psum")
+    of_optimizer = dataclasses.replace(one, op_name="jit(f)/psum")
+    gathered = dataclasses.replace(one, leaves=("up/kernel",))
+    (found,) = axis_traffic([of_gradients, one, of_optimizer, gathered, gathered])
+    assert (found.weights, found.activations, found.other) == (24.0, 8.0, 8.0)
+
+
 def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
     one = Collective("a", "collective-permute", None, 4, "f32", 8, 8.0, 2, ("cp",), "jit(f)/shard_map/ppermute",
                      (), (), "forward", True, NO_OVERLAP, alone_s=0.5, exposed_s=0.1)  # fmt: skip

@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed import TrainState, check_step, create_train_state, make_train_step, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
-from xlstm_jax.distributed.training.step_check.update import compare_each_leaf, of_state, same_bits
+from xlstm_jax.distributed.training.step_check.update import _Update, compare_each_leaf, of_state, same_bits
 
 KEY, BATCH = jax.random.key(0), data()
 ADAM = optax.adam(1e-2)
@@ -97,6 +98,18 @@ def test_recorded_state_reads_like_the_state_and_trains_equally(state):
     for (path, a), (_, b), (_, start) in zip(after_recorded, after_plain, before, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=path)
         assert np.any(a != start), f"{path} is unchanged"  # guard: records of an idle optimizer would be equal
+
+
+def test_recording_optimizer_updates_as_the_optimizer_and_parameters_are_compared_with_its_updates():
+    mesh, grads = mesh_of(1, 1), {"w": np.float32([4, 2])}
+    params = {"w": jax.device_put(np.float32([1, 2]), NamedSharding(mesh, jax.P()))}
+    before = recorded_state(TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5)), mesh)
+    updates, opt_state = before.tx.update(grads, before.opt_state, params)
+    np.testing.assert_array_equal(updates["w"], [-2, -1])
+    for factor, says in ((1.0, ""), (0.5, "1 leaf ('w'): the step multiplies them by 0.5 after the update")):
+        after = before.replace(params={"w": np.float32([-1, 1]) * np.float32(factor)}, opt_state=opt_state)
+        found = " ".join(_Update(before, after, None).of_params())
+        assert says in found and bool(says) == bool(found), found
 
 
 def test_of_state_compares_opt_state_leaves_with_tolerance_and_counts_exactly():
