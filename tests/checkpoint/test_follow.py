@@ -254,6 +254,16 @@ def test_delta_encodes_gaps_of_every_length_between_changes(gap):
         assert np.array_equal(delta.applied("w", found, before), after)
 
 
+def test_delta_applies_to_a_copy_of_an_array_in_any_order_of_memory():
+    before = np.arange(600, dtype=np.float32).reshape(20, 30)
+    after = before.copy()
+    after[1, 2] = -1
+    found, in_fortran = delta.encoded("w", before, after), np.asfortranarray(before)
+    got = delta.applied("w", found, in_fortran)
+    np.testing.assert_array_equal(got, after)
+    np.testing.assert_array_equal(in_fortran, before)  # unchanged
+
+
 def test_zero_of_either_sign_and_nan_are_compared_by_bits():
     before, after = np.array([0.0, np.nan, 1.0] * 20), np.array([0.0, np.nan, 1.0] * 20)
     assert delta.encoded("w", before, after) == {}

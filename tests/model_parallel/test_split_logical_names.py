@@ -144,6 +144,21 @@ def test_logical_name_may_be_the_name_of_the_split_axis():
     assert_same_params(state.params, want)
 
 
+def test_split_layers_read_their_shards_without_regard_to_names_of_initialisers():
+    """Rules are in force only while parameters are made: then "tp" is a logical name, and later it is the axis."""
+    layers = {"up": ((WIDTH, 32), jax.P(None, "tp")), "down": ((32, WIDTH), jax.P("tp"))}
+    params, specs = {}, {}
+    for name, (shape, spec) in layers.items():
+        params[name] = {"kernel": np.ones(shape, np.float32), "bias": np.ones(shape[1], np.float32)}
+        specs[name] = {"kernel": spec, "bias": jax.P(*spec[1:])}
+    apply = partial(split_modules(NamedAsTheAxis(), PAIR).apply)
+    run = jax.shard_map(
+        lambda params, x: apply({"params": params}, x),
+        mesh=mesh_of(fsdp=1, tp=2), in_specs=(specs, jax.P()), out_specs=jax.P(),
+    )  # fmt: skip
+    assert jax.eval_shape(run, params, X).shape == X.shape
+
+
 class Setup(nn.Module):
     def setup(self):
         self.up = nn.Dense(32, kernel_init=named("embed", "mlp"))
