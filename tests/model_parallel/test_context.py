@@ -130,14 +130,15 @@ def test_block_of_keys_with_larger_logits_is_added_to_a_softmax_and_gets_its_gra
 
 
 def test_ring_adds_terms_of_every_device_to_the_gradient_of_a_key_and_knows_the_position_of_each_key(mesh, monkeypatch):
-    """A device's terms are replaced by its index plus 1, and the gradients of queries by positions of the keys."""
+    """Keys are their positions. Terms are replaced by the keys times the device's index plus 1, and the gradients of
+    queries by the number of steps in which the positions were those of the keys."""
     options = context._Options(("cp",), CONTIGUOUS, False, None, 0.5, 2)
 
     def merged(options, d_query, blocks, of_queries, of_result, arrived, places):
         keys, values, _ = arrived
-        terms = jax.lax.axis_index("cp") + 1
-        same_keys = jnp.abs(keys[..., 0] - places[:, None, None]) < 0.5  # the keys are their positions
-        return d_query + same_keys.all(), (jnp.ones_like(keys) * terms, jnp.ones_like(values) * terms)
+        factor = lax.axis_index("cp") + 1
+        is_place = jnp.abs(keys[..., 0] - places[:, None, None]) < 0.5
+        return d_query + is_place.all(), (keys * factor, values * factor)
 
     def gradients(query, key, value):
         residuals = query, key, value, None, query, jnp.zeros((1, 1, 1, 1, 2)) + 0 * query[0, 0, 0, 0]
@@ -146,9 +147,9 @@ def test_ring_adds_terms_of_every_device_to_the_gradient_of_a_key_and_knows_the_
     monkeypatch.setattr(context, "_merge_gradients", merged)
     places = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
     steps, d_key, d_value = on_mesh(gradients, mesh, True, P(None, "cp"), P(None, "cp"))(*[places] * 3)
-    np.testing.assert_array_equal(steps, np.full((1, 8, 1, 1), 4))  # in each of 4 steps the positions were right
+    np.testing.assert_array_equal(steps, np.full((1, 8, 1, 1), 4))
     for of_keys in (d_key, d_value):
-        np.testing.assert_array_equal(of_keys, np.full((1, 8, 1, 1), 1 + 2 + 3 + 4))
+        np.testing.assert_array_equal(of_keys, (1 + 2 + 3 + 4) * places)
 
 
 @pytest.mark.slow
