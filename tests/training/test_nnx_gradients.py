@@ -530,20 +530,17 @@ def test_draws_from_a_key_among_the_arguments_differ_by_device():
     np.testing.assert_array_equal(drawn(4, keys), rows_of(keys))
 
 
-def test_single_keys_and_keys_of_streams_differ_by_device_and_keys_of_rows_stay():
+def test_single_key_differs_by_device_and_keys_of_rows_stay():
     program = nnx_gradients._Program(jnp.mean, None, (), AXES, False, False)
-    keys = jax.random.wrap_key_data(np.uint32([[0, 3], [0, 4]]))
 
-    def on_device(keys):
-        single = program.drawn_here(keys[0]), nnx_gradients._of_this_device(keys[0], AXES)
-        several = program.drawn_here(keys), nnx_gradients._of_this_device(keys, AXES)
-        return jax.tree.map(lambda key: jax.random.key_data(key)[None], (single, several))
+    def on_device(single, rows):
+        return jax.tree.map(lambda key: jax.random.key_data(program.drawn_here(key))[None], (single, rows))
 
-    specs = jax.P(AXES)
-    single, (rows, streams) = on_mesh(on_device, mesh_of(2, 4), True, jax.P(), specs)(keys)
-    for of_devices in (*single, streams[:, 0], streams[:, 1]):
-        assert len(np.unique(of_devices, axis=0)) == 8
-    np.testing.assert_array_equal(rows, np.stack([jax.random.key_data(keys)] * 8))
+    words = np.uint32([[0, 3], [0, 4]])
+    keys = jax.random.wrap_key_data(words)
+    of_devices, rows = on_mesh(on_device, mesh_of(2, 4), True, (jax.P(), jax.P()), jax.P(AXES))(keys[0], keys)
+    assert len(np.unique(of_devices, axis=0)) == 8
+    np.testing.assert_array_equal(rows, [words] * 8)
 
 
 def test_numbers_beside_the_loss_are_averaged_in_float32_or_wider():
