@@ -6,7 +6,8 @@ Also the first words of the messages listed in docs/troubleshooting.md.
 import ast
 import itertools
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -39,10 +40,22 @@ def functions() -> dict[str, list[tuple[Path, ast.FunctionDef]]]:
     """Returns the functions and methods of the package by name."""
     found: dict[str, list[tuple[Path, ast.FunctionDef]]] = {}
     for path, tree in modules().items():
-        for node in ast.walk(tree):
+        waiting = deque([tree])
+        while waiting:
+            node = waiting.popleft()
+            waiting.extend(_statements(node))
             if isinstance(node, ast.FunctionDef):
                 found.setdefault(node.name, []).append((path, node))
     return found
+
+
+def _statements(node: ast.AST) -> list[ast.AST]:
+    """Returns the statements directly within a module or a statement: most nodes are expressions, which are left out.
+
+    Also the handlers of ``try`` and the cases of ``match``, which are no statements, and contain statements.
+    """
+    blocks = ("body", "handlers", "orelse", "finalbody", "cases")
+    return [inner for block in blocks for inner in getattr(node, block, ())]
 
 
 @cache
@@ -119,7 +132,9 @@ def messages() -> tuple[Message, ...]:
 
 def _messages() -> Iterator[Message]:
     for path, tree in modules().items():
-        for function, node in _raises(tree, tree):
+        # A warning may be in an expression.
+        inner = ast.iter_child_nodes if "warn" in path.read_text() else _statements
+        for function, node in _raises(tree, tree, inner):
             where = f"{path.relative_to(PACKAGE)}:{getattr(function, 'name', '')}"
             if where in PASSED_ON:
                 sayers = _called(PASSED_ON[where], path)
@@ -144,18 +159,18 @@ def is_read(text: str) -> bool:
     return any(letter.isalpha() for letter in text)
 
 
-def _raises(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    remaining = [(node, function)]
-    while remaining:
-        child, inside = remaining.pop()
-        if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and _warns(child.func)):
+def _raises(
+    node: ast.AST, function: ast.AST, inner: Callable[[ast.AST], Iterable[ast.AST]]
+) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Yields each ``raise`` and each call of ``WARN`` within ``node``, with the innermost function around.
+
+    ``inner`` returns the nodes directly within a node.
+    """
+    for child in inner(node):
+        inside = child if isinstance(child, ast.FunctionDef) else function
+        if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and ast.unparse(child.func) in WARN):
             yield inside, child
-        inside = child if isinstance(child, ast.FunctionDef) else inside
-        remaining += [(inner, inside) for inner in reversed(list(ast.iter_child_nodes(child)))]
-
-
-def _warns(function: ast.expr) -> bool:
-    return isinstance(function, ast.Name | ast.Attribute) and ast.unparse(function) in WARN
+        yield from _raises(child, inside, inner)
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

@@ -59,7 +59,7 @@ def versions():
 
     In the last step one tensor does not change at all.
     """
-    versions = trained(4, 1e-6)
+    versions = trained(4, 2e-6)
     versions[4]["Dense_2"]["bias"] = versions[3]["Dense_2"]["bias"].copy()
     return versions
 
@@ -131,6 +131,42 @@ def test_arrays_of_no_version_are_refused_and_the_needed_version_is_named(versio
     # A full version needs none.
     assert publish(versions[2], published) == 7
     assert_same_bits(apply_publication(flat(versions[0]), published).arrays, flat(versions[2]))
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Returns four versions of a tensor, and a folder with version 1 and the deltas 2 and 3."""
+    versions = [np.arange(200, dtype=np.float32) for _ in range(4)]
+    for number, version in enumerate(versions):
+        version[number] = -1
+    for number, version in enumerate(versions[:3]):
+        publish({"w": version}, tmp_path, **({"since": number} if number else {}))
+    return versions, tmp_path
+
+
+def test_delta_applies_only_to_arrays_of_the_versions_of_its_chain(small):
+    versions, folder = small
+    for arrays in ({}, *({"w": version} for version in versions[:3])):
+        version, got = apply_publication(arrays, folder)
+        assert version == 3 and np.array_equal(got["w"], versions[2])
+    with pytest.raises(VersionNeededError, match=r"version 3 in .* applies to version 2, .*: 1 or 2\."):
+        apply_publication({"w": versions[3]}, folder)
+
+
+def test_reader_whose_version_goes_while_it_reads_begins_again_with_the_newest(small, monkeypatch):
+    (*_, newest), folder = small
+    read, read_versions = follow.read_files, []
+
+    def meanwhile(directory, index):
+        read_versions.append(index.version)
+        if len(read_versions) == 1:
+            publish({"w": newest}, directory)
+            publish({"w": newest + 1}, directory)
+        return read(directory, index)
+
+    monkeypatch.setattr(follow, "read_files", meanwhile)
+    version, got = apply_publication({}, folder)
+    assert version == read_versions[-1] == 5 and np.array_equal(got["w"], newest + 1)
 
 
 def test_publish_raises_for_since_outside_the_published_versions(versions, published):
@@ -252,6 +288,16 @@ def test_delta_encodes_gaps_of_every_length_between_changes(gap):
         after[[60 + gap, *others]] = -1
         found = delta.encoded("w", before, after)
         assert np.array_equal(delta.applied("w", found, before), after)
+
+
+def test_delta_applies_to_a_copy_of_an_array_in_any_order_of_memory():
+    before = np.arange(600, dtype=np.float32).reshape(20, 30)
+    after = before.copy()
+    after[1, 2] = -1
+    found, in_fortran = delta.encoded("w", before, after), np.asfortranarray(before)
+    got = delta.applied("w", found, in_fortran)
+    np.testing.assert_array_equal(got, after)
+    np.testing.assert_array_equal(in_fortran, before)  # unchanged
 
 
 def test_zero_of_either_sign_and_nan_are_compared_by_bits():

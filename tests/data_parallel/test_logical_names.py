@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen import partitioning
 
-from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, normal, plain
+from tests.support import AXES, KEPT, assert_same_params, fsdp, mesh_of, normal, on_mesh, plain
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     abstract_train_state,
@@ -97,6 +97,16 @@ def test_unit_gathers_parameters_that_rules_split_over_other_axes_than_those_of_
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), unbox(state.params), start)
     state, _ = make_train_step(loss_fn, mesh, AXES, check_vma=check_vma)(state, X, jax.random.key(0))
     assert_same_params(state.opt_state, one_device()[1])
+
+
+def test_module_of_a_unit_reads_unsharded_kernels_that_rules_split_over_the_axis_of_the_unit_and_another():
+    mesh, model = mesh_of(2, 4), fsdp(nn.Dense)(32, kernel_init=named("embed", "mlp"), use_bias=False)
+    with nn.logical_axis_rules((("embed", "fsdp"), ("mlp", "dp"))):
+        params = abstract_train_state(model, KEPT, mesh, jax.random.key(0), X, batch_axes=AXES).params
+    assert params["kernel"].names == ("fsdp", "dp")
+    specs = {"kernel": params["kernel"].replace(value=jax.P("fsdp", "dp"))}
+    run = on_mesh(lambda params, x: model.apply({"params": params}, x), mesh, True, (specs, jax.P(AXES)), jax.P(AXES))
+    assert jax.eval_shape(run, params, X).shape == (8, 32)
 
 
 def test_plan_resolves_logical_names_and_init_sharded_raises_without_axis_rules():

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tests.support import AXES, assert_same_params, fsdp, mesh_of, normal, on_mesh, plain
 from xlstm_jax.distributed import accumulate_gradients, create_train_state, make_eval_step, make_train_step, unbox
 from xlstm_jax.distributed import value_and_grad as grad_on_mesh
+from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import MaskedStatistics
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 
 KEY = jax.random.key(0)
@@ -93,6 +94,24 @@ def test_step_with_masked_batch_norm_equals_one_device(check_vma):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert_same_params(state.collections, updated)
     assert_same_params(unbox(state.params), jax.tree.map(lambda p, g: p - g, variables["params"], grads))
+
+
+def test_masked_batch_norm_under_vmap_has_the_statistics_of_all_unmasked_rows():
+    """The new running averages are halfway between the old ones and these statistics, which normalise the rows."""
+    norm = nn.BatchNorm(False, momentum=0.5, axis_name="devices", use_scale=False, use_bias=False)
+    old = {"mean": np.float32([0, 1, 2]), "var": np.float32([1, 2, 3])}
+    x, mask = normal(1, (4, 2, 3)), np.array([[1, 1], [0, 0], [1, 0], [0, 1]], bool)[..., None]
+
+    def on_device(x, mask):
+        with MaskedStatistics().around_models():
+            return norm.apply({"batch_stats": old}, x, mask=mask, mutable=["batch_stats"])
+
+    out, updated = jax.jit(jax.vmap(on_device, axis_name="devices"))(x, mask)
+    rows = x[mask[..., 0]]
+    assert not np.allclose(rows.mean(0), x.reshape(-1, 3).mean(0), atol=0.1)  # guard
+    np.testing.assert_allclose(out, (x - rows.mean(0)) / np.sqrt(rows.var(0) + norm.epsilon), rtol=1e-4, atol=1e-5)
+    for name, new in (("mean", rows.mean(0)), ("var", rows.var(0))):
+        np.testing.assert_allclose(updated["batch_stats"][name], [(old[name] + new) / 2] * 4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

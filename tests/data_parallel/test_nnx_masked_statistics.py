@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import AXES, assert_same_params, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import create_train_state, make_train_step, nnx_model, shard_modules, unbox, value_and_grad
+from xlstm_jax.distributed.data_parallel.extensions.nnx_masked_statistics import NnxMaskedStatistics
 
 KEY = jax.random.key(0)
 ROWS = np.arange(16)
@@ -67,6 +68,25 @@ def test_step_with_masked_batch_norm_equals_one_device(check_vma):
     assert_same_params(state.collections, updated)
     assert_same_params(unbox(state.params), jax.tree.map(lambda p, g: p - g, variables["params"], grads))
     assert np.abs(updated["batch_stats"]["own"]["var"] - variables["batch_stats"]["own"]["var"]).max() > 0.1  # guard
+
+
+@pytest.mark.parametrize("cls", [nnx.BatchNorm, Own])
+def test_masked_batch_norm_under_vmap_has_the_statistics_of_all_unmasked_rows(cls):
+    """The new running averages are halfway between zeros and ones, the old ones, and these statistics."""
+    x, mask = normal(1, (4, 2, 3)), np.array([[1, 1], [0, 0], [1, 0], [0, 1]], bool)[..., None]
+
+    def on_device(x, mask):
+        norm = cls(3, momentum=0.5, axis_name="devices", use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
+        NnxMaskedStatistics().change_module(norm)
+        out = norm(x, mask) if cls is Own else norm(x, mask=mask)
+        return out, norm.mean[...], norm.var[...]
+
+    out, mean, var = jax.jit(jax.vmap(on_device, axis_name="devices"))(x, mask)
+    rows = x[mask[..., 0]]
+    assert not np.allclose(rows.mean(0), x.reshape(-1, 3).mean(0), atol=0.1)  # guard
+    np.testing.assert_allclose(out, (x - rows.mean(0)) / np.sqrt(rows.var(0) + 1e-5), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mean, [rows.mean(0) / 2] * 4, rtol=1e-5)
+    np.testing.assert_allclose(var, [(1 + rows.var(0)) / 2] * 4, rtol=1e-5)
 
 
 class OwnNorm(nnx.RMSNorm):

@@ -90,6 +90,16 @@ def test_look_up_rows_and_table_gradient_match_a_single_device(case, check_vma, 
     assert np.abs(whole).max() > 0.1  # guard
 
 
+def test_padding_of_a_table_is_not_looked_up(mesh_of):
+    """The last true row is row -1, and an index of the padding is out of range: its row is NaN."""
+    lookup = lookup_of(0, (), ("fsdp",), true=(5, 8), stored=(8, 8))
+    padded = np.arange(64, dtype=np.float32).reshape(8, 8)
+    tokens = np.int32([0, 4, -1, -5, 5, 6, 7, 3])
+    rows = on_mesh(partial(look_up, lookup=lookup), mesh_of["one axis"], True, (jax.P("fsdp"),) * 2, jax.P("fsdp"))
+    want = np.where((tokens < 5)[:, None], padded[tokens % 5], np.nan)
+    np.testing.assert_array_equal(rows(padded, tokens), want)
+
+
 def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
     communication = Communication.of("bfloat16", "bfloat16")
     lookup, tokens = lookup_of(0, (), ("fsdp",), communication=communication), jnp.zeros((8, 400), int)

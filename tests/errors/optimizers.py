@@ -90,13 +90,6 @@ WRONG = {
 }
 
 
-def whole_and_split():
-    return {
-        "up": {"kernel": Sharded(jnp.ones((8, 16)), (None, "fsdp")), "bias": jnp.ones(16)},
-        "down": {"kernel": Sharded(jnp.ones((16, 4)), ("fsdp", None)), "bias": jnp.ones(4)},
-    }
-
-
 def not_averaged(tx, over=None):
     """Returns a call of an optimizer inside ``shard_map``, with a gradient averaged over too few axes."""
     from xlstm_jax.distributed import sync_gradients
@@ -311,7 +304,7 @@ ROWS = [
     *[
         optimizers(
             f"on-shards-{name}",
-            lambda tx=tx: elementwise_only(tx).init(whole_and_split()),
+            lambda tx=tx: elementwise_only(tx).init({"kernel": Sharded(np.ones((8, 16), np.float32), (None, "fsdp"))}),
             ValueError,
             "elementwise_only: … is wrong on shards",
             says,

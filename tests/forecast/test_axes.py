@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import re
 from functools import cache
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -31,16 +33,19 @@ from xlstm_jax.distributed.model_parallel import (
     split_tokens,
 )
 from xlstm_jax.distributed.plan import ShardingPlan
+from xlstm_jax.distributed.plan.expert_plan import ExpertPlan
 from xlstm_jax.forecast import CHIPS, AxisTraffic, forecast, parse_topology
 from xlstm_jax.forecast.compiling.compile import StepCall
 from xlstm_jax.forecast.cost.axis_traffic import axis_traffic
 from xlstm_jax.forecast.cost.clock import Cycles
 from xlstm_jax.forecast.cost.collective_traffic import NO_OVERLAP, Collective
 from xlstm_jax.forecast.cost.cycles import count_hbm_bytes
+from xlstm_jax.forecast.cost.flops import Flops, Work
 from xlstm_jax.forecast.cost.live_values import live_bytes
 from xlstm_jax.forecast.hardware.links import Links
 from xlstm_jax.forecast.hlo.program import parse
 from xlstm_jax.forecast.training import dispatch, fit, lint
+from xlstm_jax.forecast.training.linting.expert_rules import uneven_experts
 from xlstm_jax.forecast.training.linting.lint import findings_of
 from xlstm_jax.forecast.training.linting.rules import RULES
 from xlstm_jax.forecast.training.linting.step import Step
@@ -87,12 +92,16 @@ def built(capacity=None):
 
 
 @cache
+def planned(capacity=None):
+    x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.float32)
+    return plan_sharding(shard_modules(Model(capacity), (SwiGLU, Experts), "fsdp", 64), SIZES, x)
+
+
+@cache
 def compiled(capacity=None):
     """(forecast, plan)"""
     step, args = built(capacity)
-    x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.float32)
-    model = shard_modules(Model(capacity), (SwiGLU, Experts), "fsdp", 64)
-    return forecast(step, *args, tokens=ROWS * TOKENS), plan_sharding(model, SIZES, x)
+    return forecast(step, *args, tokens=ROWS * TOKENS), planned(capacity)
 
 
 # ----------------------------------------------------------------------------------------- what travels along each axis
@@ -108,6 +117,16 @@ def test_axis_traffic_splits_wire_bytes_into_weights_and_activations():
     assert tp.activations > 0 and tp.weights > 0 and tp.other == 0
     assert sum(one.wire_bytes for one in found.axis_traffic) == found.wire_bytes
     assert "Bytes that a device sends" in str(found)
+
+
+def test_averages_of_gradients_of_replicated_leaves_count_as_weights():
+    one = Collective("a", "all-reduce", None, 1, "f32", 8, 8.0, 2, ("ep",), "jit(f)/shard_map/psum", (), (), "forward",
+                     False)  # fmt: skip
+    of_gradients = dataclasses.replace(one, op_name="jit(f)/shard_map/sync_gradients/psum")
+    of_optimizer = dataclasses.replace(one, op_name="jit(f)/psum")
+    gathered = dataclasses.replace(one, leaves=("up/kernel",))
+    (found,) = axis_traffic([of_gradients, one, of_optimizer, gathered, gathered])
+    assert (found.weights, found.activations, found.other) == (24.0, 8.0, 8.0)
 
 
 def test_axis_traffic_sums_bytes_and_hidden_fraction_of_collectives_per_axis():
@@ -201,7 +220,7 @@ def test_conditional_counts_cycles_of_the_longest_branch_and_bytes_of_all_branch
 
 
 def test_plan_sharding_reports_axis_roles_and_expert_owners():
-    _, plan = compiled()
+    plan = planned()
     assert plan.roles == {"fsdp": ("fsdp",), "ep": ("experts",), "tp": ("tensor",)}
     (mixture,) = plan.experts
     assert (mixture.path, mixture.axes, mixture.devices, mixture.layers) == ("mixture", ("ep",), 2, 1)
@@ -258,7 +277,7 @@ def test_dispatch_without_capacity_is_ragged_on_v5p_and_padded_on_v5e(topology, 
 
 
 def test_dispatch_imbalance_costs_time_without_capacity_and_drops_tokens_with_capacity():
-    (found, plan), (_, capped) = compiled(), compiled(1.25)
+    (found, plan), capped = compiled(), planned(1.25)
     found = dataclasses.replace(found, topology="h100:1x8", axis_sizes=SIZES)
     (sent,) = dispatch(found, plan, imbalance=1.5)
     rows = ROWS * TOKENS * TOP_K * 2 / 8  # devices along "tp" share tokens, or compute the same
@@ -292,6 +311,39 @@ def test_lint_uneven_experts_fires_for_padding_dropped_choices_and_waiting():
     slow = dataclasses.replace(found, topology="h100:1x8", tokens=2**40)
     texts = [one.text for one in findings_of(RULES[rule], Step(slow, plan, 1, False, imbalance=2.0))]
     assert any("waits for its busiest device" in text for text in texts)
+
+
+def test_experts_are_uneven_by_padding_by_waiting_and_by_dropped_choices_above_their_thresholds():
+    """An exchange of 100 bytes for 8 experts on 8 devices, of which a token chooses 2: there is room for all 8."""
+    sent = Collective("a", "all-to-all", None, 3, "f32", 8, 100.0, 8, ("ep",), "jit(f)/shard_map/all_to_all",
+                      ("moe/up",), (), "forward", True, NO_OVERLAP)  # fmt: skip
+    elsewhere = dataclasses.replace(sent, modules=("other",)), dataclasses.replace(sent, kind="all-gather")
+    tokens, size = 2**20, 10**6
+    products_s = tokens * 2 / 8 * 8 * size / CHIPS["h100"].reached.peak_flops["bfloat16"]
+
+    def step_of(imbalance, capacity=None, seconds=4 * products_s, chip=CHIPS["h100"]):
+        experts = ExpertPlan(
+            "moe", 8, 2, capacity, ("ep",), devices=8, layers=1, expert_bytes=4 * size, expert_size=size
+        )
+        plan = SimpleNamespace(experts=(experts,), axis_sizes={"ep": 8}, roles={"ep": ("experts",)})
+        flops = Flops((Work("moe", "forward", "bfloat16", 1.0),), (), ())
+        of_step = {"collectives": (sent, *elsewhere), "wire_bytes": 900.0, "flops": flops}
+        found = SimpleNamespace(**of_step, chip=chip, tokens=tokens, devices=8)
+        return SimpleNamespace(forecast=found, plan=plan, imbalance=imbalance, seconds=seconds)
+
+    def texts(*args, **options):
+        return [
+            re.search(r"sends 300 B|waits|drops \d+%", defect.text)[0]
+            for defect in uneven_experts(step_of(*args, **options))
+        ]
+
+    even = step_of(1.0)
+    (exchange,) = dispatch(even.forecast, even.plan, 1.5)
+    assert exchange.wire_bytes == 300 and exchange.ideal_bytes == 75
+    assert exchange.imbalance_s == pytest.approx(0.5 * products_s) and exchange.dropped_fraction == 0
+    assert texts(1.0) == ["sends 300 B"] and texts(1.5) == ["sends 300 B", "waits"]
+    assert texts(1.5, seconds=20 * products_s) == texts(1.5, chip=None) == ["sends 300 B"]
+    assert texts(1.25, 1.25) == texts(1.3, 1.25) == [] and texts(2.5, 1.25) == ["drops 50%"]
 
 
 def placed(tree, mesh, spec):
@@ -343,6 +395,17 @@ def test_estimate_matches_wire_seconds_and_argument_bytes_of_the_compiled_step()
             assert guess.wire_s[one.axes] == pytest.approx(links.seconds(one.axes, one.wire_bytes), rel=0.35)
     assert guess.argument_bytes == found.memory.argument_bytes
     assert guess.seconds == guess.compute_s + sum(guess.wire_s.values())
+
+
+def test_estimate_adds_the_collectives_of_each_trip_of_a_loop():
+    def sums(x):
+        once = jax.lax.psum(x, "ep")
+        return jax.lax.scan(lambda x, _: (jax.lax.psum(x, "ep"), None), once, None, length=3)[0]
+
+    mesh, links = DeviceMeshManager.create_abstract_mesh({"ep": 8}), Links(CHIPS["h100"], {"ep": 8})
+    step = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    wire = estimate(StepCall(step, [jax.ShapeDtypeStruct((8 * 128, 32), jnp.float32)]), links).wire_s
+    assert wire["ep",] == pytest.approx(4 * links.seconds(("ep",), 2 * 128 * 32 * 4 * 7 / 8))
 
 
 def test_estimate_counts_ragged_all_to_all_rows_without_padding_in_both_directions():

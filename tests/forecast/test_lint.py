@@ -34,9 +34,11 @@ from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.forecast import CHIPS, Forecast, Roofline, forecast
+from xlstm_jax.forecast.cost.flops import Flops, Work
 from xlstm_jax.forecast.training import Workload
 from xlstm_jax.forecast.training.linting import product_rules
 from xlstm_jax.forecast.training.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
+from xlstm_jax.forecast.training.linting.product_rules import wide_products
 from xlstm_jax.forecast.training.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
 from xlstm_jax.forecast.training.linting.step import Step, shared_name
 
@@ -223,6 +225,22 @@ def test_lint_hoisted_gather_fires_for_a_gather_of_all_layers_before_the_loop(pl
         len(KERNELS) * (LAYERS - 1) * 2 * LAYER
     }  # float32 on this backend
     assert "nn.scan(nn.remat(shard_module_params(" in findings[0].cure
+
+
+def test_wide_products_are_those_of_modules_in_float32_in_a_model_with_most_flop_in_bfloat16():
+    def found(**flops):  # by the name of a module, or of the loss: FLOP in bfloat16 and in float32
+        work = [
+            Work("" if name == "loss" else name, "forward", dtype, count)
+            for name, counts in flops.items()
+            for dtype, count in zip(("bfloat16", "float32"), counts, strict=True)
+        ]
+        of_step = SimpleNamespace(flops=Flops(tuple(work), (), ()), chip=None)
+        return [defect.where for defect in wide_products(SimpleNamespace(forecast=of_step))]
+
+    assert found(up=(90, 0), down=(4, 6)) == ["down"]
+    assert found(layer_0=(40, 5), layer_1=(40, 5)) == ["layer_*"]
+    assert found(up=(990, 0), router=(0, 9), loss=(0, 90)) == []  # less than 1 %, and work of no module
+    assert found(up=(4, 6)) == []  # a model of float32
 
 
 def test_lint_has_no_findings_for_vmap_experts_gathered_together():

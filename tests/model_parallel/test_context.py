@@ -99,6 +99,59 @@ def test_context_attention_values_and_gradients_match_a_single_device(case, chec
     same(got, with_gradients(lambda *arrays: of_one_device(*arrays, **MASKS[mask])))
 
 
+def test_block_of_keys_with_larger_logits_is_added_to_a_softmax_and_gets_its_gradients():
+    """The softmax over a block of keys, computed in NumPy, becomes that over two blocks."""
+    options = context._Options((), CONTIGUOUS, False, None, 0.5, 4)
+    q, d, (k, v) = normal(0, (3, 4)), normal(1, (3, 4)), normal(2, (2, 8, 4))
+    k[4:] *= 3
+    exponentials = np.exp(q @ k.T / 2)
+    weights = exponentials / exponentials.sum(1, keepdims=True)
+    out = weights @ v
+    d_logits = weights * (d @ v.T - (d * out).sum(1, keepdims=True)) / 2
+    assert exponentials.argmax(1).min() >= 4 and weights[:, :4].max(1).min() > 0.01  # guards
+
+    def added(query, key, value, d_out, first, all_keys):
+        places = (np.arange(3), np.arange(4), None, None)
+        _, total, summed = context._attend(options, query, key, value, places, first)
+        nothing = jnp.zeros_like(key), jnp.zeros_like(value)
+        d_query, of_keys = context._terms(
+            options, query, key, value, places, (d_out, *all_keys), jnp.zeros_like(query), nothing
+        )
+        return summed / total[..., None], d_query, *of_keys
+
+    query, d_out = (x[None, None, None] for x in (q, d))  # [b, g, r, c, d]
+    largest = np.log(exponentials[:, :4].max(1))
+    state = exponentials[:, :4] / np.exp(largest)[:, None]
+    first = tuple(x[None, None, None] for x in (largest, state.sum(1), state @ v[:4]))
+    all_keys = tuple(x[None, None, None] for x in (np.log(exponentials.sum(1)), (d * out).sum(1)))
+    got = jax.jit(added)(query, k[None, None, 4:], v[None, None, 4:], d_out, first, all_keys)
+    wanted = out, d_logits[:, 4:] @ k[4:], d_logits[:, 4:].T @ q, weights[:, 4:].T @ d
+    same([x.reshape(-1, 4) for x in got], wanted)
+
+
+def test_ring_adds_terms_of_every_device_to_the_gradient_of_a_key_and_knows_the_position_of_each_key(mesh, monkeypatch):
+    """Keys are their positions. Terms are replaced by the keys times the device's index plus 1, and the gradients of
+    queries by the number of steps in which the positions were those of the keys."""
+    options = context._Options(("cp",), CONTIGUOUS, False, None, 0.5, 2)
+
+    def merged(options, d_query, blocks, of_queries, of_result, arrived, places):
+        keys, values, _ = arrived
+        factor = lax.axis_index("cp") + 1
+        is_place = jnp.abs(keys[..., 0] - places[:, None, None]) < 0.5
+        return d_query + is_place.all(), (keys * factor, values * factor)
+
+    def gradients(query, key, value):
+        residuals = query, key, value, None, query, jnp.zeros((1, 1, 1, 1, 2)) + 0 * query[0, 0, 0, 0]
+        return context._ring_bwd(options, residuals, query)[:3]
+
+    monkeypatch.setattr(context, "_merge_gradients", merged)
+    places = np.arange(8, dtype=np.float32).reshape(1, 8, 1, 1)
+    steps, d_key, d_value = on_mesh(gradients, mesh, True, P(None, "cp"), P(None, "cp"))(*[places] * 3)
+    np.testing.assert_array_equal(steps, np.full((1, 8, 1, 1), 4))
+    for of_keys in (d_key, d_value):
+        np.testing.assert_array_equal(of_keys, (1 + 2 + 3 + 4) * places)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("shape", [{"dp": 1, "cp": 8}, {"dp": 2, "cp": 1}, {"dp": 1, "cp": 2}], ids=str)

@@ -329,6 +329,27 @@ def test_gradients_of_an_inside_module_are_summed_and_without_it_refused():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_a_scale_inside_sums_the_products_with_the_features_of_all_devices(check_vma):
+    class Scaled(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(2, 4, kernel_init=nnx.initializers.ones, use_bias=False, rngs=rngs)
+            self.between = Scale(rngs)
+
+        def __call__(self, x):
+            return self.between(self.up(x))
+
+    model, x = split_modules(nnx_model(Scaled), {"up": "column", "between": "inside"}), np.float32([[1, 2], [3, 4]])
+    params = {"up": {"kernel": np.ones((2, 4), np.float32)}, "between": {"weight": np.float32(1)}}
+    specs = {"up": {"kernel": jax.P(None, "tp")}, "between": {"weight": jax.P()}}
+
+    def gradient(params, x):
+        return jax.grad(lambda params: model.apply({"params": params}, x).sum())(params)["between"]["weight"]
+
+    run = jax.shard_map(gradient, mesh=mesh_of(tp=2), in_specs=(specs, jax.P()), out_specs=jax.P(), check_vma=check_vma)
+    assert float(jax.jit(run)(params, x)) == 4 * x.sum()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_dropout_inside_differs_by_device(check_vma):
     """Both halves of the features are equal, so equal masks would give equal halves."""
 

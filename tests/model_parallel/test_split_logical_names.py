@@ -4,7 +4,7 @@ Neighbours: layers in a scan, a stack of ``nn.vmap``, a layer made in ``setup``,
 parameters, and gathers in blocks of 8 bits.
 """
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,18 @@ import pytest
 from flax import linen as nn
 
 from tests.support import KEPT, assert_same_params, integers, normal, train_on_one_device
-from xlstm_jax.distributed import DeviceMeshManager, Replicas, create_train_state, make_train_step, shard_modules, unbox
-from xlstm_jax.distributed.data_parallel.leaf import leaf_of
+from xlstm_jax.distributed import (
+    DeviceMeshManager,
+    Replicas,
+    create_train_state,
+    make_train_step,
+    shard_modules,
+    unbox,
+    value_and_grad,
+)
+from xlstm_jax.distributed.data_parallel.leaf import SPLIT_BY_RULES, Sharded, gather_leaf, leaf_of
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION
 from xlstm_jax.distributed.model_parallel import Experts, split_modules
 
 ADAM = optax.adam(1e-2)
@@ -134,6 +144,21 @@ def test_logical_name_may_be_the_name_of_the_split_axis():
     assert_same_params(state.params, want)
 
 
+def test_split_layers_read_their_shards_without_regard_to_names_of_initialisers():
+    """Rules are in force only while parameters are made: then "tp" is a logical name, and later it is the axis."""
+    layers = {"up": ((WIDTH, 32), jax.P(None, "tp")), "down": ((32, WIDTH), jax.P("tp"))}
+    params, specs = {}, {}
+    for name, (shape, spec) in layers.items():
+        params[name] = {"kernel": np.ones(shape, np.float32), "bias": np.ones(shape[1], np.float32)}
+        specs[name] = {"kernel": spec, "bias": jax.P(*spec[1:])}
+    apply = partial(split_modules(NamedAsTheAxis(), PAIR).apply)
+    run = jax.shard_map(
+        lambda params, x: apply({"params": params}, x),
+        mesh=mesh_of(fsdp=1, tp=2), in_specs=(specs, jax.P()), out_specs=jax.P(),
+    )  # fmt: skip
+    assert jax.eval_shape(run, params, X).shape == X.shape
+
+
 class Setup(nn.Module):
     def setup(self):
         self.up = nn.Dense(32, kernel_init=named("embed", "mlp"))
@@ -194,6 +219,25 @@ def test_neighbours_of_split_layers_with_logical_names_have_the_gradients_of_one
     assert_same_params(state.opt_state, want, tolerance)
     axes_of = [leaf_of(leaf).axes for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: hasattr(x, "names"))]
     assert any("tp" in axes and len(axes) > 1 for axes in axes_of)  # guard: a kernel is split over both
+
+
+def test_parameter_that_rules_split_is_equal_by_its_type_along_an_axis_of_no_batch():
+    """A layer that the split leaves out reads the same values along "tp", where its rows are the same, too."""
+    types = {}
+
+    def loss(params, x):
+        for marks in (frozenset(), frozenset({SPLIT_BY_RULES})):
+            full = gather_leaf(params["w"].replace(marks=marks), ("fsdp", "tp"), DEFAULT_COMMUNICATION)
+            types[len(marks)] = collectives.varying_axes(full)
+        return jnp.mean(x @ full)
+
+    spec = {"w": Sharded(jax.P("fsdp", "tp"), ("fsdp", "tp"))}
+    run = jax.shard_map(
+        lambda params, x: value_and_grad(partial(loss, x=x), "fsdp")(params),
+        mesh=mesh_of(fsdp=4, tp=2), in_specs=(spec, jax.P("fsdp")), out_specs=(jax.P(), spec),
+    )  # fmt: skip
+    jax.eval_shape(run, {"w": Sharded(np.ones((16, 16), np.float32), ("fsdp", "tp"))}, X)
+    assert "tp" in types[0] and "tp" not in types[1]
 
 
 def test_frozen_split_layer_with_logical_names_keeps_its_values():

@@ -29,6 +29,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.optimizers import slow_params, with_slow_params
 from xlstm_jax.distributed.optimizers.transforms import REFUSED, STEP_EXTRA_ARGS, name_of, parts, taking_extra_args
+from xlstm_jax.distributed.training.at_params import gradients_at
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"  # missing in the copy for mutations
 STEPS = 4
@@ -131,6 +132,15 @@ def test_update_raises_for_a_plain_gradient_transformation_with_a_required_argum
     tx = taking_extra_args(optax.chain(optax.GradientTransformation(optax.init_empty_state, halved), optax.sgd(1.0)))
     with pytest.raises(TypeError, match=r", a part of the optimizer, needs value=, and optax hands it no extra"):
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3), **GIVEN)
+
+
+def test_gradients_for_sam_are_those_at_its_parameters_whatever_the_call():
+    square = lambda params: (params["w"] ** 2, {"w": 2 * params["w"]})  # noqa: E731
+    assert [gradients_at(square, {"w": w}, index) for w, index in ((3.0, 0), (3.0, 1), (5.0, 1))] == [
+        {"w": 6.0},
+        {"w": 6.0},
+        {"w": 10.0},
+    ]
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

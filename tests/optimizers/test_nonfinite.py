@@ -23,7 +23,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.collectives import is_prng_key
-from xlstm_jax.distributed.optimizers.nonfinite import with_skipped_collections
+from xlstm_jax.distributed.optimizers.nonfinite import SkipNonfiniteState, with_skipped_collections
 from xlstm_jax.distributed.optimizers.sharded_optimizer import Trained
 
 
@@ -185,6 +185,22 @@ def test_a_step_is_skipped_if_any_entry_of_a_statistic_turns_nonfinite_and_not_i
 
     assert np.isnan(loss([1.0, 1.0], [1.0, np.inf])), "one entry of two has turned infinite"
     assert loss([1.0, np.inf], [2.0, np.inf]) == 2, "the entry was infinite before: each later step would be skipped"
+
+
+def test_collections_after_a_skipped_step_are_those_before_it():
+    class Skipping(NamedTuple):
+        update: object
+
+    def collections_after(skipped_in_a_row):
+        state = SkipNonfiniteState((), np.int32(3), np.int32(skipped_in_a_row))
+        before = Trained(0, None, state, {"stats": {"mean": np.float32([1, 2])}})
+        inner = Skipping(lambda grads, before, collections: (before._replace(collections=collections), {}))
+        update = with_skipped_collections(inner, None, None).update
+        after, metrics = update(None, before, {"stats": {"mean": np.float32([3, 4])}})
+        assert metrics == {"skipped_steps": 3, "skipped_in_a_row": skipped_in_a_row}
+        return after.collections["stats"]["mean"].tolist()
+
+    assert [collections_after(skipped) for skipped in (0, 1, 2)] == [[3, 4], [1, 2], [1, 2]]
 
 
 def test_skip_counts_finds_nested_counters_and_raises_for_duplicates():

@@ -26,6 +26,8 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, rebox
 from xlstm_jax.distributed.data_parallel.trees import map_leaves
+from xlstm_jax.distributed.optimizers import elementwise
+from xlstm_jax.distributed.optimizers.transforms import name_of
 from xlstm_jax.distributed.training.state import sharded_opt_state
 
 STEPS = 4
@@ -456,6 +458,20 @@ HIDDEN = {  # transforms that are wrong on shards, and show no wrong update in a
 def test_elementwise_only_raises_for_a_transform_whose_updates_another_transform_withholds(build):
     with pytest.raises(ValueError, match=r"'.*(clip_by_global_norm|trust_ratio).*' is wrong on shards"):
         elementwise_only(build()).init(whole_and_split())
+
+
+@pytest.mark.parametrize(
+    "around",
+    [skip_nonfinite, lambda tx: optax.MultiSteps(tx, 16), lambda tx: optax.chain(optax.zero_nans(), tx)],
+    ids=["skip_nonfinite", "MultiSteps", "zero_nans"],
+)
+def test_transform_whose_updates_another_transform_withholds_is_tried_alone(around, monkeypatch):
+    """The trial is replaced by one that only LAMB's norm fails, alone: around it, no trial shows anything."""
+    lamb, split = optax.scale_by_trust_ratio(), {"w": Sharded(np.ones(8, np.float32), ("fsdp",))}
+    is_lamb = lambda tx: name_of(tx) == name_of(lamb)  # noqa: E731
+    monkeypatch.setattr(elementwise, "_why_wrong", lambda tx, tree: "it has a norm" if is_lamb(tx) else None)
+    assert "'scale_by_trust_ratio' is wrong on shards: it has a norm" in str(elementwise._verdict(around(lamb), split))
+    assert elementwise._verdict(around(optax.scale(2.0)), split) is None
 
 
 def test_elementwise_only_accepts_a_skipped_and_accumulated_optimizer_that_clips_over_devices():

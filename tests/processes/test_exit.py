@@ -270,6 +270,17 @@ def test_process_that_is_told_a_reason_prints_it_and_leaves_after_waits_that_hav
     assert capfd.readouterr().err == "\nprocess 1 has left. Process 2 ends with it.\n"
 
 
+def test_process_that_is_told_a_reason_first_gives_its_main_thread_time_to_print_an_error(job_of, monkeypatch, capfd):
+    job = job_of(2)
+    exits._post(job.client, [2], "process 1 has left")
+    monkeypatch.setattr(exits, "OWN_ERROR_S", 0.75)
+    sleep = lambda seconds: os.write(2, f"An error, printed within {seconds} s.".encode())  # noqa: E731
+    monkeypatch.setattr(exits, "time", SimpleNamespace(sleep=sleep))  # other threads sleep by the real module
+    assert code_of(exits._listen, job.client, 2) == EXIT_FAILED
+    own, _, other = capfd.readouterr().err.partition("\n")
+    assert own == "An error, printed within 0.75 s." and other.startswith("process 1 has left.")
+
+
 def test_listening_ends_without_leaving_if_the_text_is_empty_or_the_store_is_gone(job_of):
     job, asked = job_of(2), []
     exits._post(job.client, [2], "")

@@ -24,6 +24,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.plan.planning import plan_sharding
+from xlstm_jax.distributed.training.arguments import check_mesh_of
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload
@@ -73,6 +74,19 @@ def test_train_step_accepts_equivalent_meshes_and_a_batch_on_any_mesh():
     losses = [make_train_step(mean_loss, mesh_of(1, 8), AXES)(state, BATCH, KEY)[1]["loss"]]
     losses += [make_train_step(mean_loss, MESH, AXES)(new_state(), batch, KEY)[1]["loss"] for batch in batches]
     assert_allclose(losses, [losses[0]] * 4, rtol=1e-5)
+
+
+def test_meshes_of_a_state_and_a_step_are_compared_without_axes_of_size_1():
+    only, x = DeviceMeshManager.create_device_mesh({"fsdp": 8}), np.ones(8, np.float32)
+
+    def checked_in_a_step_of(mesh):
+        return jax.eval_shape(lambda w: check_mesh_of({"state": {"w": w}}, mesh), on_only)
+
+    on_only = jax.device_put(x, jax.NamedSharding(only, P("fsdp")))
+    for mesh in (only, mesh_of(1, 8)):
+        checked_in_a_step_of(mesh)
+    with pytest.raises(ValueError, match=r"'state/w' lies on a mesh {'fsdp': 8}, and .* {'dp': 4, 'fsdp': 2}"):
+        checked_in_a_step_of(mesh_of(4, 2))
 
 
 @pytest.mark.parametrize("move, devices", [

@@ -23,11 +23,16 @@ from tests.support import (
     fsdp,
     mean_loss,
     mesh_of,
+    on_mesh,
 )
 from xlstm_jax.distributed import create_train_state, make_eval_step, make_train_step, shard_batch
 from xlstm_jax.distributed.data_parallel import trees
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of, true_value
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import Compose, Max, Sum, WeightedMean, make_log_step
+from xlstm_jax.distributed.training.checks.calls import check_donated
+from xlstm_jax.distributed.training.evaluation import _Evaluation
+from xlstm_jax.distributed.training.moments import JittedCall
 
 MESH, KEY = mesh_of(2, 4), jax.random.key(0)
 METRIC = Compose({"loss": WeightedMean(), "rows": Sum(jnp.int32), "worst": Max()})
@@ -168,6 +173,34 @@ def test_eval_step_passes_collections_to_eval_fn():
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_each_batch_of_an_evaluation_is_added_to_the_metric_state():
+    metric = Sum()
+    evaluation = _Evaluation(lambda params, apply_fn, x: {"values": x}, metric, batch_layout(MESH, AXES), True)
+
+    def sum_of_two_batches(x):
+        variables, local = {"params": {}, "collections": {}, "extra_trees": {}}, metric.empty(AXES)
+        for batch in (x, 2 * x):
+            local = evaluation._observed(None, variables, batch, local)
+        return metric.compute(metric.sync(local))
+
+    assert on_mesh(sum_of_two_batches, MESH, True, jax.P(AXES), jax.P())(np.arange(8, dtype=np.float32)) == 3 * 28
+
+
+def test_state_of_which_a_donated_array_was_deleted_is_refused():
+    here, deleted = jax.device_put(np.ones((2, 2), np.float32))
+    deleted.delete()
+
+    def check(**named):
+        check_donated(JittedCall(None, (), {}, named, False))
+
+    check(state=TrainState(here, None, {"w": here}, None, None), local=[here], batch=[deleted])
+    for step, w in ((deleted, here), (here, deleted)):
+        with pytest.raises(ValueError, match=r"^state was .*Go on with the state that it returned"):
+            check(state=TrainState(step, None, {"w": w}, None, None), local=[here])
+    with pytest.raises(ValueError, match=r"^local was .*Go on with the local that it returned"):
+        check(state=None, local=[deleted])
 
 
 def test_eval_step_donates_the_metric_state_but_not_the_train_state():

@@ -46,12 +46,36 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, typed_like
+from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_other_mesh, sharding_of_input, typed_like
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
 STEPS = 3
 MODEL = MODELS["linen"][0]
+
+
+def test_program_takes_a_committed_input_in_its_sharding_on_the_same_axes_and_any_other_in_that_of_the_batch():
+    mesh, other = (DeviceMeshManager.create_device_mesh({"dp": dp, "fsdp": 8 // dp}) for dp in (2, 4))
+    x, of_batch = np.ones((16, 2), np.float32), NamedSharding(mesh, P(AXES))
+    for sharding in (NamedSharding(mesh, P("dp")), NamedSharding(mesh, P())):
+        assert sharding_of_input(jax.device_put(x, sharding), of_batch) == sharding
+    for unplaced in (x, jnp.asarray(x), jax.device_put(x, NamedSharding(other, P("dp")))):
+        assert sharding_of_input(unplaced, of_batch) == of_batch
+
+
+def test_no_mesh_is_set_for_a_program_on_a_mesh_of_another_size():
+    large, small = (jax.sharding.Mesh(np.reshape(jax.devices()[:n], (2, -1)), AXES) for n in (8, 4))
+
+    def program_on(mesh):
+        return {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P(AXES))), "step": 0}
+
+    with jax.set_mesh(large):
+        for mesh, is_set in ((small, False), (large, True)):
+            with outside_other_mesh(program_on(mesh)):
+                assert jax.sharding.get_mesh().empty != is_set
+        assert jax.sharding.get_mesh() == large
+    with outside_other_mesh(program_on(small)):
+        assert jax.sharding.get_mesh().empty
 
 
 def batch_of(mesh):

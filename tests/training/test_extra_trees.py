@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, Block, Model, as_called, assert_same_params, blocks_of, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import (
+    TrainState,
     check_step,
     create_train_state,
     ema_params,
@@ -24,8 +26,12 @@ from xlstm_jax.distributed import (
     unbox,
     with_ema,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training.gradients import LossFunction
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, BATCH = jax.random.key(0), data()
 PAGES = Path(__file__).parents[2] / "docs" / "howto"
@@ -167,6 +173,22 @@ def test_extra_trees_with_collections_and_scalars_pass_check_step(check_vma):
     normed = (BATCH["x"] - BATCH["x"].mean(0)) / jnp.sqrt(BATCH["x"].var(0) + 1e-5)
     out, wanted = (normed @ unbox(made.params)["Dense_0"]["kernel"] for made in (state_of(mesh, 0, Normed()), second))
     assert_allclose(metrics["loss"], jnp.mean((out - 2 * wanted) ** 2), rtol=1e-5)
+
+
+def test_reference_of_a_loss_reads_the_unsharded_values_of_extra_trees():
+    mesh, teacher = mesh_of(1, 2), np.arange(1, 5, dtype=np.float32)
+    params = {"w": jax.device_put(np.float32(3), NamedSharding(mesh, jax.P()))}
+    teacher = {"w": Sharded(jax.device_put(teacher, NamedSharding(mesh, jax.P("fsdp"))), ("fsdp",))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+    def loss(params, apply_fn, x, rng, *, teacher):
+        return jnp.mean((params["w"] * x - teacher["w"].sum()) ** 2)
+
+    x, layout = np.float32([1, 2]), batch_layout(mesh, AXES)
+    one_device = OneDevice(LossFunction(loss, False), layout, 1, state, x, mesh, {"teacher": teacher})
+    found = one_device.on_full_batch(KEY)
+    assert found.loss == pytest.approx(np.mean((3 * x - 10) ** 2))
+    assert float(found.grads["w"]) == pytest.approx(np.mean(2 * x * (3 * x - 10)))
 
 
 def test_check_step_finds_a_squared_mean_of_extra_trees_wrong():

@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from tests.nnx_models import Einsum
-from tests.support import integers, mesh_of, normal
+from tests.support import AXES, integers, mesh_of, normal, on_mesh
 from xlstm_jax.distributed import (
     DeviceMeshManager,
     create_nnx_module,
@@ -28,6 +28,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics.cells import Count
 from xlstm_jax.distributed.model_parallel import split_modules
+from xlstm_jax.distributed.training import nnx_gradients
 
 # As in Flax's guides: dropout is off, statistics change, and metrics read the logits.
 PLAIN = """
@@ -227,6 +228,14 @@ def test_recurrent_cell_has_the_gradients_of_one_device(check_vma):
     wanted, wanted_grads = nnx.value_and_grad(loss)(plain, x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
     assert_same_values(grads, wanted_grads)
+
+
+def test_recurrent_cell_whose_inputs_vary_by_type_is_traced():
+    """A carry of zeros, equal on all devices by its type, could not be that of a scan over these inputs."""
+    net = nnx.eval_shape(lambda: nnx.RNN(nnx.SimpleCell(2, 8, rngs=nnx.Rngs(0))))
+    grad = nnx_value_and_grad(lambda net, x: jnp.mean(net(x) ** 2), mesh=mesh_of(1, 2))
+    loss, grads = nnx.eval_shape(grad, net, jax.ShapeDtypeStruct((8, 3, 2), jnp.float32))
+    assert loss.shape == () and grads["cell"]["dense_h"]["kernel"].shape == (8, 8)
 
 
 class Written(nnx.Module):
@@ -519,6 +528,19 @@ def test_draws_from_a_key_among_the_arguments_differ_by_device():
     assert len({row.tobytes() for row in drawn(4, keys[0])}) == 8
     np.testing.assert_array_equal(drawn(1, keys[0]), rows_of(keys[0]))
     np.testing.assert_array_equal(drawn(4, keys), rows_of(keys))
+
+
+def test_single_key_differs_by_device_and_keys_of_rows_stay():
+    program = nnx_gradients._Program(jnp.mean, None, (), AXES, False, False)
+
+    def on_device(single, rows):
+        return jax.tree.map(lambda key: jax.random.key_data(program.drawn_here(key))[None], (single, rows))
+
+    words = np.uint32([[0, 3], [0, 4]])
+    keys = jax.random.wrap_key_data(words)
+    of_devices, rows = on_mesh(on_device, mesh_of(2, 4), True, (jax.P(), jax.P()), jax.P(AXES))(keys[0], keys)
+    assert len(np.unique(of_devices, axis=0)) == 8
+    np.testing.assert_array_equal(rows, [words] * 8)
 
 
 def test_numbers_beside_the_loss_are_averaged_in_float32_or_wider():

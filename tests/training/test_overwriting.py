@@ -14,10 +14,11 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from tests.support import AXES, assert_each_leaf, fsdp, in_case, mesh_of, normal, on_mesh, plain
 from xlstm_jax.distributed import (
+    TrainState,
     abstract_train_state,
     check_step,
     create_train_state,
@@ -34,6 +35,9 @@ from xlstm_jax.distributed.data_parallel.extensions import fp8_products
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.running_loss import OVERWRITTEN
+from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
+from xlstm_jax.distributed.training.gradients import LossFunction
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 from xlstm_jax.forecast import forecast
 
 X = normal(1, (16, 16)) * np.float32(1 + np.arange(16) % 5)[:, None]
@@ -383,6 +387,41 @@ def test_check_step_uses_fp8_scales_of_the_global_mean(wrap, loss, x, num_miniba
     state, _ = step(state, x, jax.random.key(2))
     found = check_step(step, state, x, jax.random.key(2))
     assert found.verdict == "right", found
+
+
+@jax.custom_vjp
+def scaled(y, scale):
+    """Returns ``y * scale``; the gradient by ``scale`` is its next value, 1 + the largest gradient of an output."""
+    return y * scale
+
+
+scaled.defvjp(lambda y, scale: (y * scale, scale), lambda scale, grads: (grads * scale, 1 + jnp.max(jnp.abs(grads))))
+
+
+def test_reference_of_scales_uses_gradients_of_terms_of_the_mean_over_devices_minibatch_by_minibatch():
+    """The first of three minibatches has rows of weight 0 alone: its gradients are 0, and the next scale is 1."""
+    mesh, minibatches = mesh_of(1, 2), 3
+    params = {"w": jax.device_put(np.float32(3), NamedSharding(mesh, jax.P()))}
+    fields = {"params": params, "collections": {OVERWRITTEN: {"scale": np.float32(2)}}}
+    state = TrainState.create(apply_fn=None, tx=optax.sgd(0.1), **fields)
+    x = np.float32([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])  # by device, minibatch and row
+    weight = np.float32([[[0, 0], [1, 4], [2, 1]], [[0, 0], [1, 2], [3, 2]]])
+    batch = {"x": x.ravel(), "weight": weight.ravel()}
+
+    def loss(params, apply_fn, batch, rng, collections):
+        out = scaled(params["w"] * batch["x"], collections[OVERWRITTEN]["scale"])
+        return (jnp.sum(batch["weight"] * out), jnp.sum(batch["weight"])), collections
+
+    one_device = OneDevice(LossFunction(loss, True), batch_layout(mesh, AXES), minibatches, state, batch, mesh)
+    found = one_device.slices(KEY)
+
+    scale, scales, slope = 2.0, [], 0.0
+    for part in range(minibatches):
+        slope += scale * np.sum(weight[:, part] * x[:, part]) / np.sum(weight)
+        scale = 1 + np.max(weight[:, part]) / (np.sum(weight[:, part]) or 1)
+        scales.append(scale)
+    assert scales == [1, 1.5, 1.375]
+    assert found.loss == pytest.approx(3 * slope, rel=1e-6) and float(found.grads["w"]) == pytest.approx(slope, 1e-6)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tests.support import (
     fsdp,
     gradients_are_those_of_one_device,
     integers,
+    normal,
     on_mesh,
     train_on_one_device,
 )
@@ -33,7 +34,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.extensions.padding import ZeroPadding
 from xlstm_jax.distributed.data_parallel.leaf import Sharded
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, PrimalType
 from xlstm_jax.distributed.data_parallel.wire.pieces import Pieces
 from xlstm_jax.distributed.training.cross_entropy import LMHead, chunked_cross_entropy
 from xlstm_jax.formatting import format_bytes
@@ -133,6 +134,15 @@ def test_cross_entropy_by_pieces_with_replicas_matches_a_gathered_kernel(mesh, r
     )
     assert_allclose(got, want, rtol=1e-6)
     close(pieces, gathered, 1e-2 if replicas and replicas.reduce_dtype else 2e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scattered_gradient_of_a_piece_is_the_part_of_the_mean_over_devices_by_which_the_shard_grows(mesh, dim):
+    local = normal(1, (8, 16, 16))  # of each device
+    pieces = Pieces(1, (16, 64), 8 if dim else 64, dim=dim, axes=BATCH)
+    shard = PrimalType((16, 8) if dim else (2, 64), np.float32, frozenset(BATCH), False)
+    run = on_mesh(lambda g: pieces.scatter_gradient(g[0], shard), mesh, True, P(BATCH), P(*[None] * dim, BATCH))
+    assert_allclose(run(local), local.mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_positions_in_a_large_vocabulary_are_counted_in_32_bits():

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
@@ -37,6 +38,8 @@ from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
 from xlstm_jax.distributed.training.replay.replayed_step import rolled_mesh
+from xlstm_jax.distributed.training.replay.watched_sends import watched
+from xlstm_jax.distributed.training.step import DeviceProgram
 
 DEVICES = 4
 KEY = jax.random.key(3)
@@ -236,6 +239,19 @@ def test_replayed_step_computes_a_digest_of_each_gradient_leaf_and_the_loss(chec
     assert sorted(path for of_send in leaves if of_send[0].startswith("grads/") for path in of_send) == sorted(
         f"grads/{path}" for path in paths
     )
+
+
+def test_value_that_was_received_and_is_sent_on_has_no_digest():
+    def fn(params, batch, *rest):
+        of_rows = lax.psum(jnp.sum(params["w"] * batch), "fsdp")
+        return {"loss": lax.psum(of_rows, "dp"), "again": lax.psum(of_rows + batch[0], "dp")}
+
+    args, noted = ({"w": np.float32(2)}, np.ones(8, np.float32), None, None, {}, {}), []
+    specs = (P(), P(AXES), P(), P(), P(), P())
+    options = {"mesh": mesh_of(2, 4), "in_specs": specs, "out_specs": P(), "check_vma": False}
+    program = watched(DeviceProgram(fn, args, options), AXES, noted.extend)
+    jax.eval_shape(jax.shard_map(program.fn, **program.options), *args)
+    assert noted == [["loss"], ["again"]]  # the sum over "fsdp", and the sum over "dp" of what was added here
 
 
 def paths_of(params):

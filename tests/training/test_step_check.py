@@ -29,10 +29,10 @@ from xlstm_jax.distributed.data_parallel import box_like
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.state import sharded_opt_state
-from xlstm_jax.distributed.training.step_check.check import _ratio
+from xlstm_jax.distributed.training.step_check.check import Comparison, _ratio
 from xlstm_jax.distributed.training.step_check.comparison import Multiple, compare_leaves, flat
-from xlstm_jax.distributed.training.step_check.observed import copies_differ, differ_along
-from xlstm_jax.distributed.training.step_check.one_device import OneDevice
+from xlstm_jax.distributed.training.step_check.observed import ReportedLoss, SeenStep, copies_differ, differ_along
+from xlstm_jax.distributed.training.step_check.one_device import OneDevice, Reference
 
 KEY, BATCH = jax.random.key(0), data()
 
@@ -316,6 +316,23 @@ def test_reference_of_a_loss_with_a_mean_over_devices_is_computed_on_the_mesh(me
     assert one_device.needs_all_devices(KEY)
     found = one_device.slices(KEY)
     assert found.loss == pytest.approx(9 * 5.25) and float(found.grads["w"]) == pytest.approx(6 * 5.25)
+
+
+def test_loss_of_a_step_differs_if_it_is_no_multiple_or_another_multiple_of_the_loss_of_one_device(mesh):
+    params = {"w": jax.device_put(np.float32(3), NamedSharding(mesh, P()))}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    loss, batch = LossFunction(lambda params, *_: params["w"], False), np.ones(8, np.float32)
+    compared = Comparison(None, state, (batch, KEY), OneDevice(loss, batch_layout(mesh, AXES), 1, state, batch, mesh))
+    right = Reference(3.0, {}, {}, lambda: right)
+
+    def findings(reported):
+        seen = SeenStep("gradients", {}, lambda grads: {}, ReportedLoss(reported, 2.0**-23), None, state, state)
+        return compared.loss_differs(KEY, seen, right)
+
+    assert findings(3.0) == findings(3.0 * (1 + 1e-6)) == (False, [])
+    for reported, says in ((24.0, "8 x that of one device: it is summed over"), (4.0, "reports another loss")):
+        (of_model, (finding,)) = findings(reported)
+        assert not of_model and says in finding
 
 
 def test_copies_differ_finds_replicas_of_a_leaf_with_unequal_values():

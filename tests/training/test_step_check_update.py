@@ -1,6 +1,7 @@
 """Tests of the optimizer update in ``check_step``: ``step_check/update`` and ``recording``."""
 
 import re
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import check_step, create_train_state, make_train_step, unbox
+from xlstm_jax.distributed import TrainState, check_step, create_train_state, make_train_step, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
-from xlstm_jax.distributed.training.step_check.update import compare_each_leaf, of_state, same_bits
+from xlstm_jax.distributed.training.step_check.update import _Update, compare_each_leaf, of_state, same_bits
 
 KEY, BATCH = jax.random.key(0), data()
 ADAM = optax.adam(1e-2)
@@ -97,6 +99,37 @@ def test_recorded_state_reads_like_the_state_and_trains_equally(state):
     for (path, a), (_, b), (_, start) in zip(after_recorded, after_plain, before, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=path)
         assert np.any(a != start), f"{path} is unchanged"  # guard: records of an idle optimizer would be equal
+
+
+@cache
+def one_update():
+    """Returns the states before and after an update of two numbers by the recording SGD, and the updates."""
+    mesh, grads = mesh_of(1, 1), {"w": np.float32([4, 2])}
+    params = {"w": jax.device_put(np.float32([1, 2]), NamedSharding(mesh, jax.P()))}
+    before = recorded_state(TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.5)), mesh)
+    updates, opt_state = before.tx.update(grads, before.opt_state, params)
+    after = before.replace(params={"w": np.float32([-1, 1])}, opt_state=opt_state, step=before.step + 1)
+    return before, after, updates
+
+
+def test_step_that_changes_all_numbers_of_the_optimizer_state_or_counts_twice_has_a_finding():
+    before, after, _ = one_update()
+    halved = after.replace(opt_state=jax.tree.map(lambda x: np.asarray(x) * 0.5, after.opt_state))
+    (finding,) = _Update(before, halved, None).check().findings
+    assert finding.startswith("the step changes all numbers in the optimizer's state")
+    for step, says in ((0, ""), (1, ""), (2, "state.step is 2 after the step, and was 0")):
+        found = " ".join(_Update(before, after.replace(step=before.step + step), None).of_count())
+        assert says in found and bool(says) == bool(found), found
+
+
+def test_recording_optimizer_updates_as_the_optimizer_and_parameters_are_compared_with_its_updates():
+    before, right, updates = one_update()
+    np.testing.assert_array_equal(updates["w"], [-2, -1])
+    assert len(right.opt_state) == 2 and right.opt_state[1] == optax.EmptyState()  # as the state of the SGD itself
+    for factor, says in ((1.0, ""), (0.5, "1 leaf ('w'): the step multiplies them by 0.5 after the update")):
+        after = right.replace(params={"w": right.params["w"] * np.float32(factor)})
+        found = " ".join(_Update(before, after, None).of_params())
+        assert says in found and bool(says) == bool(found), found
 
 
 def test_of_state_compares_opt_state_leaves_with_tolerance_and_counts_exactly():
