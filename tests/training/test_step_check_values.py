@@ -169,13 +169,16 @@ def test_reference_is_finite_and_has_a_gradient_by_all_of_its_leaves():
 # ------------------------------------------------------------------------------------------------------ constant draws
 
 
-@pytest.mark.parametrize("width", [8, 16, 32])
-@pytest.mark.parametrize("splits", [0, 63, 64, 65])
-def test_bits_of_a_constant_key_are_the_highest_of_its_word_until_64_splits(splits, width):
-    word = 0xDEADBEEF if splits < 64 else splits * 0x9E3779B9 % 2**32
+def test_bits_of_a_constant_key_are_the_highest_of_its_word_until_64_splits():
+    keys = np.uint32([[splits, 0xDEADBEEF] for splits in (0, 63, 64, 65)])
     with jax.numpy_dtype_promotion("strict"):
-        bits = draws._bits(jnp.uint32([splits, 0xDEADBEEF]), width, (2, 3))
-    assert bits.dtype == f"uint{width}" and bits.tolist() == [[word >> 32 - width] * 3] * 2
+        of_keys = jax.jit(lambda keys: [[draws._bits(key, width, (2, 3)) for key in keys] for width in (8, 16, 32)])(
+            keys
+        )
+    for width, found in zip((8, 16, 32), of_keys, strict=True):
+        for bits, (splits, word) in zip(found, keys.tolist(), strict=True):
+            word = word if splits < 64 else splits * 0x9E3779B9 % 2**32
+            assert bits.dtype == f"uint{width}" and bits.tolist() == [[word >> 32 - width] * 3] * 2, (width, splits)
 
 
 def test_constant_key_counts_its_splits_and_holds_the_fraction_of_32_bits():
