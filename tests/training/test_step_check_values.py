@@ -315,3 +315,34 @@ def test_finding_on_counts_is_for_steps_other_than_none_or_one():
 
     assert found(3) == found(4) == found(9, cls=SimpleNamespace) == []
     assert [len(found(step)) for step in (2, 5)] == [1, 1] and "it counts itself 2 times" in found(5)[0]
+
+
+def test_optimizer_of_the_step_is_compared_with_one_device_in_updates_and_then_in_state():
+    grads, mu = {"w": np.float32([1, 2])}, {"mu": np.float32([4, 8])}
+
+    def found(updates, state, shaken_updates=0.0, shaken_state=0.0, fails=False):
+        of = object.__new__(update._Update)
+
+        def on_one_device():
+            if fails:
+                raise KeyError("loss")
+            shaken = {"w": grads["w"] * (1 + shaken_updates)}, {"mu": mu["mu"] * (1 + shaken_state)}
+            return (grads, mu), lambda: shaken, 1e-7
+
+        record = SimpleNamespace(updates={"w": np.float32(updates)}, opt_state={"mu": np.float32([0, 0])})
+        after = SimpleNamespace(opt_state=SimpleNamespace(inner={"mu": np.float32(state)}))
+        vars(of).update(record=record, after=after, on_one_device=on_one_device)
+        return of.of_optimizer()
+
+    right = found([1, 2], [4, 8])
+    assert right == ((), (), ("updates", "the optimizer's state"))
+    assert "'mu' is 0.25 x" in "".join(found([1, 2], [1, 2]).findings)
+    assert "stays as it was" in "".join(found([1, 2], [0, 0]).findings)
+    (finding,) = found([3, 6], [1, 2]).findings  # the state of wrong updates is not compared
+    assert "updates of 1 leaf ('w') are not those" in finding and "but 3 x these" in finding
+    assert not found([1.01, 2.02], [4, 8], shaken_updates=0.01).findings
+    assert not found([1, 2], [4.04, 8.08], shaken_state=0.01).findings
+    assert found([1.01, 2.02], [4, 8], shaken_state=0.01).findings
+    assert found([1, 2], [4.04, 8.08], shaken_updates=0.01).findings
+    unknown = found([3, 6], [1, 2], fails=True)
+    assert unknown.findings == unknown.compared == () and "(KeyError: 'loss')" in unknown.unknown[0]
