@@ -44,8 +44,8 @@ def placed(shardings: PyTree) -> PyTree:
     >>> placed(split) == split
     True
     >>> with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "fsdp"))):
-    ...     placed(split).mesh.axis_types[0]
-    AxisType.Explicit
+    ...     placed(split).mesh.axis_types[0].name
+    'Explicit'
     """
     around = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in around.axis_types:

@@ -1,5 +1,7 @@
 """Tests of the record of a checkpoint: checksums equal NumPy's, and every difference from a record is found."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.support import in_case, mesh_of
 from xlstm_jax.distributed import TrainState
-from xlstm_jax.distributed.checkpoint.checksums import checksum, checksum_each
+from xlstm_jax.distributed.checkpoint.checksums import _parts, _sums_of_part, checksum, checksum_each
 from xlstm_jax.distributed.checkpoint.record import (
     ALIGNMENT,
     _aligned_copy,
@@ -35,11 +37,12 @@ def record_of(leaves, arrays):
 FACTORS = ((16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x21F0AAAD, 15, 0x735A2D97, 15))
 
 
-def checksum_of_numpy(words):
+def checksum_of_numpy(words, positions=None):
     """Returns checksums of uint32 words: each mixed with its position, scrambled twice, summed modulo 2^32."""
     sums = []
+    positions = np.arange(words.size, dtype=np.uint32) if positions is None else positions
     for first, factor, second, other, last in FACTORS:
-        found = (words.ravel() + np.arange(words.size, dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(factor)
+        found = (words.ravel() + positions * np.uint32(0x9E3779B9)) ^ np.uint32(factor)
         found = (found ^ (found >> first)) * np.uint32(factor)
         found = (found ^ (found >> second)) * np.uint32(other)
         sums.append(int(np.sum(found ^ (found >> last), dtype=np.uint32)))
@@ -75,6 +78,38 @@ def test_checksums_of_device_and_host_arrays_equal_numpy(name):
     if array.dtype.itemsize <= 4 or name == "complex64":
         assert np.asarray(checksum(jnp.asarray(array))).tolist() == want
     assert checksum_each({"x": array.ravel()[::-1].copy()})["x"] != want or not array.any()
+
+
+@pytest.mark.parametrize("words_of_an_entry", [1, 2])
+def test_checksum_of_a_part_of_a_large_array_has_positions_in_the_array_modulo_2_32(words_of_an_entry):
+    values = np.arange(6 * words_of_an_entry, dtype=np.uint32).reshape(2, 3, *[2] * (words_of_an_entry - 1))
+    origin, strides = (70_000, 90_001), (100_000, 1)
+    entries = [(origin[0] + i) * strides[0] + (origin[1] + j) * strides[1] for i in range(2) for j in range(3)]
+    positions = [entry * words_of_an_entry + word for entry in entries for word in range(words_of_an_entry)]
+    assert min(positions) > 2**32  # guard
+    want = checksum_of_numpy(values, np.array([position % 2**32 for position in positions], np.uint32))
+    got = _sums_of_part(values, np.uint32(origin), np.uint32(strides))
+    assert (got.tolist(), got.dtype) == (want, np.uint32)
+
+
+def test_checksums_are_traced_under_strict_promotion_of_dtypes():
+    for dtype in (np.float32, jnp.bfloat16, np.int8, np.bool_, np.complex64):
+        with in_case(dtype=dtype), jax.numpy_dtype_promotion("strict"):
+            got = jax.eval_shape(checksum, jax.ShapeDtypeStruct((2, 3), dtype))
+            assert (got.shape, got.dtype) == ((2,), np.uint32)
+
+
+def test_parts_to_sum_are_first_replicas_with_entries_at_their_place_modulo_2_32():
+    def shard(start, replica_id=0, size=3):
+        index, data = (slice(start, None), slice(None)), np.zeros((size, 1), np.uint8)
+        return SimpleNamespace(data=data, index=index, replica_id=replica_id, device=jax.devices()[0])
+
+    shards = [shard(None), shard(2**32 + 70_000), shard(7, replica_id=1), shard(9, size=0)]
+    parts = _parts("w", SimpleNamespace(shape=(2**33, 2**17 + 1), addressable_shards=shards))
+    assert [part.origin.tolist() for part in parts] == [[0, 0], [70_000, 0]]
+    assert [(part.path, part.is_view, part.held.shape) for part in parts] == [("w", True, (3, 1))] * 2
+    assert {tuple(part.strides.tolist()) for part in parts} == {(2**17 + 1, 1)}
+    assert {array.dtype for part in parts for array in (part.origin, part.strides)} == {np.dtype(np.uint32)}
 
 
 def test_check_sound_raises_for_a_difference_in_shape_dtype_or_a_single_bit():

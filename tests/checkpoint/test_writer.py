@@ -13,6 +13,7 @@ import time
 import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -561,3 +562,49 @@ def test_second_checkpointer_removes_no_files_of_a_save_in_progress(tmp_path, mo
         held[0].set()
         training.wait()
         assert training.latest_step() == 2
+
+
+def test_save_hangs_if_it_runs_on_at_its_limit_with_a_second_of_grace(monkeypatch):
+    now, is_saving = [0.0], [True]
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    saving = object.__new__(writer.Writer)
+    backend = SimpleNamespace(is_saving=lambda: is_saving[0])
+    vars(saving).update(_saving=3, _begun=(0.0, 100.0), _timeout_s=10.0, _backend=backend)
+    found = []
+    for now[0], saving._saving, is_saving[0] in (
+        (110.9, 3, True),
+        (111.0, 3, True),
+        (111.0, 0, True),  # step 0 is a step
+        (200.0, None, True),
+        (200.0, 3, False),
+    ):
+        found.append(saving.hangs)
+    assert found == [False, True, True, False, False]
+
+
+def test_pipes_at_any_depth_of_a_step_are_found_and_regular_files_and_folders_are_not(tmp_path, monkeypatch):
+    (tmp_path / "30" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "30" / "a" / "file").write_text("")
+    steps.check_files(tmp_path / "30")
+    steps.check_files(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "30" / "a" / "b" / "pipe")
+    with pytest.raises(ValueError, match=r"30/a/b/pipe is no regular file\."):
+        steps.check_files(tmp_path / "30")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^30/a/b/pipe is no regular file\."):
+        steps.check_files("30")
+    for path in (tmp_path, tmp_path / "30" / "a" / "file", tmp_path / "nothing"):
+        steps.check_file(path)
+
+
+def test_newest_step_has_no_problem_and_lost_steps_are_above_by_name_or_record():
+    folders = {
+        3: steps.StepFolder(3),
+        7: steps.StepFolder(7),
+        5: steps.StepFolder(9, "renamed"),
+        8: steps.StepFolder(8),
+    }
+    folders[9] = steps.StepFolder(2, "empty")
+    assert steps.newest(folders) == 8 and steps.newest({5: folders[5]}) is None and steps.newest({}) is None
+    assert steps.lost_after(folders, 8) == {5: "renamed", 9: "empty"}
+    assert steps.lost_after(folders, 9) == {} and steps.lost_after(folders, 1) == {5: "renamed", 9: "empty"}

@@ -18,6 +18,7 @@ from tests.measures import PACKAGE
 from tests.mutants.catalogue import all_mutants, functions_of
 
 CASES_OF_A_FUNCTION = 24
+ADDED_TO_A_FUNCTION = 8  # at most, with --add: cases that were recorded before stay
 Entering = Mapping[tuple[str, str], Sequence[str]]  # cases that enter a function, by file and function
 
 
@@ -40,7 +41,10 @@ def main(args: argparse.Namespace) -> int:
         return 1
     if args.add:
         before, entered = data.matrix()
-        data.write_matrix(before | {entry.case: entry.seconds for entry in found}, with_added(entered, entering(found)))
+        data.write_matrix(
+            before | {entry.case: entry.seconds for entry in found},
+            with_added(entered, entering(found, ADDED_TO_A_FUNCTION)),
+        )
         print(f"written: {data.MATRIX}, with {len(found)} more cases; the choice is as it was")
         return 0
     chosen = _choose(found, seen, args.functions)
@@ -114,26 +118,30 @@ def _choose(found: Sequence[Recorded], seen: Mapping[str, tuple[str, float]], fu
     return needed | {case: seconds[case] for case in for_functions}
 
 
-def entering(found: Sequence[Recorded]) -> dict[tuple[str, str], list[str]]:
-    """Returns by file and function the cases to run a mutation of the function against, the shortest first.
+def entering(found: Sequence[Recorded], most: int = CASES_OF_A_FUNCTION) -> dict[tuple[str, str], list[str]]:
+    """Returns by file and function up to ``most`` cases to run a mutation of the function against, the shortest first.
 
-    One case of each test that enters the function, for variety: first cases that together execute all lines of the
-    function, then cases that execute few further functions, and so are about the function.
+    First cases that together execute all lines of the function, also several of one test: a row of a table may be the
+    only one that reaches an error. Then one case of each other test, for variety: those that execute few further
+    functions, and so are about the function.
     """
-    tests: defaultdict[tuple[str, str], dict[str, Recorded]] = defaultdict(dict)
+    of_function: defaultdict[tuple[str, str], list[Recorded]] = defaultdict(list)
     breadth = {entry.case: sum(map(len, entry.lines.values())) for entry in found}
     by_case = {entry.case: entry for entry in found}
     for entry in sorted(found, key=lambda entry: (entry.seconds, entry.case)):
         for path, functions in entry.lines.items():
             for function in functions:
-                tests[path, function].setdefault(entry.case.partition("[")[0], entry)
+                of_function[path, function].append(entry)
     kept = {}
-    for (path, function), of_tests in tests.items():
-        cases = [entry.case for entry in of_tests.values()]
-        sets = as_bits({case: by_case[case].lines[path][function] for case in cases})
-        first = cover(sets, {case: by_case[case].seconds for case in cases})
-        others = sorted(set(cases) - set(first), key=lambda case: (breadth[case], case))
-        some = [*first, *others][:CASES_OF_A_FUNCTION]
+    for (path, function), entries in of_function.items():
+        sets = as_bits({entry.case: entry.lines[path][function] for entry in entries})
+        first = cover(sets, {entry.case: entry.seconds for entry in entries})
+        seen = {case.partition("[")[0] for case in first}
+        of_tests: dict[str, str] = {}
+        for entry in entries:
+            of_tests.setdefault(entry.case.partition("[")[0], entry.case)
+        others = [case for test, case in of_tests.items() if test not in seen]
+        some = [*first, *sorted(others, key=lambda case: (breadth[case], case))][:most]
         kept[path, function] = sorted(some, key=lambda case: (by_case[case].seconds, case))
     return kept
 

@@ -41,12 +41,14 @@ from xlstm_jax.distributed import (
     sync_gradients,
     unbox,
 )
-from xlstm_jax.distributed.data_parallel.extensions.packed import Columns
-from xlstm_jax.distributed.data_parallel.extensions.packing import packed_gathers
+from xlstm_jax.distributed.data_parallel.extensions.packed import Columns, _parcel
+from xlstm_jax.distributed.data_parallel.extensions.packing import ShardToSend, packed_gathers
 from xlstm_jax.distributed.data_parallel.leaf import gather_leaf, leaf_of
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_values, sharded_leaves
+from xlstm_jax.distributed.data_parallel.wire.blocks import InBlocks
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, set_context
 from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
+from xlstm_jax.distributed.data_parallel.wire.wire import Unchanged
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
@@ -108,6 +110,22 @@ def stepped(case, packing, check_vma, mesh=(2, 4)):
     for _ in range(2):
         state, _ = step(state, BATCH, KEY)
     return before, jax.device_get(unbox(state.params)), {name: counts[name] for name in SENT}
+
+
+def test_parcel_of_shards_in_blocks_has_columns_of_values_and_of_sent_bytes():
+    def shard(shape, dim, wire):
+        return ShardToSend(shape, jnp.dtype(jnp.float32), dim, wire, 0.0, None)
+
+    shapes = {"a": ((4, 64), 1), "b": ((3, 2), 0)}
+    alone = _parcel({key: shard(*place, Unchanged()) for key, place in shapes.items()})
+    assert alone.members == ("a", "b") and isinstance(alone.wire, Unchanged)
+    assert (alone.columns.shapes, alone.columns.dims) == (((4, 64), (3, 2)), (1, 0))
+    blocks = InBlocks("int8", (3, 2), jnp.float32, 0)
+    mixed = _parcel({"a": shard(*shapes["a"], Unchanged()), "b": shard(*shapes["b"], blocks)})
+    assert mixed.members == ("a", "b") and mixed.columns == alone.columns and mixed.wire.wires == (Unchanged(), blocks)
+    sent = jax.eval_shape(blocks.send, jax.ShapeDtypeStruct((3, 2), jnp.float32))
+    assert sent.size == blocks.sent_bytes  # guard
+    assert (mixed.wire.sent.shapes, mixed.wire.sent.dims) == (((4, 64), sent.shape), (1, 0))
 
 
 @pytest.mark.parametrize("case", CASES)

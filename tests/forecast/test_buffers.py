@@ -6,6 +6,7 @@ from collections.abc import Callable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
@@ -14,7 +15,19 @@ from tests.models import LanguageModel
 from tests.support import fsdp, mesh_of
 from xlstm_jax.distributed import abstract_train_state, make_train_step
 from xlstm_jax.forecast.compiling.compile import compile_for_topology
-from xlstm_jax.forecast.cost.memory import memory_of_totals, operation_names, read_memory
+from xlstm_jax.forecast.cost.memory import (
+    _history,
+    _live_bytes,
+    _Operation,
+    _stretches,
+    _temporaries_at,
+    _temporary,
+    _timeline,
+    _Value,
+    memory_of_totals,
+    operation_names,
+    read_memory,
+)
 from xlstm_jax.forecast.hardware.chips import CHIPS
 from xlstm_jax.forecast.hlo.program import parse
 
@@ -152,6 +165,68 @@ def test_read_memory_counts_overlapping_temporaries_once_for_the_larger():
     assert found.peak_live_bytes == read_memory(ASSIGNMENT, LIVE_RANGE, OP_NAMES).peak_live_bytes
     assert "slice.1" not in {temporary.instruction for temporary in found.temporaries}
     assert sum(temporary.bytes for temporary in found.temporaries) == found.peak_live_bytes
+
+
+def value(name, start, stop, first, last):
+    return _Value(name, "{}", f"f32[{stop - start}]", start, stop, first, last)
+
+
+def test_buffer_is_described_by_a_named_value_that_lives_at_the_point():
+    operations = {"named": _Operation("a/b", "a"), "alone": _Operation("b"), "later": _Operation("c/d", "c")}
+
+    def described(*history, point=5):
+        found = _temporary(7, history, point, operations)
+        assert (found.bytes, found.first, found.last) == (
+            7,
+            min(h.first for h in history),
+            max(h.last for h in history),
+        )
+        return found.instruction
+
+    alone, later, unnamed = value("alone", 0, 4, 2, 5), value("later", 0, 4, 6, 9), value("unnamed", 0, 4, 5, 6)
+    assert described(later, alone) == described(alone, later) == "alone"  # named, and live at its last point
+    assert described(unnamed, later) == described(later, unnamed, point=6) == "later"
+    assert described(later, alone, point=6) == described(later, unnamed, alone, point=2 + 4) == "later"
+    assert described(later, alone, point=2) == "alone"  # live at its first point
+    assert described(alone, later, point=20) == described(later, alone, point=20) == "later"  # of a module
+    assert described(unnamed, alone, point=20) == "alone"
+    found = _temporary(7, [unnamed], 5, operations)
+    assert (found.op_name, found.path, found.shape) == ("", "", "f32[4]")
+
+
+def test_bytes_in_use_count_shared_bytes_once_from_first_to_last_point():
+    values = [value("a", 0, 8, 1, 3), value("b", 4, 16, 3, 4), value("c", 4, 8, 0, 0)]
+    widths, places = _stretches(values)
+    assert widths.tolist() == [4, 4, 8] and places == [slice(0, 2), slice(1, 3), slice(1, 2)]
+    assert _live_bytes(values, 6).tolist() == [4, 8, 8, 16, 12, 0]
+    assert _live_bytes([value("large", 0, 2**33, 0, 1)], 2).tolist() == [2**33] * 2
+    buffers = _temporaries_at(3, values, {})
+    assert [(b.instruction, b.bytes) for b in buffers] == [("b", 12), ("a", 4)]
+    assert [(b.instruction, b.bytes) for b in _temporaries_at(0, values, {})] == [("c", 4)]
+    assert _temporaries_at(5, values, {}) == ()
+    inside = [value("outer", 0, 8, 0, 1), value("inner", 2, 4, 0, 1), value("same", 0, 8, 1, 2)]
+    assert [(b.instruction, b.bytes, b.last) for b in _temporaries_at(0, inside, {})] == [("outer", 8, 2)]
+
+
+def test_history_of_a_buffer_follows_values_whose_ranges_touch():
+    chain = [value("c", 0, 4, 5, 7), value("a", 0, 4, 1, 3), value("b", 0, 4, 3, 5), value("d", 0, 4, 8, 9)]
+    for point, want in ((1, "abc"), (3, "abc"), (7, "abc"), (8, "d"), (9, "d"), (0, ""), (10, "")):
+        assert sorted(live.instruction for live in _history(chain, point)) == list(want), point
+
+
+def test_timeline_names_the_module_of_the_last_known_instruction():
+    live, operations = np.array([1, 5, 3, 9, 2]), {"x": _Operation("m/x", "m", "forward"), "y": _Operation("y")}
+    schedule = ["", "x", "", "y", "x"]
+    every = _timeline(live, schedule, operations, 9)
+    assert [(m.point, m.live_bytes, m.path) for m in every] == [
+        (0, 1, ""),
+        (1, 5, "m"),
+        (2, 3, "m"),
+        (3, 9, ""),
+        (4, 2, "m"),
+    ]
+    assert every[1].direction == every[2].direction == "forward" != every[0].direction
+    assert [(m.point, m.live_bytes) for m in _timeline(live, schedule, operations, 2)] == [(1, 5), (3, 9)]
 
 
 def test_read_memory_timeline_with_few_points_keeps_the_peak():

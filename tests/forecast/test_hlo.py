@@ -280,6 +280,21 @@ def test_parse_lists_a_loop_with_a_doubled_counter_as_unknown():
     assert {c.name: n for c, n in program.executed()}["inner_body"] == 3
 
 
+def test_parse_instruction_cuts_a_line_at_the_parentheses_of_its_operands():
+    call = "  ROOT %f.1 = (f32[2]{0:T(8)}, s32[]) fusion(f32[2] %a(x).2, %b.3), kind=kLoop, calls=%g"
+    found = parse_instruction(call)
+    assert (found.name, found.opcode, found.is_root) == ("f.1", "fusion", True)
+    assert found.type_text == "(f32[2]{0:T(8)}, s32[])" and found.operand_text == "f32[2] %a(x).2, %b.3"
+    assert found.attributes == ", kind=kLoop, calls=%g" and found.called_names == ("g",)
+    found = parse_instruction("  c = s32[] constant(7)")
+    assert (found.name, found.operand_text, found.attributes, found.is_root) == ("c", "7", "", False)
+    assert parse_instruction("ENTRY %main (x: f32[]) -> f32[] {") is None
+    with pytest.raises(ValueError, match="no opcode in this line of HLO text: '%a = f32'"):
+        parse_instruction("  %a = f32")
+    with pytest.raises(ValueError, match="a parenthesis is left open in this line of HLO text: '%a = f32"):
+        parse_instruction("  %a = f32[] add((%b, %c)")
+
+
 @pytest.mark.parametrize(
     "text, want",
     [

@@ -34,9 +34,10 @@ from xlstm_jax.distributed.data_parallel.trees import map_leaves
 from xlstm_jax.distributed.device_mesh.batches import abstract_batch
 from xlstm_jax.distributed.plan.planning import plan_sharding
 from xlstm_jax.forecast import CHIPS, Forecast, Roofline, forecast
+from xlstm_jax.forecast.cost.collective_traffic import ACTIVATIONS
 from xlstm_jax.forecast.cost.flops import Flops, Work
 from xlstm_jax.forecast.training import Workload
-from xlstm_jax.forecast.training.linting import product_rules
+from xlstm_jax.forecast.training.linting import product_rules, split_rules
 from xlstm_jax.forecast.training.linting.lint import Finding, LintError, findings_of, lint, raise_if, table
 from xlstm_jax.forecast.training.linting.product_rules import wide_products
 from xlstm_jax.forecast.training.linting.rules import MIN_KEPT_BYTES, RULES, _narrower
@@ -779,3 +780,86 @@ def test_lint_raises_for_a_plan_of_another_model():
 def test_leaf_of_one_row_keeps_its_path_and_those_of_several_share_a_pattern():
     rows = [SimpleNamespace(path=f"block_{i}/up/kernel") for i in (3, 4)]
     assert (shared_name(rows[:1]), shared_name(rows)) == ("block_3/up/kernel", "block_*/up/kernel")
+
+
+# --------------------------------------------------------------------------------------------- rules of split sequences
+
+
+def traffic_of(seconds, hidden=None, waited=None):
+    return SimpleNamespace(
+        axes=("tp",), seconds=seconds, hidden_fraction=hidden, waited_s=waited, executions=4, wire_bytes=2**20
+    )
+
+
+def step_of(*collectives, seconds=2.0, roles=None):
+    of_axes = {"tp": ("tensor",), "dp": ("batch",)} if roles is None else roles
+    forecasted = SimpleNamespace(collectives=collectives)
+    return SimpleNamespace(forecast=forecasted, plan=SimpleNamespace(roles=of_axes), seconds=seconds)
+
+
+def sent(kind="all-reduce", axes=("dp", "tp"), carries=ACTIVATIONS, networks=(split_rules.NETWORK,), **fields):
+    timing = None if networks is None else SimpleNamespace(networks=networks)
+    return SimpleNamespace(kind=kind, axes=axes, carries=carries, timing=timing, **fields)
+
+
+def test_lint_split_across_hosts_fires_from_a_twentieth_of_the_step_on(monkeypatch):
+    chosen = []
+
+    def traffic(collectives, seconds=0.1):
+        chosen.append(list(collectives))
+        return [traffic_of(seconds)] if chosen[-1] else []
+
+    monkeypatch.setattr(split_rules, "axis_traffic", traffic)
+    crossing = sent()
+    others = [
+        sent(axes=("dp",)),
+        sent(axes=None),
+        sent(carries="weights"),
+        sent(networks=None),
+        sent(networks=("other",)),
+    ]
+    (defect,) = split_rules.split_across_hosts(step_of(crossing, *others))
+    assert chosen == [[crossing]] and defect.bytes == 2**20 and "tp" in defect.where
+    assert "4 collectives of activations take 100 ms of a step over the network" in defect.text
+    for seconds, count in ((0.0999, 0), (None, 0), (0.11, 1)):
+        monkeypatch.setattr(split_rules, "axis_traffic", lambda _, seconds=seconds: [traffic_of(seconds)])
+        assert len(list(split_rules.split_across_hosts(step_of(crossing)))) == count, seconds
+
+
+@pytest.mark.parametrize(
+    "hidden, waited, fires",
+    [
+        (0.89, 0.1, True),
+        (0.9, 0.1, False),
+        (0.0, 0.1, True),
+        (0.5, 0.0999, False),
+        (None, 1.0, False),
+        (0.5, None, False),
+    ],
+)
+def test_lint_exposed_rings_fires_for_rings_hidden_below_nine_tenths_and_waits(hidden, waited, fires, monkeypatch):
+    chosen = []
+
+    def traffic(collectives):
+        chosen.extend(collectives)
+        return [traffic_of(0.5, hidden, waited)]
+
+    monkeypatch.setattr(split_rules, "axis_traffic", traffic)
+    ring = sent("collective-permute")
+    found = list(split_rules.exposed_rings(step_of(ring, sent(), sent("collective-permute", carries="weights"))))
+    assert chosen == [ring] and len(found) == fires
+    assert not found or "4 permutes take 500 ms of a step, which waits 100 ms" in found[0].text
+
+
+def test_lint_unbalanced_sequences_names_each_module_once_with_the_work_of_the_last_device():
+    scope = split_rules.UNBALANCED_SCOPE
+    ring = [
+        sent(op_name=f"a/{scope}/x", module="a", name="p.1", group_size=4),
+        sent(op_name=f"a/{scope}/y", module="a", name="p.2", group_size=2),
+        sent(op_name=f"{scope}/z", module="", name="p.3", group_size=2),
+        sent(op_name="b/other", module="b", name="p.4", group_size=4),
+    ]
+    found = list(split_rules.unbalanced_sequences(step_of(*ring)))
+    assert [(defect.where, defect.bytes) for defect in found] == [("a", 0), ("p.3", 0)]
+    assert "over 4 devices" in found[0].text and "computes 1.75 times the mean" in found[0].text
+    assert "over 2 devices" in found[1].text and "computes 1.5 times the mean" in found[1].text

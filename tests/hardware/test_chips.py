@@ -135,6 +135,37 @@ def test_parse_topology_marks_torus_dims_with_wrap_around_links(name, wraps):
 
 
 @pytest.mark.parametrize(
+    "name, dims, wraps, platform",
+    [
+        ("v5e:8x16", (8, 16), (False, True), "tpu"),
+        ("tpu7x:4x4x8", (4, 4, 8, 2), (True,) * 3, "tpu"),
+        ("tpu7x:2x2x1", (2, 2, 1, 2), (False,) * 3, "tpu"),
+        ("v4:2x2x1", (2, 2, 1), (False,) * 3, "tpu"),
+        ("h100:3", (1, 3), (False,) * 2, "cuda"),
+    ],
+)
+def test_dims_of_a_topology_end_with_the_devices_of_a_chip_if_it_has_several(name, dims, wraps, platform):
+    topology = parse_topology(name)
+    assert (topology.dims, topology.num_devices, topology.wraps) == (dims, math.prod(dims), wraps)
+    assert topology.platform == platform
+    if platform == "tpu":
+        described = {"platform": "tpu", "topology_name": name}
+        described |= {"chip_config_name": "megacore"} if name.startswith("v4") else {}
+        assert topology.description() == described
+    alone = parse_topology("v5e:1x1").description()
+    assert alone == {"platform": "tpu", "topology_name": "v5e:1x1", "chips_per_host_bounds": (1, 1, 1)}
+
+
+@pytest.mark.parametrize("name", ["h100:2x9", "h100:0x8", "h100:2x0", "h100:1x2x4", "gb200:2x73"])
+def test_parse_topology_raises_for_more_gpus_than_nvlink_joins_and_for_none(name):
+    domain = "NVLink domain" if name.startswith("gb") else "host"
+    with pytest.raises(
+        ValueError, match=rf"topology='{name}' is not {domain}s x GPUs of each, of which NVLink joins 1 to"
+    ):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize(
     "name, shape, told",
     [
         ("h100:32x8", (32, 8), "1x32x8"),

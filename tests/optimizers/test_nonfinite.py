@@ -152,6 +152,16 @@ def test_skipped_update_keeps_parameters_and_optimizer_state_bit_for_bit():
     assert (int(skipped.skipped_steps), int(skipped.skipped_in_a_row)) == (1, 1)
 
 
+def test_steps_skipped_in_a_row_start_again_at_0_after_a_good_step():
+    tx = skip_nonfinite(optax.sgd(1.0))
+    state, counts = tx.init(np.zeros(1, np.float32)), []
+    update = jax.jit(tx.update)
+    for gradient, loss in ((np.nan, 0), (0, np.inf), (0, 0), (0, 1), (-np.inf, 0)):
+        _, state = update(np.float32([gradient]), state, value=np.float32(loss))
+        counts.append((int(state.skipped_steps), int(state.skipped_in_a_row)))
+    assert counts == [(1, 1), (2, 2), (2, 0), (2, 0), (3, 1)]
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_devices_skip_for_a_single_nonfinite_shard_inside_shard_map(check_vma):
     def local(grad, params, tx):

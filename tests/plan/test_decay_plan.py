@@ -14,7 +14,15 @@ from rich.console import Console
 from xlstm_jax.distributed import muon, nnx_model, plan_sharding, shard_modules
 from xlstm_jax.distributed.plan import ShardingPlan
 from xlstm_jax.distributed.plan.decay_plan import decay_plans
-from xlstm_jax.distributed.plan.uniform_arrays import FINITE, MAX_LOOPS, UNKNOWN, evaluate
+from xlstm_jax.distributed.plan.uniform_arrays import (
+    FINITE,
+    MAX_LOOPS,
+    UNKNOWN,
+    _number,
+    _same,
+    evaluate,
+    uniform_value,
+)
 
 PARAMS = {"kernel": jnp.full((16, 8), 1.5), "bias": jnp.full((8,), -0.5), "table": jnp.full((64, 4), 0.25)}
 WARMUP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 10, 100)
@@ -266,3 +274,42 @@ def test_evaluate_returns_the_values_of_programs_on_uniform_arrays():
     assert evaluate(uneven.jaxpr, uneven.consts, [np.float64(2)])[:2] == [UNKNOWN, UNKNOWN]
     zero = jax.make_jaxpr(lambda x: x * np.arange(8.0))(x)
     assert evaluate(zero.jaxpr, zero.consts, [np.float64(0)]) == [0] and repr(FINITE) == "FINITE"
+
+
+def test_numbers_of_uniform_arrays_are_in_double_precision():
+    cube = jax.make_jaxpr(lambda x, y: (x / y, x**3, x.astype(jnp.bfloat16)))(X, X)
+    x, y = np.float64(1 + 1e-12), np.float64(3)
+    assert evaluate(cube.jaxpr, cube.consts, [x, y]) == [x / 3, x * x * x, x]
+    sixth = jax.make_jaxpr(lambda n: jax.lax.integer_pow(n, 4))(N)
+    assert evaluate(sixth.jaxpr, sixth.consts, [-211]) == [211**4] and 211**4 > 2**24  # guard
+    quotient = jax.make_jaxpr(lambda n, m: jax.lax.div(n, m))(N, N)
+    assert evaluate(quotient.jaxpr, quotient.consts, [-(2**24) - 3, 1]) == [-(2**24) - 3]
+    assert evaluate(quotient.jaxpr, quotient.consts, [3, 0]) == [UNKNOWN]
+
+
+@pytest.mark.parametrize(
+    "array, want",
+    [
+        (np.full((2, 3), 7, np.int8), 7),
+        (np.full(3, True), True),
+        (np.full(3, 0.1, np.float64), np.float64(0.1)),
+        (jnp.full(2, 1.5, jnp.bfloat16), np.float64(1.5)),
+        (np.array([1e300, -1e300]), FINITE),
+        (jnp.array([1, 2], jnp.bfloat16), FINITE),
+        (np.array([1.0, np.inf]), UNKNOWN),
+        (np.zeros((0, 2)), UNKNOWN),
+        (np.zeros(2, np.complex64), UNKNOWN),
+        (jax.random.key(0), UNKNOWN),
+    ],
+)
+def test_uniform_value_is_a_bool_an_int_or_a_float_of_64_bits(array, want):
+    found = uniform_value(array)
+    assert found is want if want in (FINITE, UNKNOWN) else (found, type(found)) == (want, type(want))
+
+
+def test_number_of_a_dtype_and_the_common_value_of_several_arrays():
+    numbers = [(_number(np.float32(2.5), dtype)) for dtype in (np.bool_, np.int32, np.float16, jnp.bfloat16)]
+    assert numbers == [True, 2, 2.5, 2.5] and [type(n) for n in numbers] == [bool, int, np.float64, np.float64]
+    assert _number(np.inf, np.int32) is UNKNOWN and _number(np.inf, np.float32) == np.inf
+    assert _same([2, 2.0]) == 2 and _same([2, 3]) is UNKNOWN
+    assert _same([FINITE, FINITE]) is FINITE and _same([FINITE, 2]) is _same([FINITE, UNKNOWN]) is UNKNOWN

@@ -847,3 +847,23 @@ def test_plan_of_experts_counts_the_layers_of_a_scan_and_no_leaves_of_others():
     module = SimpleNamespace(axis=("x", "y"), num_experts=4, top_k=2, capacity_factor=None)
     found = expert_plan("moe", module, 60, {"x": 2, "y": 2, "dp": 3}, rows)
     assert (found.devices, found.layers, found.expert_bytes, found.expert_size) == (4, 3, 60, 15)
+
+
+def test_plan_of_experts_without_parameters_has_one_layer_and_no_bytes():
+    module = SimpleNamespace(axis=None, num_experts=4, top_k=2, capacity_factor=1.25)
+    found = expert_plan("", module, 0, {"x": 2}, [row_of("other", 5, 5)])
+    assert found == ExpertPlan("", 4, 2, 1.25, (), devices=1, layers=1, expert_bytes=0, expert_size=0)
+    found = expert_plan("", module, 4, {"x": 2}, [row_of("experts/up", 32, 8)])
+    assert (found.layers, found.expert_bytes, found.expert_size) == (2, 4, 1)
+
+
+def test_experts_of_a_device_are_neighbours_and_padding_follows_room_and_choices():
+    plan = ExpertPlan("moe", 12, 2, None, ("x", "y"), devices=4, layers=1, expert_bytes=8, expert_size=2)
+    assert [plan.owner(expert) for expert in (0, 2, 3, 11)] == [0, 0, 1, 3] and plan.per_device == 3
+    assert [list(plan.experts_of(device)) for device in (0, 3)] == [[0, 1, 2], [9, 10, 11]]
+    assert plan.padding == 4 * 2 / 2 and dataclasses.replace(plan, top_k=6).padding == 4 * 3 / 6
+    assert dataclasses.replace(plan, capacity_factor=1.5).padding == 1.5
+    assert "0 to 2, the last 9 to 11" in str(plan) and "layers" not in str(plan)
+    assert "in each of 2 layers" in str(dataclasses.replace(plan, layers=2))
+    assert str(dataclasses.replace(plan, devices=1, axes=())).endswith("2 for a token: each device has them all")
+    assert ExpertPlan.from_json({**vars(plan), "axes": ["x", "y"]}) == plan

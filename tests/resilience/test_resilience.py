@@ -560,3 +560,54 @@ def test_check_replicas_accepts_unreplicated_leaves_and_equal_copies():
     split = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P(AXES)))
     check_replicas({"nan": jax.device_put(nan, NamedSharding(mesh, P())), "split": split, "numpy": np.ones(3), "n": 1})
     check_replicas({})
+
+
+def test_timer_of_the_watchdog_follows_the_limit_and_is_cancelled_at_the_end(monkeypatch):
+    calls = []
+
+    class Timer:
+        @staticmethod
+        def dump_traceback_later(seconds, **options):
+            calls.append((seconds, options))
+
+        @staticmethod
+        def cancel_dump_traceback_later():
+            calls.append("cancelled")
+
+    monkeypatch.setattr(watchdog, "faulthandler", Timer)
+    dog = watchdog.Watchdog("process 0", lambda: None)
+    dog.watch("step 1", None)
+    assert calls == []  # no limit, as before
+    dog.watch("step 1", 5.0)
+    dog.watch("step 2", 5.0)
+    dog.rename("step 3")
+    limit = 5 + watchdog.TIMER_GRACE_S
+    assert calls == [(limit, {"exit": True, "file": dog._timer_stderr})] and limit > 5
+    assert (dog._watched.activity, dog._watched.timeout_s) == ("step 3", 5)
+    dog.watch("saving", None)
+    assert calls[1:] == ["cancelled"]
+    dog.watch("step 4", 7.0)
+    dog._stopped.set()
+    dog._restart_timer()
+    assert calls[2:] == [(limit + 2, calls[0][1]), "cancelled"]
+
+
+def test_watchdog_ends_the_process_at_its_limit_and_not_before(monkeypatch):
+    now, ends, timers, waits = [100.0], [], [], []
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    dog = watchdog.Watchdog("process 0", lambda: None)
+    monkeypatch.setattr(dog, "_restart_timer", lambda: timers.append(now[0]))
+
+    def wait(seconds):
+        waits.append(seconds)
+        now[0] += 1
+        if now[0] > 104:
+            dog._stopped.set()
+
+    monkeypatch.setattr(dog._stopped, "wait", wait)
+    monkeypatch.setattr(dog, "_end", lambda reason, code: ends.append((now[0], reason, code)))
+    dog._watched = watchdog._Watched("step 3", 100.0, 2.5)
+    dog._look()
+    assert ends[0] == (103, "step 3 has taken 3.0 s, more than its 2.5 s", EXIT_HUNG) and len(ends) == 2
+    assert timers == [100, 101, 102, 103, 104]
+    assert waits[:3] == [min(left, LOOK_EVERY_S) for left in (2.5, 1.5, 0.5)]

@@ -24,7 +24,16 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.plan.planning import plan_sharding
-from xlstm_jax.distributed.training.arguments import check_mesh_of
+from xlstm_jax.distributed.training.arguments import (
+    EVAL_FN,
+    LOSS_FN,
+    LOSS_FN_WITHOUT_KEY,
+    check_loss_fn,
+    check_mesh_of,
+    check_takes,
+    takes_key,
+    without_key,
+)
 from xlstm_jax.distributed.training.nan_inputs import naming_nans
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload
@@ -316,3 +325,86 @@ def test_forecast_and_lint_accept_a_step_with_scalars_in_the_batch():
     found = forecast(step, *args)
     assert {c.kind for c in found.collectives} >= {"all-gather", "reduce-scatter"}
     assert not lint(found, plan_sharding(MODEL, MESH.shape, BATCH["x"]), num_minibatches=2)
+
+
+# ------------------------------------------------------------------------------------------- signatures of functions
+
+
+@pytest.mark.parametrize(
+    "loss_fn, draws",
+    [
+        (lambda params, apply_fn, batch: 0, False),
+        (lambda params, apply_fn, batch, rng: 0, True),
+        (lambda params, apply_fn, batch, rng=None: 0, False),
+        (lambda params, apply_fn, batch, my_key: 0, True),
+        (lambda params, apply_fn, batch, _: 0, True),
+        (lambda params, apply_fn, batch, collections: 0, False),
+        (lambda params, apply_fn, batch, rng, collections: 0, True),
+        (lambda *args: 0, False),
+    ],
+)
+def test_loss_with_and_without_a_key_is_told_by_its_signature(loss_fn, draws):
+    assert check_loss_fn(loss_fn) is (LOSS_FN if draws else LOSS_FN_WITHOUT_KEY)
+    for called in (EVAL_FN, LOSS_FN_WITHOUT_KEY):
+        if not draws:
+            assert check_loss_fn(loss_fn, "evaluate", called) is called
+
+
+@pytest.mark.parametrize(
+    "loss_fn, cure",
+    [
+        (nn.Dense(2), "not a Dense.*; write a function that calls apply_fn"),
+        (mesh_of(1, 1), r"not a Mesh.*; pass \(loss_fn, mesh, batch_axes\)"),
+        (nn.Dense, "; write a function that calls apply_fn"),
+        (dict, r"; pass \(loss_fn, mesh, batch_axes\)"),
+        (None, r"; pass \(loss_fn, mesh, batch_axes\)"),
+        (lambda params, batch: 0, r"with 4 arguments in this order, and the loss_fn that it was\s+given is"),
+        (lambda a, b, c, d, e, f: 0, "with 4 arguments in this order"),
+    ],
+    ids=["model", "mesh", "class of a model", "class", "None", "two arguments", "six arguments"],
+)
+def test_loss_that_a_step_cannot_call_raises_with_its_cure(loss_fn, cure):
+    with pytest.raises(TypeError, match=cure):
+        check_loss_fn(loss_fn)
+
+
+def test_step_passes_its_key_to_a_loss_that_takes_one():
+    plain, keyed = (lambda params, apply_fn, batch: 0), (lambda params, apply_fn, batch, rng: 0)
+    optional = lambda params, apply_fn, batch, rng=None: 0  # noqa: E731
+    with_collections = lambda params, apply_fn, batch, rng, collections: 0  # noqa: E731
+    key, some = jax.random.key(0), {"batch_stats": {}}
+    assert [takes_key(fn, key, {}, {}) for fn in (plain, keyed, optional)] == [False, True, True]
+    assert not takes_key(plain, None, {}, {}) and not takes_key(optional, None, {}, {})
+    assert takes_key(with_collections, key, some, {})
+    assert not takes_key(lambda params, apply_fn, batch, collections: 0, key, some, {})
+    for fn, collections, message in (
+        (keyed, {}, "the loss function takes a key as argument 4, and the step was given none"),
+        (with_collections, some, "the loss function takes a key as argument 4, and the step was given none"),
+        (keyed, some, "the loss function takes a key as argument 4, and the step was given none"),
+    ):
+        with in_case(collections=collections), pytest.raises(TypeError, match=message):
+            takes_key(fn, None, collections, {})
+    with pytest.raises(
+        TypeError, match=r"the state has the collections \['batch_stats'\], and loss_fn takes 4 arguments"
+    ):
+        takes_key(keyed, key, some, {})
+    with pytest.raises(TypeError, match="loss_fn takes collections as argument 5, and the state has none"):
+        takes_key(with_collections, key, {}, {})
+
+
+def test_names_of_further_trees_match_the_keyword_arguments():
+    def loss(params, apply_fn, batch, *, teacher, other=None):
+        del params, apply_fn, batch, teacher, other
+
+    check_takes(loss, LOSS_FN_WITHOUT_KEY, {}, {"teacher": 1})
+    check_takes(loss, LOSS_FN_WITHOUT_KEY, {}, {"teacher": 1, "other": 2})
+    with pytest.raises(TypeError, match="loss_fn takes 'teacher' by name, and the step was not given it"):
+        check_takes(loss, LOSS_FN_WITHOUT_KEY, {}, {"other": 2})
+    with pytest.raises(TypeError, match=r"with the name 'student', and loss_fn takes\s+\['other', 'teacher'\]\. Write"):
+        check_takes(loss, LOSS_FN_WITHOUT_KEY, {}, {"teacher": 1, "student": 2})
+    with pytest.raises(TypeError, match="with the name 'batch', and loss_fn takes no further trees"):
+        check_takes(lambda params, apply_fn, batch: 0, LOSS_FN_WITHOUT_KEY, {}, {"batch": 2})
+    check_takes(lambda params, apply_fn, batch, **trees: 0, LOSS_FN_WITHOUT_KEY, {}, {"any": 2})
+    seen = without_key(lambda *args, **trees: (args, trees))(1, 2, 3, "rng", "collections", teacher=4)
+    assert seen == ((1, 2, 3, "collections"), {"teacher": 4})
+    assert LOSS_FN.call_text() == "loss_fn(params, apply_fn, batch, rng)" and "batch, x)" in EVAL_FN.call_text("x")

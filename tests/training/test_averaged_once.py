@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests import nnx_models
-from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, mesh_of, normal
+from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, in_case, mesh_of, normal
 from xlstm_jax.distributed import (
     check_step,
     create_train_state,
@@ -415,3 +415,21 @@ def test_reduced_types_of_jax_refuse_a_model_that_varying_types_train(model):
     found = of(lambda params: varying_params(params, AXES))
     want = jax.grad(lambda params: jnp.mean((plain.apply({"params": params}, X) - 1) ** 2))(params)
     assert_same_params(found, want, FLOAT32_ROUNDING)
+
+
+def test_changed_average_over_few_devices_raises_and_over_one_device_is_the_gradient():
+    def twice(w, x):
+        grads = sync_gradients(jax.grad(lambda w: jnp.mean(w * x))(w), "dp")
+        return sync_gradients(2 * grads, "dp")
+
+    def on(count):
+        return jax.shard_map(twice, mesh=mesh_of(count, 1), in_specs=(P(), P("dp")), out_specs=P())
+
+    w, x = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
+    for devices in (2, 8):
+        with (
+            in_case(devices=devices),
+            pytest.raises(ValueError, match=r"was averaged over \('dp',\) by an earlier sync_gradients"),
+        ):
+            jax.eval_shape(on(devices), w, x)
+    assert jax.eval_shape(on(1), w, x).shape == ()

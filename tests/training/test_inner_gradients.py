@@ -53,7 +53,5 @@ def test_inner_gradient_by_a_shared_number_is_that_of_one_device_once_averaged(c
     np.testing.assert_allclose(loss, losses[0], rtol=FLOAT32_ROUNDING)
     for got, expected in zip(jax.tree.leaves(gradients), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(got, expected, rtol=FLOAT32_ROUNDING, atol=FLOAT32_ROUNDING)
-    _, without, _ = trained(
-        on_one_device
-    )  # guard: without the average both modes are wrong
+    _, without, _ = trained(on_one_device)  # guard: without the average both modes are wrong
     assert abs(float(without) - losses[0]) > 0.05 * losses[0]

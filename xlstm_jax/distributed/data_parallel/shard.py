@@ -82,7 +82,7 @@ def shard_params(
     ((None, 'fsdp'), (16, 8))
     >>> with jax.set_mesh(mesh):
     ...     shard(jnp.ones((16, 32))).value.sharding.spec
-    PartitionSpec(None, 'fsdp')
+    P(None, 'fsdp')
 
     Args:
       params: leaves [..., d, ...], bare or boxed; boxes with further axes (tensor parallel) are kept and extended.
