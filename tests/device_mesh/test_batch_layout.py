@@ -73,6 +73,12 @@ def test_layout_names_the_axes_of_sequences_and_rows_without_axes_of_size_1(mesh
     assert (found.axes, found.row_axes) == ((), ("fsdp",))
 
 
+def test_gradients_are_averaged_over_the_axes_of_rows_and_of_sequences():
+    abstract = DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 2, "cp": 2})
+    layout = batch_layout(abstract, None, SPEC)
+    assert (layout.axes, layout.row_axes) == (("dp", "fsdp", "cp"), ROWS)
+
+
 def test_layout_finds_leaves_whose_tokens_are_split_otherwise(mesh):
     layout, names = batch_layout(mesh, None, SPEC), ("label", "scale", "tokens")  # in the order of the leaves
     placed = {"label": P(ROWS), "scale": P(), "tokens": P(ROWS, "cp")}

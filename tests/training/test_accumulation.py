@@ -87,6 +87,13 @@ def test_accumulation_strategies_run_collectives_at_the_expected_loop_depth():
     assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
 
 
+def test_minibatches_of_reduce_replicas_once_average_over_no_copies():
+    leaf = Sharded(np.ones(4, np.float32), ("fsdp",), communication=Communication(replicas=Replicas("dp")))
+    assert leaf.communication.copied_axes == ("dp",)  # guard
+    weights = STRATEGIES["reduce_replicas_once"].weights({"w": leaf}, ("dp", "fsdp"))
+    assert weights["w"].communication.copied_axes == () and weights["w"].names == ("fsdp",)
+
+
 def test_each_minibatch_gets_the_carries_of_the_minibatch_before():
     def on_minibatch(index, carries):
         value = jnp.float32(index)

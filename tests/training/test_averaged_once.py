@@ -4,6 +4,7 @@ A step is ``jax.grad`` of a loss inside ``shard_map``, an ``average`` of the gra
 average is traced for models of Linen and NNX, with a scan over layers and remat, with and without minibatches.
 """
 
+from fractions import Fraction
 from functools import cache, partial
 
 import jax
@@ -28,7 +29,10 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.training import varying_params
+from xlstm_jax.distributed.training.checks.averaging import GradientMultiple, _check_sums, _Gradient, _relation
+from xlstm_jax.origins import TracedValue
 
 X = normal(0, (32, 8))
 BATCH = {"x": X, "y": np.sin(np.arange(32 * 4, dtype=np.float32)).reshape(32, 4)}
@@ -187,6 +191,33 @@ def test_apply_gradients_raises_for_sums_beside_means_and_names_the_leaf(model, 
         trace(step_with(FORGOTTEN[average], state, of=of, inside=inside), state)
 
 
+def test_mean_over_equal_gradients_is_as_large_as_their_sum_was():
+    """``pmean`` of a replicated gradient, which JAX has summed, leaves the sum."""
+    found = []
+
+    def local(w, x):
+        grad = jax.grad(lambda w: jnp.sum(w * x))(w)
+        found.extend(_relation(TracedValue(value)) for value in (grad, jax.lax.pmean(grad, "fsdp")))
+        return grad
+
+    split = jax.shard_map(local, mesh=mesh_of(1, 4), in_specs=(P(), P("fsdp")), out_specs=P())
+    jax.eval_shape(split, *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2)
+    assert [of.factor for of in found] == [1, 1] and found[1].summed == {"fsdp"}
+
+
+def test_sum_beside_a_mean_raises_unless_both_have_other_factors():
+    split = Sharded(np.ones(4, np.float32), ("fsdp",))
+    mean = _Gradient("up", split, None, GradientMultiple(Fraction(1), Fraction(1), frozenset(), frozenset({"fsdp"})))
+
+    def check(factor):
+        relation = GradientMultiple(factor, factor, frozenset(), frozenset())
+        _check_sums(_Gradient("scale", Sharded(np.ones(4, np.float32), ()), None, relation), [mean])
+
+    check(Fraction(1, 4))
+    with pytest.raises(ValueError, match=r"JAX has summed the gradient of 'scale' over \('fsdp',\), .* of 'up'"):
+        check(Fraction(1))
+
+
 @pytest.mark.parametrize("change", DOUBLED)
 @pytest.mark.parametrize(
     ("model", "of"),
@@ -197,6 +228,20 @@ def test_sync_gradients_raises_for_an_average_that_was_changed(model, change, of
     state = state_of(model)
     with pytest.raises(ValueError, match=TWICE):
         trace(step_with(DOUBLED[change], state, of=of), state)
+
+
+def test_sync_gradients_raises_for_a_scaled_average_and_not_for_the_same_average():
+    def local(grad, by):
+        average = sync_gradients({"w": grad}, "fsdp")["w"]
+        return sync_gradients({"w": average if by is None else by * average}, "fsdp")
+
+    def traced(by):
+        run = jax.shard_map(partial(local, by=by), mesh=mesh_of(1, 4), in_specs=P(), out_specs=P())
+        return jax.eval_shape(run, jax.ShapeDtypeStruct((4,), jnp.float32))
+
+    assert traced(None)["w"].shape == (4,)
+    with pytest.raises(ValueError, match=r"sync_gradients: 'w' of shape \(4,\) was averaged over \('fsdp',\)"):
+        traced(0.5)
 
 
 def test_sync_gradients_raises_for_changed_gradients_of_value_and_grad():

@@ -26,6 +26,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training.checks.calls import _check_extra_trees
 
 KEY, BATCH = jax.random.key(0), data()
 PAGES = Path(__file__).parents[2] / "docs" / "howto"
@@ -281,6 +282,15 @@ REFUSED = {
 def test_train_step_raises_for_invalid_extra_trees(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+def test_split_extra_tree_without_a_box_raises_and_a_replicated_one_does_not():
+    for spec in (jax.P(), jax.P("fsdp")):
+        tree = {"teacher": {"kernel": jax.device_put(np.ones(4), jax.NamedSharding(mesh_of(2, 4), spec))}}
+        if not any(spec):
+            _check_extra_trees(tree, [])
+    with pytest.raises(ValueError, match=r"'teacher/kernel'\] of shape \(4,\) has no box and is split as .*box_like"):
+        _check_extra_trees(tree, [])
 
 
 def test_train_step_warns_of_a_large_replicated_extra_tree():

@@ -27,6 +27,7 @@ from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes, padded_rows
 from xlstm_jax.distributed.training.gradients import LossFunction
+from xlstm_jax.distributed.training.padded_rows import LOCAL_MEAN, LOSS, counting_padding, with_names
 from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
@@ -218,6 +219,22 @@ def test_train_and_eval_steps_warn_once_of_padded_rows_in_the_loss_or_metrics(mi
     with pytest.warns(UserWarning, match=says) as told:
         mistake()
     assert len(told) == 1 and told[0].filename == __file__
+
+
+def test_mean_by_the_weights_of_a_device_counts_padding_and_one_by_all_weights_does_not():
+    mesh = mesh_of(1, 2)
+    batch, batch["weight"] = shard_batch({"x": np.ones(3, np.float32)}, mesh, AXES, pad=True)
+
+    def counted(total_of):
+        def local(batch):
+            loss = jnp.sum(batch["x"] * batch["weight"]) / total_of(jnp.sum(batch["weight"]))
+            return with_names(loss, LOSS)[None]
+
+        step = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES))
+        return counting_padding(step, None, AXES, batch, (batch,), {})
+
+    assert list(counted(lambda weight: weight)) == [LOCAL_MEAN]
+    assert counted(lambda weight: jax.lax.psum(weight, AXES)) == {}
 
 
 @pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
