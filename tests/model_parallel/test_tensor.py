@@ -58,7 +58,12 @@ from xlstm_jax.distributed.model_parallel import (
     split_param,
     split_tokens,
 )
-from xlstm_jax.distributed.model_parallel.dense import _gathered_in_a_ring, column_products, row_product
+from xlstm_jax.distributed.model_parallel.dense import (
+    _gathered_in_a_ring,
+    _scattered_in_a_ring,
+    column_products,
+    row_product,
+)
 
 VOCAB, WIDTH, LENGTH = 24, 8, 8
 TX = optax.chain(
@@ -372,6 +377,17 @@ def test_ring_gathers_the_tokens_of_all_devices_in_their_order():
 
     found = on_mesh(gathered, mesh, False, P("tp"), P(None, "tp"))(np.arange(6, dtype=np.float32)[:, None])
     np.testing.assert_array_equal(found, np.arange(6)[:, None] * np.ones(3))
+
+
+def test_ring_scatters_the_sums_of_tokens_to_the_devices_of_the_tokens():
+    """Device i has i + 1 times the tokens 0, 1, 2, of which it keeps token i."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+
+    def scattered(x):
+        return _scattered_in_a_ring(x.T, None, "tp", 0, lambda x, kernel: x)
+
+    x = np.arange(1, 4, dtype=np.float32)[:, None] * np.arange(3, dtype=np.float32)
+    assert on_mesh(scattered, mesh, False, P("tp"), P("tp"))(x).ravel().tolist() == [0, 6, 12]
 
 
 def test_plain_sum_without_check_vma_has_a_wrong_gradient():

@@ -94,6 +94,18 @@ def test_minibatches_of_reduce_replicas_once_average_over_no_copies():
     assert weights["w"].communication.copied_axes == () and weights["w"].names == ("fsdp",)
 
 
+def test_gradients_of_reduce_replicas_once_are_averaged_over_copies_at_last():
+    """The gradient of the first copy is (1, 2), that of the second (3, 6), each split over two devices."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2}, devices=jax.devices()[:4])
+
+    def averaged(grad):
+        leaf = Sharded(grad, ("fsdp",), communication=Communication(replicas=Replicas("dp")))
+        (mean,) = STRATEGIES["reduce_replicas_once"].gradients([leaf], {"w": leaf}, ("dp", "fsdp"))
+        return mean.value
+
+    assert on_mesh(averaged, mesh, False, P(("dp", "fsdp")), P("fsdp"))(np.float32([1, 2, 3, 6])).tolist() == [2, 4]
+
+
 def test_each_minibatch_gets_the_carries_of_the_minibatch_before():
     def on_minibatch(index, carries):
         value = jnp.float32(index)

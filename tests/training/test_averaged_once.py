@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from tests import nnx_models
 from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, mesh_of, normal
 from xlstm_jax.distributed import (
+    TrainState,
     check_step,
     create_train_state,
     nnx_model,
@@ -359,6 +360,14 @@ def test_apply_gradients_accepts_an_optimizer_around_shard_map_with_clipping_and
 
     state = state_of("linen")
     trace(step_with(sync, state, of=of_minibatches, update=update), state)
+
+
+def test_apply_gradients_outside_shard_map_updates_a_split_leaf_of_a_global_array():
+    start = jax.device_put(np.float32([7, 8]), jax.NamedSharding(mesh_of(1, 2), P("fsdp")))
+    state = TrainState.create(apply_fn=None, params={"w": Sharded(start, ("fsdp",))}, tx=optax.sgd(0.5))
+    after = jax.jit(lambda state: state.apply_gradients(grads=state.params))(state)
+    assert int(after.step) == 1 and after.params["w"].names == ("fsdp",)
+    assert after.params["w"].value.tolist() == [3.5, 4]
 
 
 # ------------------------------------------------------------------------------- what the types pass, check_step finds

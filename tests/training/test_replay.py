@@ -26,15 +26,18 @@ from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
     ReplicaError,
+    TrainState,
     abstract_train_state,
     check_replicas,
     create_train_state,
+    gather_params,
     make_eval_step,
     make_train_step,
     nnx_model,
     replayed,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
@@ -168,6 +171,22 @@ def test_steps_without_batch_axes_and_losses_without_a_key_are_replayed(system):
     with pytest.raises(ReplayError, match="device 6 of process 0 computed other bits") as raised:
         step(state, x)
     assert "grads/first/kernel" in {path.removesuffix("/value") for path in raised.value.leaves}
+
+
+def test_replayed_step_without_batch_axes_updates_a_split_parameter_as_by_hand():
+    mesh, x = mesh_of(1, 2), np.float32([[1, 2], [3, 6]])
+    start = jax.device_put(np.float32([7, 8]), jax.NamedSharding(mesh, P("fsdp")))
+    state = TrainState.create(apply_fn=None, params={"w": Sharded(start, ("fsdp",))}, tx=optax.sgd(0.5))
+
+    def loss(params, apply_fn, batch):
+        return jnp.mean(batch @ gather_params(params, "fsdp")["w"])
+
+    step = replayed(make_train_step(loss, mesh), every=1)
+    after, metrics = step(state, x)
+    assert step.replays == 1 and float(metrics["loss"]) == (7 + 16 + 21 + 48) / 2
+    assert after.params["w"].value.tolist() == [7 - 0.5 * 2, 8 - 0.5 * 4]
+    with pytest.raises(ValueError, match="was handed to a step before"):
+        step(state, x)
 
 
 def test_replayed_step_runs_the_checks_of_each_call():
