@@ -121,6 +121,22 @@ def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
     np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_rows_travel_in_the_narrow_dtype_and_are_summed_in_float32(dtype):
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    lookup = RowLookup((4, 2), (4, 2), 0, (), ("fsdp",), 1, 2, Communication.of(None, dtype))
+
+    def gradient(shard, tokens):
+        return jax.grad(lambda shard: look_up(shard, tokens, lookup).sum())(shard)
+
+    run = on_mesh(gradient, mesh, True, jax.P("fsdp"), jax.P("fsdp"))
+    program = equations(jax.make_jaxpr(run)(np.zeros((4, 2), np.float32), np.zeros(4, np.int32)))
+    names = ("all_to_all", "scatter-add")
+    found = {name: [eqn.invars[0].aval.dtype for _, eqn in program if name in eqn.primitive.name] for name in names}
+    # Forward columns and rows, backward rows and columns.
+    assert found == {"all_to_all": [np.float32, np.float32, dtype, dtype], "scatter-add": [np.float32]}
+
+
 def test_gradient_of_rows_is_divided_before_it_is_sent_in_float16(mesh_of):
     lookup = lookup_of(0, (), ("fsdp",), communication=Communication.of(None, "float16"))
 

@@ -57,6 +57,14 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
         )
 
 
+def test_layout_part_of_a_device_has_its_rows_and_columns():
+    """Device 7 of dp=2, fsdp=2, cp=2 has the last row and the second half of the sequence; device 4 the third row."""
+    layout = batch_layout(DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 2, "cp": 2}), None, P(ROWS, "cp"))
+    part = jax.jit(layout.part)
+    tokens = np.arange(16, dtype=np.int32).reshape(4, 4)
+    assert [part(tokens, np.int32(device)).tolist() for device in (4, 7)] == [[[8, 9]], [[14, 15]]]
+
+
 def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
     layout = batch_layout(mesh, None, P(ROWS, "cp"))

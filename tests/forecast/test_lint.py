@@ -391,6 +391,18 @@ def test_lint_wide_product_ignores_bfloat16_products_of_the_optimizer():
     assert not each("wide-product", found, plan_sharding(Root(), mesh.shape, x))
 
 
+def test_lint_wide_product_takes_the_share_of_the_products_of_modules():
+    """Of 6 parts of float32 the model has most, whatever the optimizer, without a path, multiplies in bfloat16."""
+
+    def found(of_optimizer, of_modules):
+        work = [("up", "float32", 6e9), ("", "bfloat16", of_optimizer), ("down", "bfloat16", of_modules)]
+        flops = Flops(tuple(Work(path, "forward", dtype, count) for path, dtype, count in work), (), ())
+        return [defect.where for defect in RULES["wide-product"].find(by_hand(flops=flops))]
+
+    assert found(of_optimizer=90e9, of_modules=4e9) == []
+    assert found(of_optimizer=4e9, of_modules=90e9) == ["up"]
+
+
 class JaxsAttention(nn.Module):
     """A layer, and ``jax.nn.dot_product_attention`` of 32 tokens, all of bfloat16."""
 
@@ -520,6 +532,16 @@ def test_lint_held_scores_fires_by_memory_where_scores_take_no_time():
     assert list(find(by_hand(flops=flops, step_seconds=1.0, total_bytes=10**10))) == []  # guard: 0.6%
 
 
+def test_lint_held_scores_fires_by_time_where_scores_take_no_memory():
+    """A tenth of the bytes that 80% of the bandwidth moves in a second."""
+    moved = 0.1 * 0.8 * CHIPS["h100"].hbm_bandwidth / product_rules.SCORES_PASSES
+    flops = Flops((), (), (), scores_bytes={"attention": 1.0}, scores_bytes_per_step={"attention": moved})
+    find = RULES["held-scores"].find
+    (defect,) = find(by_hand(flops=flops, step_seconds=1.0))
+    assert "10% of the step." in defect.text
+    assert list(find(by_hand(flops=flops, step_seconds=10.0))) == []  # guard: 1%
+
+
 def test_lint_held_scores_fires_by_share_of_step_time():
     moved = product_rules.SCORES_PASSES * 2 * 32 * 32 * 2
     seconds = moved / (0.8 * CHIPS["h100"].hbm_bandwidth)
@@ -587,6 +609,16 @@ def test_lint_memory_bound_compares_times_at_reached_rates(compute_s, step_s, fi
     found = list(RULES["memory-bound"].find(step))
     assert len(found) == fires
     assert not fires or "which takes 100 ms; the matrix products take 50 ms." in found[0].text
+
+
+@pytest.mark.parametrize("direction", ["recompute", "backward"])
+@pytest.mark.parametrize("used", [7e8, 8e8], ids=["0.7", "0.8"])
+def test_lint_memory_bound_advises_to_recompute_less_below_the_share_of_used_memory(used, direction):
+    bounds = Roofline(0.0, 0.08, 0.0, 1.0, 0.08 * CHIPS["h100"].hbm_bandwidth, 0.0)
+    flops = Flops((Work("up", direction, "bfloat16", 1.0),), (), ())
+    step = by_hand(roofline=bounds, step_seconds=0.1, flops=flops, total_bytes=used, available_bytes=10**9)
+    (defect,) = RULES["memory-bound"].find(step)
+    assert ("Recompute less" in defect.cure) == (used == 7e8 and direction == "recompute")
 
 
 def test_lint_memory_bound_advises_less_recomputation_only_where_memory_is_free():

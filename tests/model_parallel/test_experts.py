@@ -595,6 +595,12 @@ def test_invalid_or_duplicate_expert_choices_give_nan():
         np.testing.assert_array_equal(mixed.ravel(), [np.nan, np.nan, np.nan, 11])
 
 
+def test_choices_fit_that_are_distinct_numbers_of_experts():
+    chosen = np.array([[0, 1], [2, 0], [0, 3], [-1, 0], [1, 1]], np.int32)
+    routing = Routing(chosen, np.ones((5, 2), np.float32), np.zeros((5, 3), np.float32))
+    assert jax.jit(experts_file._fits)(routing).tolist() == [True, True, False, False, False]
+
+
 def test_invalid_choices_of_other_tokens_do_not_displace_a_choice_from_the_sent_rows():
     factors, rows = jnp.array([[1.0], [10.0]]), jnp.ones((4, 1))
     mesh, twice = (

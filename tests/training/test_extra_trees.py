@@ -293,6 +293,13 @@ def test_split_extra_tree_without_a_box_raises_and_a_replicated_one_does_not():
         _check_extra_trees(tree, [])
 
 
+def test_extra_tree_with_a_donated_array_raises_and_one_with_a_copy_does_not():
+    here, copy = jax.device_put(np.ones(4)), jax.device_put(np.ones(4))
+    _check_extra_trees({"teacher": {"kernel": copy}}, [{"kernel": here}])
+    with pytest.raises(ValueError, match=r"extra_trees\['teacher/kernel'\] is a leaf of the state too"):
+        _check_extra_trees({"teacher": {"kernel": here}}, [{"kernel": here}])
+
+
 def test_train_step_warns_of_a_large_replicated_extra_tree():
     mistakes._warned.clear()
     large = {"kernel": jnp.zeros((512, 512))}

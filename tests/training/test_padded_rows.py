@@ -28,7 +28,7 @@ from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes, padded_rows
 from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.padded_rows import LOCAL_MEAN, LOSS, counting_padding, with_names
-from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
+from xlstm_jax.distributed.training.step_check.copies import padded_row_findings, with_other_copies
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, MESH = jax.random.key(0), mesh_of(2, 4)
@@ -316,6 +316,12 @@ def test_check_step_finds_a_loss_comparing_rows_with_padded_rows(loss_fn, counts
         )
     ]
     assert bool(found) == counts and all("the loss counts rows that only pad" in text for text in found)
+
+
+def test_other_copies_of_padded_rows_are_of_the_next_rows():
+    batch, _ = shard_batch({"x": np.float32([1, 2, 3])}, MESH, AXES, pad=True)
+    assert np.asarray(batch["x"]).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert with_other_copies(batch)["x"].tolist() == [1, 2, 3, 2, 3, 1, 2, 3]
 
 
 def test_check_step_accepts_a_weighted_loss_on_a_padded_batch_but_no_custom_mask():
