@@ -311,7 +311,7 @@ def test_skip_nonfinite_around_muon_skips_a_nonfinite_step():
     tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), muon(RATE)))
     state = first_state(Model(wrap=fsdp), mesh, tx)
     before = jax.tree.map(np.asarray, unbox(state.params))
-    bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
+    bad = {**data(), "x": jnp.asarray(data()["x"]).at[0, 0].set(jnp.nan)}
     state, metrics = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1
     assert_each_leaf(np.testing.assert_array_equal, unbox(state.params), before)
