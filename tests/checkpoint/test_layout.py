@@ -131,6 +131,13 @@ def test_publish_writes_the_layout_of_the_reader_and_from_layout_inverts_to_layo
     assert_same_bits(to_layout(back, layout), got)
 
 
+def test_stacked_parts_are_in_the_order_of_their_numbers():
+    """Of twelve parts: by their names part 10 comes before part 2."""
+    parts = {f"expert_{n}": np.full(2, n) for n in (3, 11, 0, 7, 10, 1, 2, 9, 4, 8, 5, 6)}
+    stacked = to_layout(parts, [Stacked(r"expert_(?P<n>\d+)", "experts")])["experts"]
+    assert stacked[:, 0].tolist() == list(range(12))
+
+
 def test_delta_publication_uses_the_layout_and_changes_only_affected_tensors(tmp_path):
     params = params_of("llama")
     publish(params, tmp_path, names=LLAMA_NAMES, layout=LLAMA)

@@ -248,6 +248,12 @@ def test_python_number_is_read_into_a_narrower_dtype_only_if_it_has_the_value():
         as_like(np.float64(0.1), entry, like, "x")
 
 
+def test_python_number_is_read_in_the_type_but_not_the_value_of_the_target():
+    for saved, like in ((3, 7), (True, False), (0.5, 2.0)):
+        got = as_like(np.asarray(saved), {"shape": (), "dtype": "", "checksum": 0}, like, "x")
+        assert got == saved and type(got) is type(like)
+
+
 def test_parameters_are_found_by_their_leaves_among_several_parts_of_that_name():
     record = {path: {} for path in ("model/params/w", "model/params/b", "teacher/params/w", "step")}
     assert part_of(record, "step 1", names={"w", "b"}, path=None) == "model/params/"

@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
 from xlstm_jax.distributed.data_parallel.shard import box_params
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
 from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.distributed.training.accumulation import STRATEGIES
 
 AXES, BATCH = ("dp", "fsdp"), data()
@@ -114,6 +115,15 @@ def test_shard_optimizer_state_divides_the_moments_by_the_number_of_replicas():
     moments = 2 * (bytes_per_device(plain.params) - whole)
     assert bytes_per_device(plain.opt_state) - bytes_per_device(zero1.opt_state) == moments * 3 // 4
     assert bytes_per_device(plain.params) == bytes_per_device(zero1.params)
+
+
+@pytest.mark.parametrize("splits, shard", [(True, (2, 4)), (False, (2, 16))], ids=["zero1", "copies"])
+def test_moments_are_split_over_copies_only_with_shard_optimizer_state(splits, shard):
+    moment = jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    copies = Communication(replicas=Replicas("dp", shard_optimizer_state=splits))
+    params = {"w": Sharded(moment, ("fsdp", None), communication=copies)}
+    found = optimizer_state_shardings({"mu": {"w": moment}}, params, mesh_of(4, 2))
+    assert found["mu"]["w"].shard_shape(moment.shape) == shard
 
 
 def test_second_wrapper_keeps_the_replicas_of_the_first_wrapper():

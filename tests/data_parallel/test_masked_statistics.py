@@ -5,6 +5,7 @@ which Flax would compute this mean, are refused.
 """
 
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +21,7 @@ from xlstm_jax.distributed import accumulate_gradients, create_train_state, make
 from xlstm_jax.distributed import value_and_grad as grad_on_mesh
 from xlstm_jax.distributed.data_parallel.extensions.masked_statistics import MaskedStatistics
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
+from xlstm_jax.distributed.training.evaluation import _Evaluation
 
 KEY = jax.random.key(0)
 ROWS = np.arange(16)
@@ -138,6 +140,31 @@ def test_custom_step_with_masked_batch_norm_equals_one_device(check_vma):
         np.testing.assert_allclose(got[0], loss, rtol=1e-5)
         assert_same_params(got[1], grads)
         assert_same_params(got[2], updated)
+
+
+def test_statistics_of_losses_and_evaluations_are_means_over_the_unmasked_rows_of_all_devices():
+    """The unmasked rows 1, 2 and 3 have the mean 2; the mean of the means of both devices is 2.25."""
+    norm = nn.BatchNorm(False, axis_name=AXES, momentum=0.0, use_bias=False, use_scale=False)
+    kept = {"batch_stats": {"mean": np.zeros(1, np.float32), "var": np.ones(1, np.float32)}}
+
+    def mean_of(batch):
+        _, updated = norm.apply(kept, batch["x"], mask=batch["mask"], mutable=["batch_stats"])
+        return updated["batch_stats"]["mean"]
+
+    def eval_fn(params, apply_fn, batch):
+        return {"values": mean_of(batch)}
+
+    evaluation = SimpleNamespace(layout=SimpleNamespace(axes=AXES), eval_fn=eval_fn, is_watched=False)
+    evaluation.metric = SimpleNamespace(update=lambda local, values: values)
+
+    def on_device(batch):
+        (_, of_loss), _ = grad_on_mesh(lambda w: (w, mean_of(batch)), AXES, has_aux=True)(jnp.float32(1))
+        trees = {"params": {}, "collections": {}, "extra_trees": {}}
+        return of_loss, _Evaluation._observed(evaluation, None, trees, batch, None)
+
+    batch = {"x": np.float32([[1], [2], [3], [9]]), "mask": np.array([[True], [True], [True], [False]])}
+    found = on_mesh(on_device, mesh_of(1, 2), False, P(AXES), P())(batch)
+    np.testing.assert_allclose(found, [[2], [2]], rtol=1e-6)
 
 
 def test_evaluation_with_masked_batch_norm_equals_one_device():

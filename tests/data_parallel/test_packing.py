@@ -186,6 +186,10 @@ def test_leaf_of_below_bytes_or_more_is_sent_alone():
     assert not sizes(2049)[512 // 4], "kernels below the bytes are packed"
 
 
+def test_leaves_below_the_limit_alone_are_packed():
+    assert [PackSmall(2048).packs_leaf_of(size) for size in (0, 2047, 2048, 10**6)] == [True, True, False, False]
+
+
 def test_packed_leaves_of_a_unit_have_one_order_of_axes_in_state_and_plan():
     def orders(params):
         found = {}
@@ -334,6 +338,15 @@ def test_columns_join_and_split_are_inverse_along_every_dim():
     arrived = jnp.concatenate([columns.join(of_device) for of_device in shards])
     assert_same_bits(columns.split(arrived), whole)
     assert_same_bits(columns.join(whole), arrived)
+
+
+def test_columns_of_a_packed_array_return_to_their_dims():
+    """Two shards of arrays [2, 3], split along dim 1, and [2]: the rows of the packed array are the shards."""
+    whole = [np.arange(12.0).reshape(2, 6), np.array([30.0, 31.0, 32.0, 33.0])]
+    packed = np.array([[0, 6, 1, 7, 2, 8, 30, 31], [3, 9, 4, 10, 5, 11, 32, 33]], np.float32)
+    columns = Columns(((2, 3), (2,)), (1, 0))
+    for got, want in zip(jax.jit(columns.split)(packed), whole, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 # ------------------------------------------------------------------------------------------------------- when it pays

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ from xlstm_jax.distributed import (
     shard_module_params,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
+from xlstm_jax.distributed.data_parallel.regather import keeping_no_weights
 from xlstm_jax.equations import GATHERS, named_axes
 
 HOST = "across"
@@ -74,6 +77,14 @@ def test_backward_pass_gathers_again_within_hosts_and_not_across_hosts(scan):
     assert again[HOST] > kept[HOST], "guard: with True, weights are gathered across hosts twice"
     assert within == {HOST: kept[HOST], "fsdp": again["fsdp"]}
     assert everywhere == again
+
+
+def test_gathers_over_axes_that_the_option_leaves_out_are_kept_for_the_backward_pass():
+    policy = ShardPolicy((HOST, "fsdp"), inter_host_axes=(HOST,), reshard_after_forward=("fsdp",))
+    assert policy.kept_axes == {HOST}
+    keep = keeping_no_weights(lambda *args, **params: True, policy.kept_axes)
+    gather = SimpleNamespace(name="all_gather")
+    assert [keep(gather, axis_name=axes) for axes in (HOST, "fsdp", (HOST, "fsdp"))] == [True, False, False]
 
 
 def test_policy_of_nn_remat_keeps_gathers_across_hosts():

@@ -27,7 +27,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.modules.nnx_module import is_flax_lookup
 from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication
-from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, by_rows, look_up
+from xlstm_jax.distributed.data_parallel.wire.lookup import LANES, RowLookup, _in_one, by_rows, look_up
 
 V, D = 32, 12
 MESHES = {"one axis": {"fsdp": 8}, "two": {"x": 2, "y": 4}, "copies": {"dp": 2, "fsdp": 4}}
@@ -100,6 +100,26 @@ def test_padding_of_a_table_is_not_looked_up(mesh_of):
     np.testing.assert_array_equal(rows(padded, tokens), want)
 
 
+def test_columns_of_a_group_join_in_the_order_of_the_table():
+    """Of 24 columns over x = 2, y = 4 a device along y has columns 3 y to 3 y + 2, and the same 12 further on."""
+    lookup = lookup_of(1, ("x",), ("y",), stored=(V, 24))
+    parts = np.array([[[*range(3 * y, 3 * y + 3), *range(12 + 3 * y, 15 + 3 * y)]] for y in range(4)])
+    np.testing.assert_array_equal(_in_one(parts, lookup), [np.arange(24)])
+
+
+def test_gradient_of_looked_up_rows_is_the_mean_over_devices():
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    lookup = RowLookup((4, 2), (4, 2), 0, (), ("fsdp",), 1, 2, DEFAULT_COMMUNICATION)
+
+    def gradient(shard, tokens, weight):
+        return jax.grad(lambda shard: (look_up(shard, tokens, lookup) * weight).sum())(shard)
+
+    split = jax.P("fsdp")
+    weight = np.arange(8, dtype=np.float32).reshape(4, 2)
+    grad = on_mesh(gradient, mesh, True, split, split)(np.zeros((4, 2), np.float32), np.array([3, 0, 3, 1]), weight)
+    assert grad.tolist() == [[1, 1.5], [3, 3.5], [0, 0], [2, 3]]
+
+
 def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
     communication = Communication.of("bfloat16", "bfloat16")
     lookup, tokens = lookup_of(0, (), ("fsdp",), communication=communication), jnp.zeros((8, 400), int)
@@ -109,6 +129,22 @@ def test_gradient_of_repeated_rows_is_summed_in_float32(mesh_of):
 
     grad = on_mesh(jax.grad(loss), mesh_of["one axis"], True, (jax.P("fsdp"), jax.P("fsdp")), jax.P("fsdp"))
     np.testing.assert_array_equal(grad(jnp.zeros((V, D)), tokens)[0], np.full(D, 400.0))  # a bfloat16 sum stops at 256
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_rows_travel_in_the_narrow_dtype_and_are_summed_in_float32(dtype):
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    lookup = RowLookup((4, 2), (4, 2), 0, (), ("fsdp",), 1, 2, Communication.of(None, dtype))
+
+    def gradient(shard, tokens):
+        return jax.grad(lambda shard: look_up(shard, tokens, lookup).sum())(shard)
+
+    run = on_mesh(gradient, mesh, True, jax.P("fsdp"), jax.P("fsdp"))
+    program = equations(jax.make_jaxpr(run)(np.zeros((4, 2), np.float32), np.zeros(4, np.int32)))
+    names = ("all_to_all", "scatter-add")
+    found = {name: [eqn.invars[0].aval.dtype for _, eqn in program if name in eqn.primitive.name] for name in names}
+    # Forward columns and rows, backward rows and columns.
+    assert found == {"all_to_all": [np.float32, np.float32, dtype, dtype], "scatter-add": [np.float32]}
 
 
 def test_gradient_of_rows_is_divided_before_it_is_sent_in_float16(mesh_of):

@@ -24,6 +24,11 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded, is_box
 from xlstm_jax.distributed.data_parallel.trees import unbox
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.collectives import term_of_mean
+from xlstm_jax.distributed.data_parallel.wire.communication import (
+    DEFAULT_COMMUNICATION,
+    PrimalType,
+    gradient_of_shard,
+)
 
 BOTH_MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 MESHES = pytest.mark.parametrize("dp, fsdp", [(1, 8), (2, 4), (8, 1), (1, 1)])
@@ -366,6 +371,13 @@ def test_gathered_complex_gradients_keep_the_imaginary_part(check_vma):
     assert np.abs(np.imag(got)).max() > 1
 
 
+def test_gradient_of_a_shard_has_the_dtype_of_the_shard():
+    for wide, dtype in ((jnp.float32, jnp.bfloat16), (jnp.complex64, jnp.complex64)):
+        primal = PrimalType((4,), jnp.dtype(dtype), frozenset(), batched=False)
+        returned = partial(gradient_of_shard, communication=DEFAULT_COMMUNICATION, primal=primal)
+        assert jax.eval_shape(returned, np.zeros(4, wide)).dtype == dtype
+
+
 def test_integer_leaves_get_float0_gradients_beside_exact_float_gradients():
     tree = {"w": normal(0, (8, 4)), "ids": jnp.arange(8)}
 
@@ -404,6 +416,18 @@ def test_sync_gradients_averages_each_leaf_over_axes_not_named_by_the_box(axis_n
     want = jax.grad(loss)(dict.fromkeys(boxes, w), x)
     for name in boxes:
         assert_allclose(got[name], want[name], rtol=0, atol=FLOAT32_ROUNDING * float(jnp.abs(want[name]).max()))
+
+
+def test_sync_gradients_divides_sums_of_replicated_leaves_and_keeps_gradients_of_split_leaves():
+    """By their types: JAX has summed the gradient of the replicated leaf, and the gather has averaged the other."""
+
+    def local(summed, split):
+        return unbox(sync_gradients({"summed": summed, "split": Sharded(split, ("fsdp",))}, "fsdp"))
+
+    mesh = DeviceMeshManager.create_device_mesh({"fsdp": 2}, devices=jax.devices()[:2])
+    run = on_mesh(local, mesh, True, (P(), P("fsdp")), {"summed": P(), "split": P("fsdp")})
+    grads = run(np.float32([6]), np.float32([3, 5]))
+    assert {name: grad.tolist() for name, grad in grads.items()} == {"summed": [3], "split": [3, 5]}
 
 
 def test_collectives_psum_counts_a_value_replicated_by_type_once():

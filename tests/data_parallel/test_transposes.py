@@ -25,7 +25,7 @@ def like_a_tpus(value, out, starts, sizes, places, coming, axis_name):
     """Implements the documentation of ``lax.ragged_all_to_all``, from the gathered rows of all devices."""
     everyones = [lax.all_gather(x, axis_name) for x in (value, starts, sizes, places)]
     me = lax.axis_index(axis_name)
-    for device in range(COUNT):
+    for device in range(len(everyones[0])):
         rows, start, size, place = (x[device] for x in everyones)
         shifted = jnp.arange(len(out)) - place[me]
         own = (shifted >= 0) & (shifted < size[me])
@@ -87,6 +87,25 @@ def test_ragged_all_to_all_exchange_equals_the_padded_exchange(monkeypatch, chec
     factors = np.where(np.asarray(rows), np.asarray(back) / np.asarray(rows), 0)
     np.testing.assert_allclose(grad, 2 * factors**2 * rows, rtol=1e-5)
     assert not np.asarray(back).reshape(COUNT, LENGTH, WIDTH)[0, 9:].any()  # rows without a destination
+
+
+def test_rows_arrive_by_sender_and_come_back_in_order(monkeypatch):
+    """Device 0 sends row 1 to itself and 2 to device 1, device 1 both rows to device 0; each has room for 2."""
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
+    rows, counts = np.float32([[1], [2], [3], [4]]), np.array([[1, 1], [2, 0]], np.int32)
+
+    def local(rows, counts):
+        coming = lax.all_to_all(counts[0], AXES, 0, 0, tiled=True)
+        exchange = counts[0], coming, Exchange(AXES, 2, 2)
+        back = send_back(send_rows(rows, *exchange), *exchange)
+        monkeypatch.setattr(transposes, "has_ragged_all_to_all", lambda: True)
+        monkeypatch.setattr(lax, "ragged_all_to_all", like_a_tpus)
+        return back, send_rows(rows, *exchange)
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    back, arrived = jax.jit(split)(rows, counts)
+    assert back.ravel().tolist() == [1, 2, 3, 4]
+    assert arrived.ravel().tolist() == [1, 0, 3, 4, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

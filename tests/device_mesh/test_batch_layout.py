@@ -57,6 +57,14 @@ def test_layout_part_by_index_equals_the_slice_of_each_device(mesh):
         )
 
 
+def test_layout_part_of_a_device_has_its_rows_and_columns():
+    """Device 7 of dp=2, fsdp=2, cp=2 has the last row and the second half of the sequence; device 4 the third row."""
+    layout = batch_layout(DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 2, "cp": 2}), None, P(ROWS, "cp"))
+    part = jax.jit(layout.part)
+    tokens = np.arange(16, dtype=np.int32).reshape(4, 4)
+    assert [part(tokens, np.int32(device)).tolist() for device in (4, 7)] == [[[8, 9]], [[14, 15]]]
+
+
 def test_batch_layout_omits_axes_of_size_1_from_in_specs():
     mesh = DeviceMeshManager.create_device_mesh({"dp": 1, "fsdp": 4, "cp": 2})
     layout = batch_layout(mesh, None, P(ROWS, "cp"))
@@ -71,6 +79,12 @@ def test_layout_names_the_axes_of_sequences_and_rows_without_axes_of_size_1(mesh
     small = DeviceMeshManager.create_abstract_mesh({"dp": 1, "fsdp": 8, "cp": 1})
     found = batch_layout(small, None, SPEC).sequence
     assert (found.axes, found.row_axes) == ((), ("fsdp",))
+
+
+def test_gradients_are_averaged_over_the_axes_of_rows_and_of_sequences():
+    abstract = DeviceMeshManager.create_abstract_mesh({"dp": 2, "fsdp": 2, "cp": 2})
+    layout = batch_layout(abstract, None, SPEC)
+    assert (layout.axes, layout.row_axes) == (("dp", "fsdp", "cp"), ROWS)
 
 
 def test_layout_finds_leaves_whose_tokens_are_split_otherwise(mesh):

@@ -409,6 +409,18 @@ def test_lint_wide_product_ignores_bfloat16_products_of_the_optimizer():
     assert not each("wide-product", found, plan_sharding(Root(), mesh.shape, x))
 
 
+def test_lint_wide_product_takes_the_share_of_the_products_of_modules():
+    """Of 6 parts of float32 the model has most, whatever the optimizer, without a path, multiplies in bfloat16."""
+
+    def found(of_optimizer, of_modules):
+        work = [("up", "float32", 6e9), ("", "bfloat16", of_optimizer), ("down", "bfloat16", of_modules)]
+        flops = Flops(tuple(Work(path, "forward", dtype, count) for path, dtype, count in work), (), ())
+        return [defect.where for defect in RULES["wide-product"].find(by_hand(flops=flops))]
+
+    assert found(of_optimizer=90e9, of_modules=4e9) == []
+    assert found(of_optimizer=4e9, of_modules=90e9) == ["up"]
+
+
 class JaxsAttention(nn.Module):
     """A layer, and ``jax.nn.dot_product_attention`` of 32 tokens, all of bfloat16."""
 
@@ -484,6 +496,28 @@ def test_lint_float32_model_fires_only_for_an_all_float32_model_on_a_known_chip(
     assert each("float32-model", cached(wide), plan_of(wide)) == []  # of CPU devices: the chip is not known
 
 
+def by_hand(**known):
+    """The step of a forecast with figures by hand, on a chip of known figures, and of no plan's bytes."""
+    none = SimpleNamespace(per_device=0)
+    plan = SimpleNamespace(parameters=none, gradients=none, optimizer=none)
+    known = {"chip": CHIPS["h100"], "collectives": (), "total_bytes": 10**9, "available_bytes": None} | known
+    return Step(SimpleNamespace(**known), plan, num_minibatches=1, keep_gathered=False)
+
+
+def test_lint_float32_model_counts_the_share_of_products_and_half_of_the_float32_weights_sent():
+    def found(wide, narrow):
+        work = (Work("up", "forward", "float32", wide), Work("down", "forward", "bfloat16", narrow))
+        gathers = [
+            SimpleNamespace(leaves=leaves, dtype=dtype, wire_bytes_per_step=sent)
+            for leaves, dtype, sent in [(("up",), "f32", 600.0), (("down",), "bf16", 70.0), ((), "f32", 8.0)]
+        ]
+        return list(RULES["float32-model"].find(by_hand(flops=Flops(work, (), ()), collectives=gathers)))
+
+    (defect,) = found(wide=6e9, narrow=4e9)
+    assert "60% of its products have operands of float32" in defect.text and defect.bytes == 300
+    assert found(wide=4e9, narrow=6e9) == [], "half of the products or less are a layer, not the model"
+
+
 @pytest.mark.parametrize("chip, times", [("h100", "take 2.02 ms at the peak rate, in bfloat16 1.01 ms"), ("v5e", "")])
 def test_lint_float32_model_states_time_only_on_chips_with_a_faster_bfloat16_rate(chip, times):
     step = for_a_chip(cached(Uniform(jnp.float32)), topology=f"{chip}:1x8")
@@ -506,6 +540,24 @@ def test_lint_held_scores_fires_by_share_of_step_memory():
     assert each("held-scores", few, plan_of(Attentive())) == []
     (finding,) = each("held-scores", most, plan_of(Attentive()))
     assert finding.bytes == scores and "The array is 10% of the step's memory" in finding.text
+
+
+def test_lint_held_scores_fires_by_memory_where_scores_take_no_time():
+    flops = Flops((), (), (), scores_bytes={"attention": 6e7}, scores_bytes_per_step={"attention": 1.0})
+    find = RULES["held-scores"].find
+    (defect,) = find(by_hand(flops=flops, step_seconds=1.0))
+    assert defect.bytes == 6e7 and "6% of the step's memory" in defect.text
+    assert list(find(by_hand(flops=flops, step_seconds=1.0, total_bytes=10**10))) == []  # guard: 0.6%
+
+
+def test_lint_held_scores_fires_by_time_where_scores_take_no_memory():
+    """A tenth of the bytes that 80% of the bandwidth moves in a second."""
+    moved = 0.1 * 0.8 * CHIPS["h100"].hbm_bandwidth / product_rules.SCORES_PASSES
+    flops = Flops((), (), (), scores_bytes={"attention": 1.0}, scores_bytes_per_step={"attention": moved})
+    find = RULES["held-scores"].find
+    (defect,) = find(by_hand(flops=flops, step_seconds=1.0))
+    assert "10% of the step." in defect.text
+    assert list(find(by_hand(flops=flops, step_seconds=10.0))) == []  # guard: 1%
 
 
 def test_lint_held_scores_fires_by_share_of_step_time():
@@ -561,6 +613,30 @@ def test_lint_memory_bound_fires_only_for_hbm_time_above_product_and_wait_time()
         cached(),  # CPU devices
     ):
         assert each("memory-bound", other, plan_of()) == []
+
+
+@pytest.mark.parametrize(
+    "compute_s, step_s, fires",
+    [(0.0275, 0.15, True), (0.06, 0.15, False), (0.0275, 0.25, False)],
+    ids=["memory", "products", "waits"],
+)
+def test_lint_memory_bound_compares_times_at_reached_rates(compute_s, step_s, fires):
+    """80 ms of bytes at 80% of the bandwidth are 100 ms; 27.5 and 60 ms of products at 55% are 50 and 109 ms."""
+    bounds = Roofline(compute_s, 0.08, 0.0, 1.0, 0.08 * CHIPS["h100"].hbm_bandwidth, 0.0)
+    step = by_hand(roofline=bounds, step_seconds=step_s, flops=Flops((Work("up", "forward", "bfloat16", 1.0),), (), ()))
+    found = list(RULES["memory-bound"].find(step))
+    assert len(found) == fires
+    assert not fires or "which takes 100 ms; the matrix products take 50 ms." in found[0].text
+
+
+@pytest.mark.parametrize("direction", ["recompute", "backward"])
+@pytest.mark.parametrize("used", [7e8, 8e8], ids=["0.7", "0.8"])
+def test_lint_memory_bound_advises_to_recompute_less_below_the_share_of_used_memory(used, direction):
+    bounds = Roofline(0.0, 0.08, 0.0, 1.0, 0.08 * CHIPS["h100"].hbm_bandwidth, 0.0)
+    flops = Flops((Work("up", direction, "bfloat16", 1.0),), (), ())
+    step = by_hand(roofline=bounds, step_seconds=0.1, flops=flops, total_bytes=used, available_bytes=10**9)
+    (defect,) = RULES["memory-bound"].find(step)
+    assert ("Recompute less" in defect.cure) == (used == 7e8 and direction == "recompute")
 
 
 def test_lint_memory_bound_advises_less_recomputation_only_where_memory_is_free():

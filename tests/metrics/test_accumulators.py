@@ -228,6 +228,16 @@ def test_state_dict_of_an_accumulator_loads_on_any_number_of_devices():
     assert other.is_synchronized and float(other.value) == PER_DEVICE.sum() + 1
 
 
+def test_state_dict_of_eight_devices_loads_on_one_with_all_rows_and_synchronized_until_a_reset():
+    rows = {"high": PER_DEVICE, "low": np.zeros(8, np.float32)}
+    merged = {"high": np.float32(PER_DEVICE.sum()), "low": np.float32(0)}
+    accumulator = MetricAccumulator(np.float32(0), mesh=mesh_of(1, 1))
+    accumulator.load_state_dict({"local": rows, "synchronized": merged, "is_synchronized": True})
+    assert np.asarray(accumulator.local_values).tolist() == [PER_DEVICE.sum()] and accumulator.is_synchronized
+    accumulator.reset()
+    assert not accumulator.is_synchronized
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

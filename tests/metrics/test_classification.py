@@ -331,6 +331,19 @@ def test_decisions_of_one_hot_rows_and_at_thresholds_are_those_by_hand():
     assert Multiclass(2, top_k=2).num_classes == 2  # the smallest number of classes, and the largest k
 
 
+def test_rows_with_two_ones_or_none_are_of_no_class_and_a_score_at_the_threshold_is_positive():
+    rows, scores = np.array([[0, 0, 1], [0, 0, 0], [1, 1, 0]], np.float32), np.zeros((3, 3), np.float32)
+
+    @jax.jit
+    def decided(scores, rows):
+        hot = Multiclass(3).decide(scores, rows)
+        return hot.actual, hot.unknown, Binary(0.25).decide(jnp.array([0.25, 0.24]), jnp.array([1, 1])).predicted
+
+    actual, unknown, predicted = decided(scores, rows)
+    assert actual[:2].tolist() == [[False, False, True], [False] * 3]
+    assert unknown.ravel().tolist() == [False, False, True] and predicted.ravel().tolist() == [True, False]
+
+
 def test_f_beta_weighs_misses_by_the_square_of_beta():
     tp, fp, fn = (Total(jnp.float32(count), jnp.float32(0)) for count in (1, 2, 3))
     numerator, denominator = FBeta(beta=2.0).terms(tp, fp, fn, tp)

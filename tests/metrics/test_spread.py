@@ -71,6 +71,11 @@ def test_standard_deviation_of_nonfinite_values_is_not_finite_and_of_their_paddi
     assert float(METRIC.result(METRIC.observe(values, jnp.array([1, 0, 1])))) == 1
 
 
+def test_sums_of_the_standard_deviation_leave_out_infinite_values_of_weight_0():
+    sums = jax.jit(METRIC.observe)(np.array([1, np.inf, 3], np.float32), np.array([1, 0, 2], np.float32))
+    assert {name: float(total.high) for name, total in sums.items()} == {"weight": 3, "first": 7, "second": 19}
+
+
 def test_standard_deviation_has_no_gradient_and_merges_in_either_order():
     a, b = (METRIC.update(METRIC.empty(), jnp.array(x)) for x in ([1.0, 2.0], [5.0, 7.0, 11.0]))
     first, second = METRIC.merge(a, b), METRIC.merge(b, a)

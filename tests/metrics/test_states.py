@@ -32,7 +32,7 @@ from xlstm_jax.distributed.metrics import (
 from xlstm_jax.distributed.metrics import (
     pure_metric as states,
 )
-from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total
+from xlstm_jax.distributed.metrics.cells import Count, Maximum, Minimum, Total, wide_float
 from xlstm_jax.distributed.metrics.layout import Layout
 
 ROWS = 6  # per device, padding included
@@ -361,6 +361,28 @@ def test_gathered_and_reduced_sync_agree_with_numpy(way, check_vma):
     assert (got["any"].dtype, got["half"].dtype, got["small"].dtype) == (bool, jnp.bfloat16, jnp.int8)
 
 
+def test_merged_totals_keep_rounding_errors_and_counts_keep_signs():
+    """1 is lost in a float32 sum of 2^25, and -3 has a carry from the lower 32 bits to the upper 32."""
+
+    @jax.jit
+    def merged(large, one, count):
+        total = Total(large, jnp.zeros_like(large)).merge(Total(one, jnp.zeros_like(one)))
+        return total.merge(Total(-large, jnp.zeros_like(large))), Count.of(count).merge(Count.of(2**33))
+
+    total, count = merged(np.float32(2**25), np.float32(1), np.int32(-3))
+    assert float(total.value) == 1 and np.float32(2**25) + np.float32(1) == np.float32(2**25)
+    assert int(count.exact()) == 2**33 - 3
+
+
+def test_small_state_merges_the_rows_of_all_devices():
+    values, metric = np.arange(1, 9, dtype=np.float32), Sum()
+
+    def local(values):
+        return metric.sync(metric.update(metric.empty(AXES), values))
+
+    assert float(metric.compute(on_mesh(local, mesh_of(2, 4), True, P(AXES), P())(values))) == 36
+
+
 def test_sync_reduces_a_state_too_large_to_gather():
     class Wide(MeanSquare):
         def identity(self):
@@ -483,6 +505,15 @@ def test_metric_floats_and_counts_have_64_bits_with_enable_x64():
         state = count.update(count.update(count.empty(), 2**40 + 1), jnp.array([2**40, -5]))
         value = count.compute_local(state)
         assert value.dtype == jnp.int64 and int(value[0]) == 2**41 - 4
+
+
+def test_metrics_accumulate_floats_of_64_bits_with_enable_x64():
+    assert wide_float() == np.float32  # guard
+    with jax.enable_x64(True):
+        assert wide_float() == np.float64
+        mean = WeightedMean()
+        state = jax.eval_shape(lambda values: mean.update(mean.empty(), values), np.zeros(2, np.float32))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {np.dtype(np.float64)}
 
 
 # ----------------------------------------------------------------------------------------- wrong axes, types and states

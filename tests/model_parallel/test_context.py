@@ -152,6 +152,22 @@ def test_ring_adds_terms_of_every_device_to_the_gradient_of_a_key_and_knows_the_
         np.testing.assert_array_equal(of_keys, (1 + 2 + 3 + 4) * places)
 
 
+def test_ulysses_masks_the_keys_of_other_segments():
+    """A kernel that counts the keys a query sees, for segments of 3 and of 1 tokens over two devices."""
+    mesh = DeviceMeshManager.create_device_mesh({"cp": 2}, devices=jax.devices()[:2])
+
+    def count(query, key, value, *, mask, **options):
+        del key, value, options
+        return jnp.broadcast_to(mask.sum(-1).swapaxes(1, 2)[..., None], query.shape)
+
+    def counted(x, segments):
+        return context_attention(x, x, x, causal=False, segment_ids=segments, impl="ulysses", kernel=count)
+
+    split = jax.shard_map(counted, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
+    seen = jax.jit(split)(np.zeros((1, 4, 2, 1), np.float32), np.array([[0, 0, 0, 1]]))
+    assert seen[0, :, :, 0].tolist() == [[3, 3]] * 3 + [[1, 1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 @pytest.mark.parametrize("shape", [{"dp": 1, "cp": 8}, {"dp": 2, "cp": 1}, {"dp": 1, "cp": 2}], ids=str)
@@ -412,6 +428,12 @@ def test_context_positions_match_the_layout_without_a_global_table(layout, mesh)
     program = jax.make_jaxpr(jax.shard_map(of_device, **places))()
     arguments = [(eqn.primitive.name, x.aval) for _, eqn in equations(program) for x in eqn.invars]
     assert not [(name, aval) for name, aval in arguments if aval.size > 4]  # no table of all tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_context_positions_count_more_tokens_than_16_bits(layout):
+    positions = jax.jit(lambda: context_positions(40_000, "cp", layout))()
+    np.testing.assert_array_equal(positions, np.arange(40_000))
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])

@@ -132,6 +132,19 @@ def test_init_inside_shard_map_gives_each_device_the_local_experts():
     np.testing.assert_array_equal(got, want)
 
 
+def test_init_inside_shard_map_makes_the_parameters_of_the_local_experts_only():
+    mesh, shapes = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]), []
+
+    def init(key, x):
+        experts = unbox(Experts(nn.Dense(DIM, use_bias=False), 4, 1).init(key, x)["params"]["experts"]["kernel"])
+        shapes.append(experts.shape)
+        return experts
+
+    args = jax.eval_shape(lambda: jax.random.key(3)), jax.ShapeDtypeStruct((4, DIM), jnp.float32)
+    jax.eval_shape(jax.shard_map(init, mesh=mesh, in_specs=(P(), P("ep")), out_specs=P("ep")), *args)
+    assert shapes == [(2, DIM, DIM)]
+
+
 @pytest.mark.slow
 def test_ten_clipped_adamw_steps_with_experts_match_a_single_device():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -348,6 +361,19 @@ def test_router_losses_weight_rows_and_match_a_single_device():
     np.testing.assert_allclose(want, alone, rtol=FLOAT32_ROUNDING)
 
 
+def test_load_balancing_counts_the_choices_of_all_devices():
+    """Device 0 has two rows for expert 0, device 1 one for expert 1 and a row of padding, and logits are all equal."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2}, devices=jax.devices()[:2])
+    chosen, weights = np.array([[0], [0], [1], [1]], np.int32), np.array([1, 1, 1, 0], np.float32)
+    logits = np.log(np.array([[3, 1]] * 4, np.float32))
+
+    def local(chosen, logits, weights):
+        return load_balancing_loss(Routing(chosen, weights[:, None], logits), "dp", weights)[None]
+
+    loss = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))(chosen, logits, weights)
+    np.testing.assert_allclose(loss, [2 * (2 / 3 * 3 / 4 + 1 / 3 * 1 / 4)] * 2, rtol=1e-6)
+
+
 def test_router_losses_of_rows_with_weights_below_1_match_the_formulas():
     """Rows of weights 1/4, 1/2 and 0; the share of the choices is a constant of the gradient."""
     logits = np.float32([[2, 0, 1], [0, 1, -1], [5, 5, 5]])
@@ -457,6 +483,19 @@ def test_rows_above_the_expert_capacity_are_dropped_last_choices_first():
     assert halves.ravel().tolist() == [11.0, 0.0, 3.0, 40.0]  # C = 1 in each group of two rows
 
 
+def test_first_choices_take_the_slots_of_an_expert_before_second_choices():
+    slots = jax.jit(partial(experts_file._slots, experts=2, capacity=2))
+    sources, places = slots(np.array([[0, 1], [0, 1], [0, 1], [1, 0]], np.int32))
+    assert sources.tolist() == [[0, 1], [3, 0]]
+    assert places.tolist() == [[0, 1], [1, 2], [2, 3], [0, 3]]
+
+
+def test_slots_of_an_expert_hold_more_rows_than_16_bits_count():
+    slots = jax.jit(partial(experts_file._slots, experts=2, capacity=40_000))
+    sources, _ = slots(np.ones((40_000, 1), np.int32))
+    np.testing.assert_array_equal(sources[1], np.arange(40_000))
+
+
 def test_expert_accepts_more_rows_than_16_bits_count():
     """An expert takes 40,000 rows, more than 16 bits count, if all rows choose the expert and the capacity allows."""
     rows, factors, ones = np.arange(40_000.0, dtype=np.float32)[:, None], np.float32([[1], [10]]), np.ones((40_000, 1))
@@ -481,6 +520,39 @@ def test_tokens_of_three_devices_reach_their_experts_and_return_in_order():
     both = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(factors, rows, routing)
     for mixed in both:
         np.testing.assert_array_equal(mixed, factors[chosen].sum(1) * rows)
+
+
+def test_device_has_room_for_all_choices_of_all_tokens():
+    """Two devices with two of four experts each: all 3 tokens of both devices may choose both experts of a device."""
+    mesh, rows = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2]), []
+
+    def expert(factor, x):
+        rows.append(len(x))
+        return factor * x
+
+    def local(factors, x, routing):
+        return mix_experts(expert, factors, x, routing, "ep")
+
+    routing = Routing(np.zeros((6, 2), np.int32), *np.ones((2, 6, 2), np.float32))
+    routing = routing._replace(logits=np.zeros((6, 4), np.float32))
+    split = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    jax.eval_shape(split, np.ones((4, 1), np.float32), np.ones((6, 1), np.float32), routing)
+    assert set(rows) == {2 * 3 * 2}
+
+
+def test_exchanged_rows_reach_the_experts_in_order_and_return_to_their_places():
+    """Of two devices with an expert each, device 0 sends one row to each, and device 1 both rows to expert 0."""
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 2}, devices=jax.devices()[:2])
+    rows, sizes = np.float32([[1], [2], [3], [4]]), np.array([1, 1, 2, 0], np.int32)
+
+    def tenfold(rows, sizes):
+        return jnp.where((jnp.arange(len(rows)) < sizes[0])[:, None], 10 * rows + jax.lax.axis_index("ep"), 0)
+
+    def local(rows, sizes):
+        return experts_file._exchanged(tenfold, rows, sizes, ("ep",), 2)
+
+    found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(rows, sizes)
+    assert found.ravel().tolist() == [10, 21, 30, 40]
 
 
 def test_results_of_experts_and_gradients_have_the_dtypes_of_the_experts():
@@ -521,6 +593,12 @@ def test_invalid_or_duplicate_expert_choices_give_nan():
     for mix in (mix_experts, lambda *args: mix_experts_with_capacity(*args, capacity_factor=0.25)[0]):
         mixed = jax.jit(partial(mix, doubled))(factors, rows, routing)
         np.testing.assert_array_equal(mixed.ravel(), [np.nan, np.nan, np.nan, 11])
+
+
+def test_choices_fit_that_are_distinct_numbers_of_experts():
+    chosen = np.array([[0, 1], [2, 0], [0, 3], [-1, 0], [1, 1]], np.int32)
+    routing = Routing(chosen, np.ones((5, 2), np.float32), np.zeros((5, 3), np.float32))
+    assert jax.jit(experts_file._fits)(routing).tolist() == [True, True, False, False, False]
 
 
 def test_invalid_choices_of_other_tokens_do_not_displace_a_choice_from_the_sent_rows():
@@ -633,6 +711,15 @@ def test_experts_raise_for_invalid_options_and_mesh_sizes():
     refused(
         r"batch_axes=\('dp', 'ep'\).*tokens are the same along", {"dp": 2, "ep": 4}, ("dp",), batch_axes=("dp", "ep")
     )
+
+
+def test_experts_raise_for_a_number_that_the_devices_do_not_divide_whether_or_not_they_share_tokens():
+    mesh = DeviceMeshManager.create_device_mesh({"ep": 3}, devices=jax.devices()[:3])
+    for shared_axes in ((), ("ep",)):
+        check = partial(Experts(nn.Dense(2), 8, 1)._check_divides, axes=("ep",), shared_axes=shared_axes)
+        split = jax.shard_map(check, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+        with pytest.raises(ValueError, match=r"8 experts do not divide over the 3 devices along \('ep',\)"):
+            jax.eval_shape(split, np.ones((9, 2), np.float32))
 
 
 # -------------------------------------------------------------------------------------------------- with other features

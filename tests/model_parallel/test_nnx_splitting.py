@@ -4,6 +4,7 @@ The reference is the unsplit module under ``nnx.Optimizer``, without the library
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.leaf import leaf_of
 from xlstm_jax.distributed.model_parallel import split_modules
+from xlstm_jax.distributed.model_parallel.nnx_splitting import _local_value
 
 WIDTH, VOCAB = 16, 32
 TOKENS = integers(1, (8, 6), 0, VOCAB)
@@ -372,6 +374,15 @@ def test_dropout_inside_differs_by_device(check_vma):
         )  # fmt: skip
         dropped = np.asarray(jax.jit(run)(variables, x)) == 0
         assert (dropped[:, :32] == dropped[:, 32:]).all() == equal and 0.3 < dropped.mean() < 0.7
+
+
+def test_keys_of_a_module_inside_differ_by_device():
+    def drawn(key):
+        return jax.random.key_data(_local_value(nnx.RngKey(key, tag="dropout"), key, SimpleNamespace(axis_name="tp")))
+
+    run = jax.shard_map(drawn, mesh=mesh_of(tp=2), in_specs=jax.P(), out_specs=jax.P("tp"), check_vma=False)
+    first, second = np.split(np.asarray(jax.jit(run)(KEY)), 2)
+    assert (first != second).any()
 
 
 def test_layers_that_are_no_pair_are_refused_by_their_names():

@@ -67,6 +67,23 @@ def test_recurrence_states_and_gradients_match_a_single_device(devices, check_vm
     np.testing.assert_allclose(grad, of_one, rtol=FLOAT32_ROUNDING)
 
 
+def test_scan_over_six_devices_combines_the_steps_before_a_device_in_order():
+    """A step appends the digit of its device to a number, at first 9; a reverse scan begins with the last device."""
+    mesh, first = mesh_of_sequence(6), (np.int32(10), np.int32(9))
+
+    def append(before, after):
+        return before[0] * after[0], before[1] * after[0] + after[1]
+
+    def numbers(digit):
+        step = jnp.int32(10), digit[0]
+        found = [scan_over_axis(append, step, first=first, reverse=reverse)[1] for reverse in (False, True)]
+        return jnp.stack(found)[:, None]
+
+    split = jax.shard_map(numbers, mesh=mesh, in_specs=P("cp"), out_specs=P(None, "cp"))
+    found = jax.jit(split)(np.arange(6, dtype=np.int32))
+    assert found.tolist() == [[9, 90, 901, 9012, 90123, 901234], [954321, 95432, 9543, 954, 95, 9]]
+
+
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_recurrence_gradients_of_decays_and_updates_match_a_single_device(check_vma):
     split = jax.shard_map(

@@ -58,7 +58,12 @@ from xlstm_jax.distributed.model_parallel import (
     split_param,
     split_tokens,
 )
-from xlstm_jax.distributed.model_parallel.dense import column_products, row_product
+from xlstm_jax.distributed.model_parallel.dense import (
+    _gathered_in_a_ring,
+    _scattered_in_a_ring,
+    column_products,
+    row_product,
+)
 
 VOCAB, WIDTH, LENGTH = 24, 8, 8
 TX = optax.chain(
@@ -323,6 +328,16 @@ def test_gradients_through_each_enter_and_leave_pair_match_a_single_device(pair,
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
 
 
+def test_gradient_of_an_entering_array_is_summed_over_the_devices():
+    """Each of two devices multiplies by a different factor, 1 and 2."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2}, devices=jax.devices()[:2])
+
+    def gradient(x, factor):
+        return jax.grad(lambda x: (enter_split(x, "tp") * factor).sum())(x)
+
+    assert on_mesh(gradient, mesh, False, (P(), P("tp")), P())(np.float32([5]), np.float32([1, 2])).tolist() == [3]
+
+
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 def test_split_and_join_tokens_have_the_gradient_of_the_inner_function(check_vma):
     fn = lambda x, w: jnp.sin(split_tokens(x, 1, "tp"))  # noqa: E731
@@ -352,6 +367,27 @@ def test_ring_products_have_the_gradients_of_gather_and_scatter_products():
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), got, want)
     assert np.abs(got[1]).min() > 0  # guard
+
+
+def test_ring_gathers_the_tokens_of_all_devices_in_their_order():
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+
+    def gathered(x):
+        return _gathered_in_a_ring(x, [None], "tp", 0, lambda x, kernel: x)[0]
+
+    found = on_mesh(gathered, mesh, False, P("tp"), P(None, "tp"))(np.arange(6, dtype=np.float32)[:, None])
+    np.testing.assert_array_equal(found, np.arange(6)[:, None] * np.ones(3))
+
+
+def test_ring_scatters_the_sums_of_tokens_to_the_devices_of_the_tokens():
+    """Device i has i + 1 times the tokens 0, 1, 2, of which it keeps token i."""
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 3}, devices=jax.devices()[:3])
+
+    def scattered(x):
+        return _scattered_in_a_ring(x.T, None, "tp", 0, lambda x, kernel: x)
+
+    x = np.arange(1, 4, dtype=np.float32)[:, None] * np.arange(3, dtype=np.float32)
+    assert on_mesh(scattered, mesh, False, P("tp"), P("tp"))(x).ravel().tolist() == [0, 6, 12]
 
 
 def test_plain_sum_without_check_vma_has_a_wrong_gradient():
@@ -493,6 +529,22 @@ def test_dropout_differs_by_device_on_split_tokens_and_not_on_replicated_tokens(
     np.testing.assert_array_equal(drop(nn.Dropout, P()), whole)
     alone = on_split_input(nn.Dropout, "tp")(0.5, deterministic=False).apply({}, x, rngs=key)
     np.testing.assert_array_equal(alone, whole)
+
+
+def test_keys_of_a_module_on_split_input_differ_by_device_except_those_of_parameters():
+    class Drawn(nn.Module):
+        @nn.compact
+        def __call__(self):
+            return [jax.random.key_data(self.make_rng(name)) for name in ("dropout", "params")]
+
+    mesh = DeviceMeshManager.create_device_mesh({"tp": 2}, devices=jax.devices()[:2])
+
+    def drawn(key):
+        return on_split_input(Drawn, "tp")().apply({}, rngs={"dropout": key, "params": key})
+
+    found = on_mesh(drawn, mesh, False, P(), P("tp"))(jax.random.key(0))
+    of_dropout, of_params = (np.asarray(keys).reshape(2, -1) for keys in found)
+    assert (of_dropout[0] != of_dropout[1]).any() and (of_params[0] == of_params[1]).all()
 
 
 class Normed(nn.Module):

@@ -47,7 +47,7 @@ NEVER = np.iinfo(np.int32).max  # errors in a row after which optax applies upda
 OURS, OPTAX = skip_nonfinite, partial(optax.apply_if_finite, max_consecutive_errors=LIMIT)
 BOTH = pytest.mark.parametrize("wrapper", [OURS, OPTAX], ids=["ours", "optax's"])
 GOOD = data() | {"extra": 0.0}
-BAD = GOOD | {"x": GOOD["x"].at[3, 0].set(jnp.nan)}  # NaN on one device
+BAD = GOOD | {"x": jnp.asarray(GOOD["x"]).at[3, 0].set(jnp.nan)}  # NaN on one device
 BAD_LOSS = GOOD | {"extra": jnp.inf}  # the gradients are finite
 
 

@@ -8,9 +8,11 @@ import pytest
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from tests.support import AXES, fsdp, mesh_of, plain
+from tests.support import AXES, fsdp, mesh_of, on_mesh, plain
 from xlstm_jax.distributed import create_train_state, make_train_step, partition_specs, shard_modules, unbox
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.optimizers import leaf_norms, with_leaf_norms
+from xlstm_jax.distributed.optimizers.leaf_norms import _norms
 
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
 KEY = jax.random.key(0)
@@ -113,6 +115,16 @@ def test_leaf_norms_inside_shard_map_take_a_collective_for_each_set_of_axes(chec
     np.testing.assert_allclose(program(state.params), np.abs(expected), rtol=1e-5)
     # "fsdp" splits the leaves of `in` and `out`; the leaves of `middle` are replicated, and need no collective.
     assert program.lower(state.params).as_text().count("stablehlo.all_reduce") == 1
+
+
+def test_norms_inside_shard_map_are_of_full_leaves_in_the_order_of_the_tree():
+    """Two devices hold halves (3, 4) and (6, 8) of the first and the last leaf, and all of the leaf between."""
+
+    def norms(first, middle, last):
+        return _norms([{"a": Sharded(first, ("fsdp",)), "b": middle, "c": Sharded(last, ("fsdp",))}])
+
+    run = on_mesh(norms, mesh_of(1, 2), True, (P("fsdp"), P(), P("fsdp")), P())
+    assert run(np.float32([3, 4]), np.float32([2]), np.float32([6, 8])).tolist() == [[5, 2, 10]]
 
 
 def test_leaf_norms_add_a_single_collective_to_a_train_step():

@@ -44,8 +44,9 @@ from xlstm_jax.distributed import (
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, true_value
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves
 from xlstm_jax.distributed.optimizers import matrix_dimensions
+from xlstm_jax.distributed.optimizers.matrices.dimensions import MatrixChoice
 from xlstm_jax.distributed.optimizers.matrices.groups import MatrixForm, MatrixLeaf, grouped, in_rounds
-from xlstm_jax.distributed.optimizers.matrices.muon import newton_schulz_flops
+from xlstm_jax.distributed.optimizers.matrices.muon import _scale_by_muon, _stepped, newton_schulz_flops
 from xlstm_jax.distributed.optimizers.matrices.owners import by_owners
 from xlstm_jax.forecast import forecast
 from xlstm_jax.forecast.training import Workload
@@ -310,7 +311,7 @@ def test_skip_nonfinite_around_muon_skips_a_nonfinite_step():
     tx = skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), muon(RATE)))
     state = first_state(Model(wrap=fsdp), mesh, tx)
     before = jax.tree.map(np.asarray, unbox(state.params))
-    bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
+    bad = {**data(), "x": jnp.asarray(data()["x"]).at[0, 0].set(jnp.nan)}
     state, metrics = make_train_step(mean_loss, mesh, AXES, allow_replicated=True)(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1
     assert_each_leaf(np.testing.assert_array_equal, unbox(state.params), before)
@@ -326,6 +327,28 @@ def test_muon_options_match_optax_on_a_single_device(options):
     tx = muon(RATE, muon_weight_dimension_numbers={name: DIMS[name] for name in shapes}, **options)
     got = jax.jit(lambda p, g: two_updates(tx, p, g))(random_tree(0, shapes), random_tree(1, shapes))
     assert_same_params(got, on_one_device(shapes, **options), TOLERANCE)
+
+
+def test_newton_schulz_step_is_the_polynomial_of_fifth_degree():
+    """With X = diag(2, 3) the entries are a x + b x^3 + c x^5."""
+    x = np.diag([2.0, 3.0])
+    np.testing.assert_allclose(_stepped(x, x @ x.T, (2.0, 0.5, 0.25)), np.diag([4 + 4 + 8, 6 + 13.5 + 60.75]))
+
+
+def test_nesterov_momentum_of_muon_is_a_step_ahead():
+    """Matrices are not orthogonalised here; the second gradient differs from the first."""
+    choices = {"w": MatrixChoice("w", (2, 3), MuonDimensionNumbers(), "")}
+    options = {"ns_coeffs": (1.0, 0.0, 0.0), "orthogonal": lambda x, coeffs: x, "mu_dtype": None, "adaptive": False}
+    tx = _scale_by_muon(choices, beta=0.5, nesterov=True, exchange_dtype=None, **options)
+
+    @jax.jit
+    def second(one, other):
+        with jax.numpy_dtype_promotion("standard"):
+            return tx.update({"w": other}, tx.update({"w": one}, tx.init({"w": one}))[1])[0]["w"]
+
+    one, other = np.ones((2, 3), np.float32), np.full((2, 3), 5, np.float32)
+    mu = 0.5 * (0.5 * one) + 0.5 * other
+    np.testing.assert_allclose(second(one, other), 0.5 * mu / (1 - 0.5**3) + 0.5 * other / (1 - 0.5**2), rtol=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- compiled for TPUs and GPUs

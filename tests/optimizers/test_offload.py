@@ -34,10 +34,12 @@ from xlstm_jax.distributed import (
     sync_gradients,
     with_ema,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.modules.linen_module import LINEN
 from xlstm_jax.distributed.data_parallel.modules.unit import named_input
 from xlstm_jax.distributed.data_parallel.trees import path_string
-from xlstm_jax.distributed.optimizers import sharded_optimizer, streaming
+from xlstm_jax.distributed.optimizers import offload, sharded_optimizer, streaming
+from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
 from xlstm_jax.distributed.optimizers.streaming import streamed
 
 ON_DEVICE, ON_HOST = Offload(optimizer_state=False), Offload()
@@ -103,7 +105,7 @@ CASES = {
 def test_offloaded_steps_are_bit_equal_to_steps_without_offload(tx, wrap, loss, check_vma, options, accumulation):
     batches = [data(seed=1), data(seed=2), data(seed=3)]
     if tx is CLIPPED:
-        batches[1]["x"] = batches[1]["x"].at[0].set(jnp.nan)
+        batches[1]["x"] = jnp.asarray(batches[1]["x"]).at[0].set(jnp.nan)
     step = make_train_step(loss, mesh_of(2, 4), AXES, *options, check_vma, accumulation=accumulation)
     first = state_of(tx, ON_HOST, wrap)
     before = kinds(first.opt_state)
@@ -125,6 +127,16 @@ def test_offload_keeps_small_or_replicated_leaves_in_device_memory():
     averaged = state_of(with_ema(optax.sgd(1e-2), 0.99), ON_HOST)
     assert kinds(averaged.opt_state.ema["Dense_0"]) == ["device", "pinned_host"]
     assert kinds(ema_params(averaged.opt_state, averaged.params)["Dense_0"]) == ["device", "device"]
+
+
+def test_only_moments_of_split_parameters_go_to_the_host():
+    split, whole = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(8, 4), (16,)])
+    params = {"split": Sharded(split, ("fsdp", None)), "whole": whole}
+    opt_state = {"mu": {"split": split, "whole": whole}, "count": jax.ShapeDtypeStruct((), jnp.int32)}
+    shardings = optimizer_state_shardings(opt_state, params, mesh_of(2, 4))
+    found = offload.on_host(shardings, opt_state, params)
+    on = {path_string(path): leaf.memory_kind for path, leaf in jax.tree.leaves_with_path(found)}
+    assert [path for path, kind in on.items() if kind == "pinned_host"] == ["mu/split"] and len(on) == 3
 
 
 def test_abstract_train_state_has_the_offloaded_shardings_of_the_real_state():

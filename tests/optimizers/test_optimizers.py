@@ -416,6 +416,12 @@ def test_elementwise_only_raises_for_a_norm_masked_to_a_single_leaf():
         tx.init(whole_and_split())
 
 
+def test_elementwise_only_raises_for_a_norm_of_a_split_leaf():
+    params = {"w": Sharded(jax.ShapeDtypeStruct((4,), jnp.float32), ("fsdp",))}
+    with pytest.raises(ValueError, match="'clip_by_global_norm' is wrong on shards"):
+        jax.eval_shape(elementwise_only(optax.clip_by_global_norm(0.1)).init, params)
+
+
 def test_elementwise_only_raises_for_moments_factored_only_in_large_matrices():
     # Matrices of the small tree have dims 3 and 4, below 8; the larger tree has 8 x 16 and 16 x 4.
     tx = optax.adafactor(0.01, min_dim_size_to_factor=8, clipping_threshold=None, multiply_by_parameter_scale=False)

@@ -87,6 +87,25 @@ def test_accumulation_strategies_run_collectives_at_the_expected_loop_depth():
     assert {depth for name, _, depth in last if name.startswith("psum")} == {0}
 
 
+def test_minibatches_of_reduce_replicas_once_average_over_no_copies():
+    leaf = Sharded(np.ones(4, np.float32), ("fsdp",), communication=Communication(replicas=Replicas("dp")))
+    assert leaf.communication.copied_axes == ("dp",)  # guard
+    weights = STRATEGIES["reduce_replicas_once"].weights({"w": leaf}, ("dp", "fsdp"))
+    assert weights["w"].communication.copied_axes == () and weights["w"].names == ("fsdp",)
+
+
+def test_gradients_of_reduce_replicas_once_are_averaged_over_copies_at_last():
+    """The gradient of the first copy is (1, 2), that of the second (3, 6), each split over two devices."""
+    mesh = DeviceMeshManager.create_device_mesh({"dp": 2, "fsdp": 2}, devices=jax.devices()[:4])
+
+    def averaged(grad):
+        leaf = Sharded(grad, ("fsdp",), communication=Communication(replicas=Replicas("dp")))
+        (mean,) = STRATEGIES["reduce_replicas_once"].gradients([leaf], {"w": leaf}, ("dp", "fsdp"))
+        return mean.value
+
+    assert on_mesh(averaged, mesh, False, P(("dp", "fsdp")), P("fsdp"))(np.float32([1, 2, 3, 6])).tolist() == [2, 4]
+
+
 def test_each_minibatch_gets_the_carries_of_the_minibatch_before():
     def on_minibatch(index, carries):
         value = jnp.float32(index)

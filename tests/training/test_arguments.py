@@ -76,6 +76,18 @@ def test_train_step_raises_for_a_state_or_rng_on_another_mesh(leaf):
             getattr(make_train_step(mean_loss, MESH, AXES), take)(state, BATCH, rng)
 
 
+def test_traced_array_on_another_mesh_raises_and_on_the_mesh_of_the_step_does_not():
+    for mesh in (MESH, mesh_of(4, 2)):
+        on_it = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.NamedSharding(mesh, P("fsdp")))
+        with in_case(mesh=mesh):
+            trace = lambda: jax.jit(lambda x: check_mesh_of({"state": x}, MESH)).trace(on_it)  # noqa: B023, E731
+            if mesh == MESH:
+                trace()
+                continue
+            with pytest.raises(ValueError, match=r"'state' lies on a mesh \{'dp': 4, 'fsdp': 2\}, .*a mesh \{'dp': 2"):
+                trace()
+
+
 def test_train_step_accepts_equivalent_meshes_and_a_batch_on_any_mesh():
     only = DeviceMeshManager.create_device_mesh({"fsdp": 8})
     batches = [BATCH] + [DeviceMeshManager.shard_batch(BATCH, m, m.axis_names) for m in (mesh_of(4, 2), only)]

@@ -4,6 +4,7 @@ A step is ``jax.grad`` of a loss inside ``shard_map``, an ``average`` of the gra
 average is traced for models of Linen and NNX, with a scan over layers and remat, with and without minibatches.
 """
 
+from fractions import Fraction
 from functools import cache, partial
 
 import jax
@@ -18,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 from tests import nnx_models
 from tests.support import AXES, FLOAT32_ROUNDING, Model, assert_same_params, fsdp, in_case, mesh_of, normal
 from xlstm_jax.distributed import (
+    TrainState,
+    abstract_train_state,
     check_step,
     create_train_state,
     nnx_model,
@@ -28,7 +31,10 @@ from xlstm_jax.distributed import (
     value_and_grad,
 )
 from xlstm_jax.distributed.data_parallel.averages import wrong_averages_pass
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.training import varying_params
+from xlstm_jax.distributed.training.checks.averaging import GradientMultiple, _check_sums, _Gradient, _relation
+from xlstm_jax.origins import TracedValue
 
 X = normal(0, (32, 8))
 BATCH = {"x": X, "y": np.sin(np.arange(32 * 4, dtype=np.float32)).reshape(32, 4)}
@@ -56,6 +62,13 @@ def state_of(model, dp=2, size=4):
         batch_axes=AXES,
         allow_replicated=True,
     )
+
+
+@cache
+def abstract_state_of(model, dp=2, size=4):
+    """Returns the state of a model without values, to trace a step."""
+    mesh, key = mesh_of(dp, size), jax.eval_shape(lambda: jax.random.key(1))
+    return abstract_train_state(MODELS[model](), optax.sgd(RATE), mesh, key, X, batch_axes=AXES, allow_replicated=True)
 
 
 def loss_fn(params, apply_fn, batch, rng=None):
@@ -182,9 +195,36 @@ def trace(step, state):
 @pytest.mark.parametrize("average", FORGOTTEN)
 @pytest.mark.parametrize("model", ["linen with remat", "nnx"])
 def test_apply_gradients_raises_for_sums_beside_means_and_names_the_leaf(model, average, of, inside):
-    state = state_of(model)
+    state = abstract_state_of(model)
     with pytest.raises(ValueError, match=SUMMED):
         trace(step_with(FORGOTTEN[average], state, of=of, inside=inside), state)
+
+
+def test_mean_over_equal_gradients_is_as_large_as_their_sum_was():
+    """``pmean`` of a replicated gradient, which JAX has summed, leaves the sum."""
+    found = []
+
+    def local(w, x):
+        grad = jax.grad(lambda w: jnp.sum(w * x))(w)
+        found.extend(_relation(TracedValue(value)) for value in (grad, jax.lax.pmean(grad, "fsdp")))
+        return grad
+
+    split = jax.shard_map(local, mesh=mesh_of(1, 4), in_specs=(P(), P("fsdp")), out_specs=P())
+    jax.eval_shape(split, *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2)
+    assert [of.factor for of in found] == [1, 1] and found[1].summed == {"fsdp"}
+
+
+def test_sum_beside_a_mean_raises_unless_both_have_other_factors():
+    split = Sharded(np.ones(4, np.float32), ("fsdp",))
+    mean = _Gradient("up", split, None, GradientMultiple(Fraction(1), Fraction(1), frozenset(), frozenset({"fsdp"})))
+
+    def check(factor):
+        relation = GradientMultiple(factor, factor, frozenset(), frozenset())
+        _check_sums(_Gradient("scale", Sharded(np.ones(4, np.float32), ()), None, relation), [mean])
+
+    check(Fraction(1, 4))
+    with pytest.raises(ValueError, match=r"JAX has summed the gradient of 'scale' over \('fsdp',\), .* of 'up'"):
+        check(Fraction(1))
 
 
 @pytest.mark.parametrize("change", DOUBLED)
@@ -194,13 +234,37 @@ def test_apply_gradients_raises_for_sums_beside_means_and_names_the_leaf(model, 
     ids=["linen-batch", "nnx-minibatches", "replicated-ascent"],
 )
 def test_sync_gradients_raises_for_an_average_that_was_changed(model, change, of):
-    state = state_of(model)
+    state = abstract_state_of(model)
     with pytest.raises(ValueError, match=TWICE):
         trace(step_with(DOUBLED[change], state, of=of), state)
 
 
+def test_sync_gradients_raises_for_a_scaled_average_and_not_for_the_same_average():
+    def local(grad, by):
+        average = sync_gradients({"w": grad}, "fsdp")["w"]
+        return sync_gradients({"w": average if by is None else by * average}, "fsdp")
+
+    def traced(by):
+        run = jax.shard_map(partial(local, by=by), mesh=mesh_of(1, 4), in_specs=P(), out_specs=P())
+        return jax.eval_shape(run, jax.ShapeDtypeStruct((4,), jnp.float32))
+
+    assert traced(None)["w"].shape == (4,)
+    with pytest.raises(ValueError, match=r"sync_gradients: 'w' of shape \(4,\) was averaged over \('fsdp',\)"):
+        traced(0.5)
+
+
+def test_gradient_at_parameters_that_an_average_has_moved_is_no_average():
+    def local(w, x):
+        square = lambda w: jnp.sum(w**2 * x)  # noqa: E731
+        first = sync_gradients({"w": jax.grad(square)(w)}, "fsdp")["w"]
+        return sync_gradients({"w": jax.grad(square)(w + first)}, "fsdp")
+
+    split = jax.shard_map(local, mesh=mesh_of(1, 4), in_specs=(P(), P("fsdp")), out_specs=P())
+    assert jax.eval_shape(split, *[jax.ShapeDtypeStruct((4,), jnp.float32)] * 2)["w"].shape == (4,)
+
+
 def test_sync_gradients_raises_for_changed_gradients_of_value_and_grad():
-    state = state_of("linen")
+    state = abstract_state_of("linen")
     with pytest.raises(ValueError, match=TWICE):
         trace(step_with(lambda grads: sync(scaled(grads)), state, of=of_library), state)
 
@@ -213,7 +277,7 @@ def test_sync_gradients_raises_for_changed_gradients_of_value_and_grad():
 def test_apply_gradients_raises_without_types_for_gradients_that_differ_between_devices(model, average, over):
     """Under ``check_vma=False`` the check reads the equations of the ``shard_map``."""
     averages = FORGOTTEN | {"over fsdp alone": lambda grads: sync_gradients(grads, "fsdp")}
-    state = state_of(model)
+    state = abstract_state_of(model)
     with pytest.raises(ValueError, match=rf"the gradient of '\w.*' differs between devices along \('{over}'"):
         trace(step_with(averages[average], state, check_vma=False), state)
 
@@ -225,7 +289,7 @@ def mean_of_shards(grads):
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 def test_apply_gradients_raises_for_a_mean_of_shards_with_each_other(check_vma, inside):
-    state = state_of("linen")
+    state = abstract_state_of("linen")
     average = mean_of_shards if check_vma else partial(jax.lax.pmean, axis_name=AXES)
     step = step_with(average, state, check_vma=check_vma, inside=inside)
     with pytest.raises(ValueError, match=r"the gradient of '.*kernel' was averaged over \('fsdp',\), axes that split"):
@@ -248,7 +312,7 @@ RIGHT_STEPS = [
 
 @pytest.mark.parametrize(("average", "of", "check_vma"), RIGHT_STEPS)
 def test_right_step_is_traced_without_an_error(average, of, check_vma):
-    state = state_of("linen with remat")
+    state = abstract_state_of("linen with remat")
     trace(step_with(RIGHT[average], state, of=OF[of], check_vma=check_vma), state)
 
 
@@ -275,14 +339,14 @@ RIGHT_BY_HAND = {
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize("average", RIGHT_BY_HAND)
 def test_apply_gradients_accepts_averages_and_scales_by_hand(average, inside):
-    state = state_of("linen")
+    state = abstract_state_of("linen")
     trace(step_with(RIGHT_BY_HAND[average], state, inside=inside), state)
 
 
 @pytest.mark.parametrize("of", [at_ascent, of_library, of_local_params], ids=["ascent", "library", "varying"])
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no-vma"])
 def test_apply_gradients_accepts_gradients_of_several_passes(of, check_vma):
-    state = state_of("linen")
+    state = abstract_state_of("linen")
     trace(step_with(sync, state, of=of, check_vma=check_vma), state)
 
 
@@ -295,14 +359,14 @@ def test_apply_gradients_accepts_a_mean_by_hand_without_types():
             leaf = sum((jax.lax.ppermute(leaf, axis, ring) for ring in rings), start=leaf) / size
         return leaf
 
-    state = state_of("replicated")
+    state = abstract_state_of("replicated")
     trace(step_with(lambda grads: jax.tree.map(mean, grads), state, check_vma=False), state)
 
 
 @pytest.mark.parametrize(("dp", "size"), [(8, 1), (1, 1)])
 def test_apply_gradients_accepts_axes_of_one_device(dp, size):
     """Along an axis of one device a sum is a mean: nothing is forgotten."""
-    state = state_of("linen", dp, size)
+    state = abstract_state_of("linen", dp, size)
     trace(step_with(lambda grads: sync_gradients(grads, "dp"), state), state)
     trace(step_with(lambda grads: grads, state), state)
 
@@ -312,8 +376,16 @@ def test_apply_gradients_accepts_an_optimizer_around_shard_map_with_clipping_and
         clip = optax.clip_by_global_norm(1e-3)
         return state.apply_gradients(grads=clip.update(grads, clip.init(grads))[0])
 
-    state = state_of("linen")
+    state = abstract_state_of("linen")
     trace(step_with(sync, state, of=of_minibatches, update=update), state)
+
+
+def test_apply_gradients_outside_shard_map_updates_a_split_leaf_of_a_global_array():
+    start = jax.device_put(np.float32([7, 8]), jax.NamedSharding(mesh_of(1, 2), P("fsdp")))
+    state = TrainState.create(apply_fn=None, params={"w": Sharded(start, ("fsdp",))}, tx=optax.sgd(0.5))
+    after = jax.jit(lambda state: state.apply_gradients(grads=state.params))(state)
+    assert int(after.step) == 1 and after.params["w"].names == ("fsdp",)
+    assert after.params["w"].value.tolist() == [3.5, 4]
 
 
 # ------------------------------------------------------------------------------- what the types pass, check_step finds
@@ -347,7 +419,7 @@ def test_mistake_that_passes_the_types_is_found_by_check_step(mistake):
 def test_varying_params_make_each_forgotten_average_a_type_error(average, model):
     """The step is traced only for the type of its results, which JAX checks: the error names the leaf's spec."""
     averages = {"no average": lambda grads: grads, "over fsdp alone": lambda grads: sync_gradients(grads, "fsdp")}
-    state = state_of(model)
+    state = abstract_state_of(model)
     with pytest.raises(ValueError, match=r"out_specs which require replication.*(\n.*)*varying over"):
         trace(step_with(averages[average], state, of=of_local_params), state)
     trace(step_with(averages[average], state_of("replicated")), state_of("replicated"))  # guard: without the cast

@@ -163,7 +163,7 @@ def test_skip_nonfinite_keeps_the_ema_average_for_a_step_with_nan():
     step = make_train_step(mean_loss, mesh_of(2, 4), AXES)
     state, _ = step(state, data(), jax.random.key(1))
     before, taken_over = ema_params(state.opt_state, state.params), state.opt_state
-    bad = {**data(), "x": data()["x"].at[0, 0].set(jnp.nan)}
+    bad = {**data(), "x": jnp.asarray(data()["x"]).at[0, 0].set(jnp.nan)}
     state, metrics = step(state, bad, jax.random.key(1))
     assert metrics["skipped_steps"] == 1 == state.opt_state.inner_state.num_updates
     # The average read before the step has separate buffers: the step has donated the buffers of the state.

@@ -105,6 +105,17 @@ def test_gradient_of_a_bfloat16_head_kernel_is_summed_in_float32():
     assert error < 2**-8  # a bfloat16 sum over 3072 tokens would err several times more
 
 
+def test_products_of_the_gradient_of_a_bfloat16_head_kernel_are_float32():
+    hidden, kernel = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 2), (2, 5)])
+
+    def mean(kernel, hidden):
+        return chunked_cross_entropy(hidden, kernel, np.zeros(4, np.int32), chunk_size=2).loss.mean()
+
+    program = jax.make_jaxpr(jax.grad(mean))(kernel, hidden)
+    products = [eqn for _, eqn in equations(program) if eqn.primitive.name == "dot_general"]
+    assert len(products) > 2 and {eqn.outvars[0].aval.dtype.name for eqn in products} == {"float32"}
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
 def test_chunked_cross_entropy_accepts_any_leading_dims(shape):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.mesh_types import EXPLICIT, MESHES, MODELS, TX, Linen, has_types_of, is_explicit, mesh_called, set_globally
@@ -46,7 +46,14 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel.trees import flatten_with_path
 from xlstm_jax.distributed.metrics import MetricAccumulator, StatefulMetric, WeightedMean, make_log_step
-from xlstm_jax.explicit_axes import on_auto_axes, on_set_mesh, outside_other_mesh, sharding_of_input, typed_like
+from xlstm_jax.explicit_axes import (
+    on_auto_axes,
+    on_set_mesh,
+    outside_other_mesh,
+    sharding_of_input,
+    splits_over_both_types,
+    typed_like,
+)
 from xlstm_jax.forecast import forecast
 
 KEY = jax.random.key(0)
@@ -295,6 +302,12 @@ def test_update_on_mixed_axes_keeps_shards_of_dims_over_axes_of_both_types(axis_
             assert is_explicit(new) == typed
 
 
+def test_dim_is_over_both_types_if_some_of_its_axes_are_explicit():
+    with jax.set_mesh(mesh_called("explicit fsdp")):
+        assert splits_over_both_types(P(AXES)) and splits_over_both_types(P(None, AXES))
+        assert not any(splits_over_both_types(spec) for spec in (P(*AXES), P("fsdp"), P()))
+
+
 @pytest.mark.parametrize("kind", [*MIXED, "explicit"])
 def test_gradients_of_an_nnx_module_have_the_types_of_its_parameters(kind):
     """In ``nnx.jit`` an optimizer combines the gradients with parameters; rows have the explicit axes of the batch."""
@@ -457,6 +470,16 @@ def test_evaluation_under_an_explicit_mesh_equals_an_auto_mesh(kind):
     with jax.set_mesh(mesh):
         value = evaluated(mesh)
         assert float(value * 2) == pytest.approx(2 * want, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])
+def test_replicated_results_of_a_function_on_auto_axes_have_types_of_the_set_mesh(kind):
+    with jax.set_mesh(mesh_called(kind)):
+        total = on_auto_axes(jnp.sum, like=lambda x: P())
+        (found,) = jax.make_jaxpr(total)(np.ones(4, np.float32)).out_avals
+        assert AxisType.Explicit in found.sharding.mesh.axis_types and found.sharding.spec == P()
+        (bare,) = jax.make_jaxpr(on_auto_axes(jnp.sum))(np.ones(4, np.float32)).out_avals
+        assert AxisType.Explicit not in bare.sharding.mesh.axis_types  # guard
 
 
 @pytest.mark.parametrize("kind", ["explicit", "explicit fsdp"])

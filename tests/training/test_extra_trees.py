@@ -30,6 +30,7 @@ from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.device_mesh.batch_layout import batch_layout
 from xlstm_jax.distributed.metrics import WeightedMean, make_log_step
 from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training.checks.calls import _check_extra_trees
 from xlstm_jax.distributed.training.gradients import LossFunction
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
@@ -303,6 +304,22 @@ REFUSED = {
 def test_train_step_raises_for_invalid_extra_trees(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+def test_split_extra_tree_without_a_box_raises_and_a_replicated_one_does_not():
+    for spec in (jax.P(), jax.P("fsdp")):
+        tree = {"teacher": {"kernel": jax.device_put(np.ones(4), jax.NamedSharding(mesh_of(2, 4), spec))}}
+        if not any(spec):
+            _check_extra_trees(tree, [])
+    with pytest.raises(ValueError, match=r"'teacher/kernel'\] of shape \(4,\) has no box and is split as .*box_like"):
+        _check_extra_trees(tree, [])
+
+
+def test_extra_tree_with_a_donated_array_raises_and_one_with_a_copy_does_not():
+    here, copy = jax.device_put(np.ones(4)), jax.device_put(np.ones(4))
+    _check_extra_trees({"teacher": {"kernel": copy}}, [{"kernel": here}])
+    with pytest.raises(ValueError, match=r"extra_trees\['teacher/kernel'\] is a leaf of the state too"):
+        _check_extra_trees({"teacher": {"kernel": here}}, [{"kernel": here}])
 
 
 def test_train_step_warns_of_a_large_replicated_extra_tree():

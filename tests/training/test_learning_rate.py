@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
-from xlstm_jax.distributed import create_train_state, make_train_step, skip_nonfinite, unbox
+from xlstm_jax.distributed import TrainState, create_train_state, make_train_step, skip_nonfinite, unbox
 from xlstm_jax.distributed.optimizers.learning_rate import check_learning_rate, learning_rates
 
 KEY, BATCH, MESH = jax.random.key(0), data(), mesh_of(2, 4)
@@ -46,6 +46,14 @@ def test_learning_rate_metric_equals_the_rate_of_the_update(tx, learning_rate):
     assert {rate.dtype for rate in rates} == {np.dtype("float32")}
     moved = [np.linalg.norm(list(moved.values())) / metrics["grad_norm"] for metrics, moved in seen]
     assert_allclose(moved, rates, rtol=1e-4)
+
+
+def test_learning_rate_metric_of_a_step_is_the_rate_before_the_count_grows():
+    loss = lambda params, _, batch: jnp.sum(params["w"] * batch)  # noqa: E731
+    step = make_train_step(loss, mesh_of(1, 1), AXES, learning_rate=DOWN)
+    state = TrainState.create(apply_fn=None, params={"w": np.float32([0])}, tx=optax.sgd(DOWN))
+    after, metrics = step(state, np.ones(1, np.float32))
+    assert_allclose([metrics["learning_rate"], -after.params["w"][0]], [0.4, 0.4], rtol=1e-6)
 
 
 @pytest.mark.parametrize("tx", [

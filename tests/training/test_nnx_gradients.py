@@ -261,6 +261,26 @@ def test_statistics_and_written_kernels_after_a_call_are_those_of_one_device():
         assert np.abs(after[path] - start[path]).max() > 1e-3, path
 
 
+class Doubled(nnx.Module):
+    """Normalises under a mask, and doubles its kernel in each call."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(1, momentum=0.0, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))
+        self.kernel = nnx.Param(np.float32([1]))
+
+    def __call__(self, x, mask):
+        self.kernel[...] = 2 * self.kernel[...]
+        return self.norm(x, mask=mask) * self.kernel[...]
+
+
+def test_statistics_under_a_mask_and_a_written_kernel_are_those_of_all_devices():
+    """The unmasked rows 1, 2 and 3 have the mean 2; the mean of the means of both devices is 2.25."""
+    net, x, mask = Doubled(), np.float32([[1], [2], [3], [9]]), np.array([[True], [True], [True], [False]])
+    loss = nnx_value_and_grad(lambda *args: jnp.sum(args[0](*args[1:]) ** 2), mesh=mesh_of(1, 2), batch_axes="fsdp")
+    loss(net, x, mask)
+    np.testing.assert_allclose([net.norm.mean[...][0], net.kernel[...][0]], [2, 2], rtol=1e-6)
+
+
 @pytest.mark.parametrize("fast, check_vma", [(True, True), (False, False)])
 def test_statistics_under_a_mask_are_those_of_the_unmasked_rows_of_all_devices(fast, check_vma):
     """Devices have 1, 3, 4 and 0 unmasked rows; loss, gradients and statistics are those of one device."""
@@ -631,6 +651,19 @@ def test_metric_updated_in_the_loss_is_refused_unless_a_single_device_has_all_ro
     net = create_nnx_module(Measured, 0, mesh=mesh_of(1, 1))
     nnx_value_and_grad(loss)(net, X)
     assert net.metric.count[...] == len(X)
+
+
+def test_metric_that_would_count_the_rows_of_a_device_is_refused():
+    class Counted(nnx.Module):
+        def __init__(self):
+            self.kernel, self.metric = nnx.Param(np.float32([1])), nnx.metrics.Average()
+
+        def __call__(self, x):
+            self.metric.update(values=x)
+            return x * self.kernel[...]
+
+    with pytest.raises(ValueError, match=r"updates an nnx.Metric, the variable 'metric.count', .* auxiliary output"):
+        nnx_value_and_grad(lambda net, x: jnp.sum(net(x)), mesh=mesh_of(1, 2), batch_axes="fsdp")(Counted(), np.ones(2))
 
 
 @pytest.mark.parametrize("kind", ["no mesh", "Explicit"])

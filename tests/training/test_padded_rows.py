@@ -27,7 +27,8 @@ from xlstm_jax.distributed.metrics import Compose, Max, WeightedMean
 from xlstm_jax.distributed.metrics.cells import Count, Maximum, Total
 from xlstm_jax.distributed.training import mistakes, padded_rows
 from xlstm_jax.distributed.training.gradients import LossFunction
-from xlstm_jax.distributed.training.step_check.copies import padded_row_findings
+from xlstm_jax.distributed.training.padded_rows import LOCAL_MEAN, LOSS, counting_padding, with_names
+from xlstm_jax.distributed.training.step_check.copies import padded_row_findings, with_other_copies
 from xlstm_jax.distributed.training.step_check.one_device import OneDevice
 
 KEY, MESH = jax.random.key(0), mesh_of(2, 4)
@@ -220,6 +221,22 @@ def test_train_and_eval_steps_warn_once_of_padded_rows_in_the_loss_or_metrics(mi
     assert len(told) == 1 and told[0].filename == __file__
 
 
+def test_mean_by_the_weights_of_a_device_counts_padding_and_one_by_all_weights_does_not():
+    mesh = mesh_of(1, 2)
+    batch, batch["weight"] = shard_batch({"x": np.ones(3, np.float32)}, mesh, AXES, pad=True)
+
+    def counted(total_of):
+        def local(batch):
+            loss = jnp.sum(batch["x"] * batch["weight"]) / total_of(jnp.sum(batch["weight"]))
+            return with_names(loss, LOSS)[None]
+
+        step = jax.shard_map(local, mesh=mesh, in_specs=P(AXES), out_specs=P(AXES))
+        return counting_padding(step, None, AXES, batch, (batch,), {})
+
+    assert list(counted(lambda weight: weight)) == [LOCAL_MEAN]
+    assert counted(lambda weight: jax.lax.psum(weight, AXES)) == {}
+
+
 @pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
 def test_train_and_eval_steps_with_row_weights_give_no_warning_on_a_padded_batch(program):
     with warnings.catch_warnings():
@@ -299,6 +316,12 @@ def test_check_step_finds_a_loss_comparing_rows_with_padded_rows(loss_fn, counts
         )
     ]
     assert bool(found) == counts and all("the loss counts rows that only pad" in text for text in found)
+
+
+def test_other_copies_of_padded_rows_are_of_the_next_rows():
+    batch, _ = shard_batch({"x": np.float32([1, 2, 3])}, MESH, AXES, pad=True)
+    assert np.asarray(batch["x"]).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert with_other_copies(batch)["x"].tolist() == [1, 2, 3, 2, 3, 1, 2, 3]
 
 
 def test_check_step_accepts_a_weighted_loss_on_a_padded_batch_but_no_custom_mask():

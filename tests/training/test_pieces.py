@@ -192,6 +192,29 @@ def test_padding_of_a_head_kernel_has_no_probability(mesh):
     assert np.exp(-want[want > 0]).max() > 1 / 37  # guard: three entries with logit 0 would change losses
 
 
+def test_losses_of_a_padded_kernel_in_pieces_equal_numpy():
+    """Two devices with 3 of 5 entries and one of padding read entries 0, 1, 3, 4, and then 2 and the padding.
+
+    Logits of entries 2 and 3 are equal in some rows, where entry 2 of the later piece comes first, and of entries 1 and
+    2 in the last row. In the row before, entry 2 is largest.
+    """
+    mesh = DeviceMeshManager.create_device_mesh({"x": 2}, devices=jax.devices()[:2])
+    kernel = np.array([[0.5, -1, 2, 2, 1, 0], [0, 1, 3, 1, 0, 0]], np.float32)
+    hidden = np.array([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1], [-1, 1.5]], np.float32)
+    labels = np.array([0, 2, 3, -100, 2, 1], np.int32)
+
+    def losses(hidden, shard, labels):
+        return chunked_cross_entropy(
+            hidden, Sharded(shard, (None, "x"), store=ZeroPadding((None, 5))), labels, chunk_size=4
+        )
+
+    found = on_mesh(losses, mesh, True, (P("x"), P(None, "x"), P("x")), P("x"))(hidden, kernel, labels)
+    logits = (hidden @ kernel)[:, :5]
+    want = np.log(np.exp(logits).sum(1)) - logits[np.arange(6), labels.clip(0)]
+    assert_allclose(found.loss, np.where(labels < 0, 0, want), rtol=1e-6)
+    assert found.correct.tolist() == [False, True, False, False, True, True]
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("names", [(None, BATCH), (BATCH, None)], ids=str)
 @pytest.mark.parametrize("replicas", [None, Replicas("x")], ids=["two axes", "copies"])
@@ -217,6 +240,13 @@ def test_padding_of_a_head_kernel_has_zero_gradient_for_a_nonfinite_loss(mesh, r
         found = np.moveaxis(grads(hidden.at[1, 2, 3].set(bad), kernel, labels), along, 0)
         assert_array_equal(found[37:], 0)
         assert np.isnan(found[:37]).any()  # guard
+
+
+def test_gradient_of_padding_is_zero_where_the_gradient_of_entries_is_nan():
+    mesh = DeviceMeshManager.create_device_mesh({"x": 2}, devices=jax.devices()[:2])
+    pieces = Pieces(1, (1, 5), 3, dim=1, axes=("x",))
+    found = on_mesh(pieces.without_padding, mesh, True, P(None, "x"), P(None, "x"))(np.full((1, 6), np.nan, np.float32))
+    assert np.isnan(found[0, :5]).all() and found[0, 5] == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ the head

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -26,18 +27,22 @@ from xlstm_jax.distributed import (
     LoopGuard,
     ReplayError,
     ReplicaError,
+    TrainState,
+    abstract_train_state,
     check_replicas,
     create_train_state,
+    gather_params,
     make_eval_step,
     make_train_step,
     nnx_model,
     replayed,
     shard_modules,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
 from xlstm_jax.distributed.data_parallel.trees import path_string
 from xlstm_jax.distributed.metrics import WeightedMean
 from xlstm_jax.distributed.resilience import DisagreementError
-from xlstm_jax.distributed.training.replay.replayed_step import rolled_mesh
+from xlstm_jax.distributed.training.replay.replayed_step import ReplayedStep, rolled_mesh
 from xlstm_jax.distributed.training.replay.watched_sends import watched
 from xlstm_jax.distributed.training.step import DeviceProgram
 
@@ -171,6 +176,22 @@ def test_steps_without_batch_axes_and_losses_without_a_key_are_replayed(system):
     assert "grads/first/kernel" in {path.removesuffix("/value") for path in raised.value.leaves}
 
 
+def test_replayed_step_without_batch_axes_updates_a_split_parameter_as_by_hand():
+    mesh, x = mesh_of(1, 2), np.float32([[1, 2], [3, 6]])
+    start = jax.device_put(np.float32([7, 8]), jax.NamedSharding(mesh, P("fsdp")))
+    state = TrainState.create(apply_fn=None, params={"w": Sharded(start, ("fsdp",))}, tx=optax.sgd(0.5))
+
+    def loss(params, apply_fn, batch):
+        return jnp.mean(batch @ gather_params(params, "fsdp")["w"])
+
+    step = replayed(make_train_step(loss, mesh), every=1)
+    after, metrics = step(state, x)
+    assert step.replays == 1 and float(metrics["loss"]) == (7 + 16 + 21 + 48) / 2
+    assert after.params["w"].value.tolist() == [7 - 0.5 * 2, 8 - 0.5 * 4]
+    with pytest.raises(ValueError, match="was handed to a step before"):
+        step(state, x)
+
+
 def test_replayed_step_runs_the_checks_of_each_call():
     mesh, x = mesh_of(2, 4), jnp.ones((16, 8))
     state = create_train_state(fsdp(nn.Dense)(8), optax.sgd(0.1), mesh, KEY, x)
@@ -283,6 +304,77 @@ def test_replayed_step_on_a_single_device_raises_for_a_differing_run():
     with pytest.raises(ReplayError, match="of 1 devices, device 0 of process 0 computed other bits") as raised:
         replayed(make_train_step(loss, mesh, AXES, check_vma=False), every=1)(state, x, KEY)
     assert_a_report(raised.value)
+
+
+def with_digests(digests, every=1):
+    """Returns a replayed step whose runs return the given digests, and the list of what was called.
+
+    The digests are of the first and the second run in turn. Instead of a step there is a function that only returns
+    its arguments, and the update returns the state.
+    """
+    calls, mesh, returned = [], mesh_of(1, DEVICES), iter(digests)
+
+    class StandIn:
+        def __call__(self, *args):
+            calls.append("plain")
+            return args
+
+        def eval_shape(self, *args):
+            calls.append("traced")
+
+        def checked_call(self, function, *args):
+            calls.append("checked")
+            return function(*args)
+
+    class RunOf:
+        def __init__(self, mesh):
+            self.mesh, self.leaves = mesh, [["grads/kernel"]]
+
+        def __call__(self, *args):
+            calls.append("run" if jax.sharding.get_abstract_mesh().empty else "run under the set mesh")
+            return "result", np.asarray(next(returned), np.uint32)
+
+    step = ReplayedStep(StandIn(), mesh, every)
+    step.runs = [RunOf(mesh), RunOf(rolled_mesh(mesh, AXES))]
+    step._update = lambda state, result, *args: (state, result)
+    return step, calls
+
+
+STATE = SimpleNamespace(replace=lambda **fields: None)
+RIGHT = np.zeros((DEVICES, 1, 2))
+
+
+def test_every_kth_call_is_replayed_with_its_checks_and_outside_the_set_mesh():
+    step, calls = with_digests([RIGHT] * 2, every=2)
+    with jax.set_mesh(jax.make_mesh((1, DEVICES), AXES)):
+        step(STATE, "batch")
+        assert calls == ["plain"]
+        assert step(STATE, "batch") == (STATE, "result")
+    assert calls[1:] == ["traced", "checked", "run", "run"] and step.replays == 1
+
+
+def test_digests_that_differ_on_a_device_raise_and_name_the_device():
+    wrong = RIGHT.copy()
+    wrong[2] = 1
+    step, _ = with_digests([wrong, RIGHT, RIGHT, RIGHT])
+    with pytest.raises(ReplayError, match="of 4 devices, device 2 of process 0 computed other bits"):
+        step(STATE, "batch")
+
+
+def test_digests_that_no_run_repeats_warn_and_end_the_replays():
+    step, calls = with_digests(RIGHT + n for n in range(4))
+    with pytest.warns(UserWarning, match="this backend does not repeat this program"):
+        step(STATE, "batch")
+    step(STATE, "batch")
+    assert calls.count("run") == 4 and calls[-1] == "plain"
+
+
+def test_runs_of_a_replay_donate_nothing():
+    mesh, x = mesh_of(1, 2), jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    state = abstract_train_state(nn.Dense(2), optax.sgd(0.1), mesh, KEY, x, batch_axes=AXES, allow_replicated=True)
+    step = replayed(make_train_step(loss_without_key, mesh, AXES, allow_replicated=True))
+    traced = step.runs[0].jitted.trace(state.replace(opt_state=()), x, None, None, {})
+    assert not any(leaf.donated for leaf in jax.tree.leaves(traced.args_info))
 
 
 REPORT = r"(?P<found>[^']+): (?P<leaves>('[^']+'[^;]*; )*('[^']+'.*|\.\.\.))\. (?P<cure>[A-Z].+)\."

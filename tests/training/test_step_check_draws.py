@@ -1,5 +1,7 @@
 """Tests of ``check_step`` for losses that draw: exact at any dropout, and failing if the checker is broken."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,31 @@ def test_check_step_by_means_over_keys_detects_a_reported_loss_of_twice_the_obje
     found = check_step(step, state, jnp.ones((2, 2)), KEY, loss_fn=loss)
     assert found.verdict == "wrong" and found.loss_ratio == pytest.approx(2), str(found)
     assert [leaf.ratio for leaf in found.leaves] == pytest.approx([1])
+
+
+def test_means_over_keys_compare_the_loss_beside_the_gradients(monkeypatch):
+    """The runs are stand-ins: loss and gradient are 3 for each key, and the step reports twice the loss."""
+    three = np.float32(3)
+
+    class Moved:
+        def __init__(self, step, state, step_args, one_device):
+            assert state == "advanced"
+
+        def observed(self, rng, expected):
+            values = {"w": jax.device_put(three[None])}
+            return SimpleNamespace(loss=SimpleNamespace(value=6.0), observed_values=values, of_gradients=dict)
+
+    expected = SimpleNamespace(loss=three, grads={"w": three[None]})
+    one_device = SimpleNamespace(on_full_batch=lambda rng: expected, tree=dict, loss=SimpleNamespace(weighted=False))
+    state = SimpleNamespace(step=0, replace=lambda step: "advanced")
+    itself = SimpleNamespace(step=None, state=state, step_args=(None, None), one_device=one_device)
+    itself.axes, itself.axis_sizes, itself.of_leaves = {"w": ()}, {}, lambda *args: []
+    itself.checked = lambda findings, seen, method, leaves, ratio: (findings, ratio, [leaf.ratio for leaf in leaves])
+    by_many_keys = checker.Comparison.by_many_keys
+    monkeypatch.setattr(checker, "Comparison", Moved)
+    monkeypatch.setattr(checker, "folded", lambda rng, i: i)
+    findings, ratio, of_leaves = by_many_keys(itself, "a test")
+    assert len(findings) == 1 and ratio == pytest.approx(2) and of_leaves == pytest.approx([1])
 
 
 def sample_of(factor, rest, noise):

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,16 @@ from jax.sharding import NamedSharding
 from tests.support import AXES, data, fsdp, mean_loss, mesh_of
 from xlstm_jax.distributed import TrainState, check_step, create_train_state, make_train_step, unbox
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path
+from xlstm_jax.distributed.training.step_check import update
 from xlstm_jax.distributed.training.step_check.recording import Recorded, recorded_state
-from xlstm_jax.distributed.training.step_check.update import _Update, compare_each_leaf, of_state, same_bits
+from xlstm_jax.distributed.training.step_check.update import (
+    UpdateCheck,
+    _Update,
+    check_update,
+    compare_each_leaf,
+    of_state,
+    same_bits,
+)
 
 KEY, BATCH = jax.random.key(0), data()
 ADAM = optax.adam(1e-2)
@@ -86,6 +95,23 @@ def test_check_step_finds_changes_to_params_or_opt_state_outside_the_optimizer(n
     found, text = checked(step_followed_by(change), state)
     assert found.verdict == verdict, f"{found.verdict!r}, with the text: {text}"
     assert re.search(says, text), f"{says!r} is not in: {text}"
+
+
+def test_check_update_looks_at_a_second_step_only_after_a_right_first_step(monkeypatch):
+    wrong, right = UpdateCheck(("the update is wrong",), None, ()), UpdateCheck((), None, ())
+
+    class OfStates:
+        def __init__(self, before, after, one_device):
+            self.check = lambda: after
+
+    monkeypatch.setattr(update, "_Update", OfStates)
+    monkeypatch.setattr(update, "OneDeviceOptimizer", lambda *args: None)
+
+    def findings(first, second):
+        return check_update(SimpleNamespace(tx=None), first, None, second and (lambda: second), None).findings
+
+    assert findings(right, wrong) == ("in a second step, the update is wrong",)
+    assert findings(wrong, right) == wrong.findings and findings(right, right) == findings(right, None) == ()
 
 
 def test_recorded_state_reads_like_the_state_and_trains_equally(state):

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -27,8 +28,12 @@ from xlstm_jax.distributed import (
     shard_modules,
     unbox,
 )
+from xlstm_jax.distributed.data_parallel.leaf import Sharded
+from xlstm_jax.distributed.data_parallel.trees import paths_of_replicated
 from xlstm_jax.distributed.model_parallel import split_modules
 from xlstm_jax.distributed.training import mistakes
+from xlstm_jax.distributed.training.mistakes import ModelFacts, warn_of_replicated
+from xlstm_jax.distributed.training.moments import CreatedState
 from xlstm_jax.distributed.training.state import TrainState
 
 KEY, BATCH = jax.random.key(0), data()
@@ -90,6 +95,12 @@ def test_no_replication_warning_for_split_parameters_a_single_device_or_allow_re
         traced(create(model, where, **options), where, **options)
     with pytest.warns(UserWarning, match=NOTHING):  # guard
         create(nn.Dense(4), mesh)
+
+
+def test_replicated_paths_are_those_without_axes_and_none_on_a_single_device():
+    params = {"split": Sharded(np.ones(4), ("fsdp",)), "whole": np.ones(4)}
+    assert paths_of_replicated(params, mesh_of(2, 4)) == ["whole"]
+    assert paths_of_replicated(params, mesh_of(1, 1)) == []
 
 
 # ------------------------------------------------------------------------------------------- partly replicated models
@@ -170,6 +181,20 @@ def test_train_state_or_step_warns_once_of_partly_replicated_parameters(model, c
     assert f"shard_modules(model, ({classes}), axis_name). If it is meant, pass allow_replicated=True" in text
     again = make_train_step(tokens_loss, mesh_of(2, 4), AXES)
     assert not told_by(lambda: again.trace(make(model), TOKENS, KEY)), "the same parameters are warned of twice"
+
+
+@pytest.mark.parametrize("share, warns", [(0.06, True), (0.5, True), (0.04, False)])
+def test_replicated_parameters_warn_from_a_twentieth_of_the_bytes(share, warns, monkeypatch):
+    monkeypatch.setitem(mistakes.FACTS, CreatedState, lambda context: ModelFacts({}, {}))
+    size = 2**22
+    arrays = {
+        name: jax.ShapeDtypeStruct((round(size * of),), np.float32) for name, of in [("a", 1 - share), ("b", share)]
+    }
+    params = {"a": Sharded(arrays["a"], ("fsdp",)), "b": arrays["b"]}
+    empty = dict.fromkeys(CreatedState._fields)
+    state = CreatedState(**empty | {"params": params, "mesh": mesh_of(2, 4)})
+    told = told_by(lambda: warn_of_replicated(state))
+    assert len(told) == warns and all(text.startswith(f"{share:.0%} of the parameters' bytes") for text in told)
 
 
 def test_replication_warning_suggests_a_lower_min_weight_size_for_small_leaves():
