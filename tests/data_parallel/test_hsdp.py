@@ -159,7 +159,7 @@ def penalty_by_values(params):
 
 def penalty_by_norm(params):
     # Only split leaves: under check_vma=True replicated leaves vary within a loss, which raises.
-    return 0.1 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_of(leaf).axes]) ** 2
+    return 0.3 * global_norm([leaf for _, leaf in leaves_with_path(params) if leaf_of(leaf).axes]) ** 2
 
 
 @cache
