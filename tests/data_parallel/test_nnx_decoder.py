@@ -247,7 +247,8 @@ def test_checkpoints_and_safetensors_by_paths_of_nnx(tmp_path):
                 np.testing.assert_array_equal(a, b, err_msg=path)
         bound = nnx_model(make).bind({"params": import_safetensors(file, unbox(plain))})
         outputs = model.apply({"params": unbox(state.params)}, TOKENS)
-        np.testing.assert_allclose(bound(TOKENS), outputs, rtol=1e-5, atol=1e-6)
+        largest = np.abs(outputs).max()  # of which rounding is a part: a small output is a sum of terms as large
+        np.testing.assert_allclose(bound(TOKENS), outputs, rtol=1e-5, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
