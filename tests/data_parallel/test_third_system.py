@@ -15,6 +15,7 @@ import pytest
 from tests.support import AXES, as_called, assert_same_params, data, mean_loss, mesh_of
 from xlstm_jax.distributed import create_train_state, make_train_step, plan_sharding, shard_modules, unbox
 from xlstm_jax.distributed.data_parallel.modules import unit
+from xlstm_jax.distributed.data_parallel.modules.dropping import dropping
 
 KEY = jax.random.key(0)
 BATCH = data(features=8)
@@ -111,7 +112,7 @@ def unit_type(cls, policy):
             return plain(cls(**vars(with_params(module, gathered))), *args, **kwargs)
 
         def method(self, *args, **kwargs):
-            return unit.entered(PYTREES, cls.__name__, unit.dropping(whole, PYTREES, policy), self, args, kwargs)
+            return unit.entered(PYTREES, cls.__name__, dropping(whole, PYTREES, policy), self, args, kwargs)
 
         return functools.wraps(plain)(method)
 

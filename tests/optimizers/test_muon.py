@@ -335,6 +335,14 @@ def test_newton_schulz_step_is_the_polynomial_of_fifth_degree():
     np.testing.assert_allclose(_stepped(x, x @ x.T, (2.0, 0.5, 0.25)), np.diag([4 + 4 + 8, 6 + 13.5 + 60.75]))
 
 
+def test_momentum_of_muon_has_the_dtype_that_is_asked_for():
+    params = {"w": np.ones((8, 4), np.float32)}
+    for given, want in ((None, "float32"), ("bfloat16", "bfloat16"), (jnp.float16, "float16")):
+        state = jax.eval_shape(muon(0.1, mu_dtype=given).init, params)
+        momenta = [leaf.dtype for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+        assert momenta == [jnp.dtype(want)], (given, momenta)
+
+
 def test_nesterov_momentum_of_muon_is_a_step_ahead():
     """Matrices are not orthogonalised here; the second gradient differs from the first."""
     choices = {"w": MatrixChoice("w", (2, 3), MuonDimensionNumbers(), "")}

@@ -369,6 +369,13 @@ def test_digests_that_no_run_repeats_warn_and_end_the_replays():
     assert calls.count("run") == 4 and calls[-1] == "plain"
 
 
+def test_digests_that_one_of_the_two_programs_repeats_raise():
+    """The first program never repeats its bits and the second always: the program is not one that no run repeats."""
+    step, _ = with_digests([RIGHT + 1, RIGHT, RIGHT + 2, RIGHT])
+    with pytest.raises(ReplayError, match="of 4 devices"):
+        step(STATE, "batch")
+
+
 def test_runs_of_a_replay_donate_nothing():
     mesh, x = mesh_of(1, 2), jax.ShapeDtypeStruct((2, 4), jnp.float32)
     state = abstract_train_state(nn.Dense(2), optax.sgd(0.1), mesh, KEY, x, batch_axes=AXES, allow_replicated=True)
