@@ -59,8 +59,8 @@ def train_step(net, optimizer, metrics, batch):
     optimizer.update(net, grads)
 
 batch = {
-    "x": normal(1, (32, 64)) * np.float32(1 + np.arange(32) % 3)[:, None],
-    "label": integers(2, (32,), 0, 64),
+    "x": jax.random.normal(jax.random.key(1), (32, 64)) * (1 + jnp.arange(32) % 3)[:, None],
+    "label": jax.random.randint(jax.random.key(2), (32,), 0, 64),
 }
 for _ in range(3):
     train_step(net, optimizer, metrics, batch)
