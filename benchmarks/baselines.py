@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import abstract_batch
 from xlstm_jax.distributed.data_parallel.leaf import Sharded, leaf_of, rebox
+from xlstm_jax.distributed.data_parallel.store import LeafToSplit
 from xlstm_jax.distributed.data_parallel.trees import map_leaves, partition_specs
 from xlstm_jax.forecast.training import Workload
 
@@ -43,6 +44,24 @@ def split_width(width: int, shape: tuple[int, ...], parts: int, min_weight_size:
     """Returns the last dim of size ``width``; None without such a dim or for a small array."""
     dims = [dim for dim, size in enumerate(shape) if size == width and size % parts == 0]
     return dims[-1] if dims and math.prod(shape) >= min_weight_size else None
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongWidth:
+    """Mode of the option ``uneven`` that splits a leaf along its last dim of size ``width``, as ``split_width`` does.
+
+    A leaf without such a dim is split along its largest dim, and is replicated if no dim is divisible.
+    """
+
+    width: int
+
+    def reason(self, dim: int, size: int, parts: int) -> None:
+        """Leaves that the axes do not divide stay replicated."""
+
+    def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
+        """Returns ``leaf`` with the dim of size ``width`` as the dim to split."""
+        dim = split_width(self.width, leaf.value.shape, parts, 0)
+        return leaf if dim is None else leaf._replace(dim=dim)
 
 
 def split_two_dims(shape: tuple[int, ...], axis_sizes: Mapping[str, int], min_weight_size: int) -> P:

@@ -48,6 +48,7 @@ from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
 from xlstm_jax.distributed.data_parallel.remat import remat_policy
+from xlstm_jax.distributed.data_parallel.store import UNEVEN
 from xlstm_jax.distributed.data_parallel.trees import leaves_with_path, map_leaves, shardings
 from xlstm_jax.distributed.data_parallel.wire.collectives import axes_entry, entry_axes
 from xlstm_jax.distributed.optimizers.sharded_optimizer import optimizer_state_shardings
@@ -83,8 +84,8 @@ class Case:
       xla_options: further XLA options, added to ``compiler_options`` if tuned.
       options: options of ``training``.
       kernel: whether attention is a fused kernel, see ``attention_kernel``.
-      width: whether ``jit`` splits each leaf along the model's width, as MaxText does, instead of its largest dim. With
-        ``mesh="staged"`` it splits two dims, over the axes of the torus.
+      width: whether each leaf is split along the model's width, as in MaxText, instead of its largest dim. ``jit`` with
+        ``mesh="staged"`` splits two dims, over the axes of the torus.
       one_order: whether every leaf is gathered in the axis order of the mesh, to measure the benefit of the rotated
         order of the library.
     """
@@ -123,6 +124,10 @@ CASES: dict[str, Case] = {
     "ours, best options, within hosts": Case("ours", "staged", xla_options=BEST_FOR_OURS, options=OURS | WITHIN_HOSTS),
     "ours, combined": Case("ours", "staged", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, options, one axis": Case("ours", "flat", tuned=True, options=OURS),
+    "ours, width": Case("ours", "staged", options=OURS, width=True),
+    "ours, options, width": Case("ours", "staged", tuned=True, options=OURS, width=True),
+    "ours, width, one axis": Case("ours", "flat", options=OURS, width=True),
+    "ours, options, width, one axis": Case("ours", "flat", tuned=True, options=OURS, width=True),
     "ours, one axis": Case("ours", "flat", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, one axis, combined": Case("ours", "flat", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, ahead": Case("ours", "staged", xla_options=BEST_AHEAD, options=OURS | {"prefetch": True}),
@@ -153,7 +158,8 @@ OF_KERNEL = (
     "ours, combined",
 )
 OF_KERNEL += ("ours, best options, within hosts", "ours, one axis", "ours, one axis, combined", "ours, ahead")
-OF_KERNEL += ("ours, options, one axis",)
+OF_KERNEL += ("ours, options, one axis", "ours, width", "ours, options, width")
+OF_KERNEL += ("ours, width, one axis", "ours, options, width, one axis")
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
 # Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.
@@ -162,12 +168,14 @@ CASES |= {
     name.replace(case, f"{case}, more VMEM"): dataclasses.replace(CASES[name], xla_options=MORE_VMEM)
     for case in (
         *("jit", "jit, options", "jit, width", "jit, options, width"),
-        *("ours", "ours, options", "ours, options, one axis"),
+        *("ours", "ours, options", "ours, options, one axis", "ours, width", "ours, options, width"),
+        *("ours, width, one axis", "ours, options, width, one axis"),
     )
     for name in (case, f"{case}, kernel")
 }
 
-OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims")
+OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims", "ours, width", "ours, options, width")
+OTHER_LAYOUTS += ("ours, width, one axis", "ours, options, width, one axis")
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
 OF_PEERS = OF_HEADS + OTHER_LAYOUTS
 ON_TPUS = tuple(
@@ -269,6 +277,9 @@ def build(
         options["attention"] = attention_kernel(size, gpus=gpus)
     if case.algorithm == "ours":
         options["shard_axes"] = tuple(axis for axis in sizes if axis != REPLICA_AXIS)
+        if case.width:
+            options["uneven"] = f"width {size.dim}"
+            UNEVEN[options["uneven"]] = baselines.AlongWidth(size.dim)
     workload, mesh = training(size, **options), mesh_of(sizes, devices)
     workload = in_a_loop(workload) if loop else workload
     if case.algorithm in ("ours", "replicated"):

@@ -59,7 +59,7 @@ TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h100:4x8", "h100:32x8")
 SIDES = ("jit", "ours")
 ON_TPUS = {
     "jit": ("jit", "jit, options", "jit, options, width", "jit, options, two dims"),
-    "ours": ("ours", "ours, options", "ours, options, one axis"),
+    "ours": ("ours", "ours, options", "ours, options, one axis", "ours, options, width, one axis"),
 }
 ON_V5E = {
     "jit": (
@@ -75,6 +75,11 @@ ON_V5E = {
         "ours, more VMEM",
         "ours, options, more VMEM",
         "ours, options, one axis, more VMEM",
+        "ours, width",
+        "ours, width, more VMEM",
+        "ours, width, one axis",
+        "ours, width, one axis, more VMEM",
+        "ours, options, width, one axis, more VMEM",
     ),
 }
 ON_GPUS = {
