@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +50,11 @@ def split_width(width: int, shape: tuple[int, ...], parts: int, min_weight_size:
 class AlongWidth:
     """Mode of the option ``uneven`` that splits a leaf along its last dim of size ``width``, as ``split_width`` does.
 
-    A leaf without such a dim is split along its largest dim, and is replicated if no dim is divisible.
+    The largest dim is split of a leaf without such a dim, and of the table of a vocabulary, which has more than
+    ``TABLE`` rows for each column: a lookup reads rows, and a table gathered along its columns is copied.
     """
 
+    TABLE: ClassVar[int] = 8
     width: int
 
     def reason(self, dim: int, size: int, parts: int) -> None:
@@ -60,8 +62,9 @@ class AlongWidth:
 
     def prepare_for_split(self, leaf: LeafToSplit, parts: int) -> LeafToSplit:
         """Returns ``leaf`` with the dim of size ``width`` as the dim to split."""
-        dim = split_width(self.width, leaf.value.shape, parts, 0)
-        return leaf if dim is None else leaf._replace(dim=dim)
+        shape = leaf.value.shape
+        dim = split_width(self.width, shape, parts, 0)
+        return leaf if dim is None or max(shape) > self.TABLE * self.width else leaf._replace(dim=dim)
 
 
 def split_two_dims(shape: tuple[int, ...], axis_sizes: Mapping[str, int], min_weight_size: int) -> P:

@@ -44,6 +44,7 @@ from benchmarks.xla_flags import BEST_AHEAD, BEST_FOR_JIT, BEST_FOR_OURS
 from xlstm_jax.accelerators import compiler_options
 from xlstm_jax.common_types import PyTree
 from xlstm_jax.distributed import DeviceMeshManager, typed_kernel
+from xlstm_jax.distributed.data_parallel.extensions.all_reduce import AllReduceGradients
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.leaf import is_box, leaf_of, rebox
 from xlstm_jax.distributed.data_parallel.policy import DEFAULT_MIN_WEIGHT_SIZE
@@ -101,6 +102,7 @@ class Case:
 
 
 REMAT = {"remat": True}
+SUMMED = {"options": (AllReduceGradients(),)}
 OURS = {"remat": True, "grad_scatter_dtype": jnp.bfloat16}  # full remat, communication in bfloat16
 WITHIN_HOSTS = {"remat": remat_policy("nothing", gathered_over=HOST_AXIS)}
 BY_PIECES = {"chunked_head": True, "by_pieces": True}
@@ -128,6 +130,9 @@ CASES: dict[str, Case] = {
     "ours, options, width": Case("ours", "staged", tuned=True, options=OURS, width=True),
     "ours, width, one axis": Case("ours", "flat", options=OURS, width=True),
     "ours, options, width, one axis": Case("ours", "flat", tuned=True, options=OURS, width=True),
+    "ours, options, one axis, all-reduce": Case("ours", "flat", tuned=True, options=OURS | SUMMED),
+    "ours, width, one axis, all-reduce": Case("ours", "flat", options=OURS | SUMMED, width=True),
+    "ours, options, width, one axis, all-reduce": Case("ours", "flat", tuned=True, options=OURS | SUMMED, width=True),
     "ours, one axis": Case("ours", "flat", xla_options=BEST_FOR_OURS, options=OURS),
     "ours, one axis, combined": Case("ours", "flat", xla_options=BEST_FOR_JIT, options=OURS),
     "ours, ahead": Case("ours", "staged", xla_options=BEST_AHEAD, options=OURS | {"prefetch": True}),
@@ -160,6 +165,12 @@ OF_KERNEL = (
 OF_KERNEL += ("ours, best options, within hosts", "ours, one axis", "ours, one axis, combined", "ours, ahead")
 OF_KERNEL += ("ours, options, one axis", "ours, width", "ours, options, width")
 OF_KERNEL += ("ours, width, one axis", "ours, options, width, one axis")
+ALL_REDUCED = (
+    "ours, options, one axis, all-reduce",
+    "ours, width, one axis, all-reduce",
+    "ours, options, width, one axis, all-reduce",
+)
+OF_KERNEL += ALL_REDUCED
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
 # Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.
@@ -169,13 +180,13 @@ CASES |= {
     for case in (
         *("jit", "jit, options", "jit, width", "jit, options, width"),
         *("ours", "ours, options", "ours, options, one axis", "ours, width", "ours, options, width"),
-        *("ours, width, one axis", "ours, options, width, one axis"),
+        *("ours, width, one axis", "ours, options, width, one axis", *ALL_REDUCED),
     )
     for name in (case, f"{case}, kernel")
 }
 
 OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims", "ours, width", "ours, options, width")
-OTHER_LAYOUTS += ("ours, width, one axis", "ours, options, width, one axis")
+OTHER_LAYOUTS += ("ours, width, one axis", "ours, options, width, one axis", *ALL_REDUCED)
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
 OF_PEERS = OF_HEADS + OTHER_LAYOUTS
 ON_TPUS = tuple(
@@ -197,6 +208,7 @@ WORDS = {
     "one axis": "one axis of all devices in place of two",
     "ahead": "scan_layers, which gathers layers ahead itself",
     "width": "each leaf split along the width of the model, not its largest dim",
+    "all-reduce": "gradients summed by an all-reduce, of which each device keeps its slice",
     "two dims": "each leaf split along two dims, over the axes of the torus",
     "more VMEM": "with 64 MiB of scratch memory for a product, not 16",
     "kernel": "attention of cuDNN on GPUs, flash attention on TPUs",

@@ -59,7 +59,14 @@ TOPOLOGIES = ("v5e:16x16", "v5p:4x4x8", "v6e:16x16", "h100:4x8", "h100:32x8")
 SIDES = ("jit", "ours")
 ON_TPUS = {
     "jit": ("jit", "jit, options", "jit, options, width", "jit, options, two dims"),
-    "ours": ("ours", "ours, options", "ours, options, one axis", "ours, options, width, one axis"),
+    "ours": (
+        "ours",
+        "ours, options",
+        "ours, options, one axis",
+        "ours, options, width, one axis",
+        "ours, options, one axis, all-reduce",
+        "ours, options, width, one axis, all-reduce",
+    ),
 }
 ON_V5E = {
     "jit": (
@@ -80,6 +87,9 @@ ON_V5E = {
         "ours, width, one axis",
         "ours, width, one axis, more VMEM",
         "ours, options, width, one axis, more VMEM",
+        "ours, options, one axis, all-reduce, more VMEM",
+        "ours, width, one axis, all-reduce, more VMEM",
+        "ours, options, width, one axis, all-reduce, more VMEM",
     ),
 }
 ON_GPUS = {
