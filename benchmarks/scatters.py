@@ -22,7 +22,8 @@ from rich.progress import track
 from rich.table import Table
 
 from xlstm_jax.distributed.data_parallel import AllReduceGradients
-from xlstm_jax.distributed.data_parallel.wire.communication import Communication
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import Option
 from xlstm_jax.forecast import Forecast, forecast
 from xlstm_jax.forecast.hardware import parse_topology
 
@@ -38,10 +39,10 @@ TOPOLOGIES = (
     "v6e:16x16",
 )
 LAYERS, TOKENS = 4, 2048
-WAYS = {"reduce-scatter": Communication(), "all-reduce": Communication(options=(AllReduceGradients(),))}
+WAYS = {"reduce-scatter": (), "all-reduce": (AllReduceGradients(),)}
 
 
-def compiled(topology: str, shape: Sequence[int], way: Communication) -> Forecast:
+def compiled(topology: str, shape: Sequence[int], way: tuple[Option, ...]) -> Forecast:
     """Forecasts the gradients of a kernel [width, ...] in all layers, scattered along the first dim over one axis."""
     width, *features = shape
     devices = math.prod(parse_topology(topology).shape)
@@ -51,7 +52,7 @@ def compiled(topology: str, shape: Sequence[int], way: Communication) -> Forecas
         def layer(carry, both):
             rows, cotangents = both
             gradient = jnp.einsum("td,t...->d...", rows, cotangents) / devices
-            return carry, way.reduce_scatter(gradient, 0, ("fsdp",))
+            return carry, collectives.reduce_scatter(gradient, 0, ("fsdp",), way)
 
         return kernel - lax.scan(layer, None, (x, y))[1].astype(kernel.dtype)
 

@@ -20,10 +20,13 @@ from tests.support import (
     data,
     equations,
     integers,
+    mean_loss,
     mesh_of,
     on_mesh,
 )
 from xlstm_jax.distributed import (
+    PackSmall,
+    Replicas,
     abstract_train_state,
     chunked_cross_entropy,
     make_train_step,
@@ -32,7 +35,8 @@ from xlstm_jax.distributed import (
 )
 from xlstm_jax.distributed.data_parallel import AllReduceGradients
 from xlstm_jax.distributed.data_parallel.policy import ShardPolicy
-from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Communication, Option
+from xlstm_jax.distributed.data_parallel.wire import collectives
+from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMUNICATION, Option
 
 SUMMED = (AllReduceGradients(),)
 SUMS = ("psum", "psum_invariant", "reduce_scatter")
@@ -101,6 +105,20 @@ def test_step_with_the_option_has_no_reduce_scatter(model, options, scatters):
     assert found & {"psum", "psum_invariant"}
 
 
+@pytest.mark.parametrize("others", [{"packing": PackSmall()}, {"gather_dtype": "int8"}, {"replicas": Replicas("dp")}])
+def test_option_sums_gradients_of_leaves_that_are_packed_or_sent_in_8_bits_or_copied(others):
+    def of_step(options):
+        model = Model(
+            wrap=partial(shard_module_params, axis_name="fsdp", min_weight_size=32, options=options, **others)
+        )
+        mesh, key, batch = mesh_of(2, 4), jax.random.key(0), data()
+        state = abstract_train_state(model, optax.sgd(1.0), mesh, key, batch["x"], batch_axes=AXES)
+        return sums(make_train_step(mean_loss, mesh, AXES), state, batch, key)
+
+    assert "reduce_scatter" not in of_step(SUMMED)
+    assert "reduce_scatter" in of_step(())
+
+
 def test_gradients_of_pieces_of_a_head_are_summed_by_an_all_reduce():
     """``chunked_cross_entropy`` gathers and scatters pieces of a matrix by itself."""
     mesh, x, labels = mesh_of(1, 8), np.ones((8, 2, 16), np.float32), integers(0, (8, 2), 0, 64)
@@ -128,7 +146,7 @@ def test_the_first_option_that_computes_a_sum_computes_it():
             return 2 * lax.psum_scatter(terms, axes, scatter_dimension=dim, tiled=True)
 
     def scattered(*options):
-        run = lambda x: Communication(options=options).reduce_scatter(x, 0, ("fsdp",))  # noqa: E731
+        run = lambda x: collectives.reduce_scatter(x, 0, ("fsdp",), options)  # noqa: E731
         return np.asarray(on_mesh(run, mesh_of(1, 8), False, P(), P("fsdp"))(np.arange(8.0, dtype="float32")))
 
     np.testing.assert_array_equal(scattered(), 8 * np.arange(8.0))

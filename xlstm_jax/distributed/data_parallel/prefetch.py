@@ -468,7 +468,7 @@ class _Scan:
 
         def scattered(leaf: _Leaf, term: jax.Array) -> Any:
             route = leaf.route
-            shard = route.communication.reduce_scatter(term, route.dim, route.axes)
+            shard = collectives.reduce_scatter(term, route.dim, route.axes, route.communication.options)
             grad = gradient_of_shard(shard, route.communication, leaf.stacked)
             return leaf.gradients(differentiated_once(grad, route.axes))
 

@@ -8,7 +8,6 @@ because the product that computes the gradient writes another order. An all-redu
 from dataclasses import dataclass
 
 import jax
-from jax import lax
 
 from xlstm_jax.distributed.data_parallel.wire import collectives
 from xlstm_jax.distributed.data_parallel.wire.communication import Option
@@ -30,8 +29,8 @@ class AllReduceGradients(Option):
 
         The axes, the first outermost, have n devices in all.
         """
-        for axis in collectives.spread_axes(axes):
-            size = terms.shape[dim] // collectives.axis_size([axis])
-            total = lax.psum(collectives.to_varying(terms, [axis]), axis)
-            terms = lax.dynamic_slice_in_dim(total, lax.axis_index(axis) * size, size, dim)
-        return terms
+        spread = collectives.spread_axes(axes)
+        if not spread:
+            return terms
+        total = collectives.all_reduce_sum(collectives.to_varying(terms, spread), spread)
+        return collectives.local_shard(total, dim, spread)

@@ -112,16 +112,6 @@ class Communication:
         own_options = {name: value for name, value in vars(self).items() if value not in (None, INTER_HOST_AXES, ())}
         return Communication(**{**vars(other), **own_options})
 
-    def reduce_scatter(self, terms: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
-        """Returns this device's shard of ``terms`` along ``dim``, summed over the devices of ``axes``.
-
-        The first option that computes the sum replaces ``collectives.reduce_scatter``.
-        """
-        for option in self.options:
-            if (shard := option.reduce_scatter(terms, dim, axes)) is not None:
-                return shard
-        return collectives.reduce_scatter(terms, dim, axes)
-
     @property
     def copied_axes(self) -> tuple[str, ...]:
         """Axes along which devices hold copies of a shard; () without copies."""
@@ -298,7 +288,7 @@ def _scattered(
     if cotangent.ndim == 2 and cotangent.dtype.itemsize < 4 and collectives.spread_axes(axes):
         cotangent = not_transposed_on_cpu(cotangent)
     terms = terms_to_scatter(cotangent, axes, communication, primal)
-    return gradient_of_shard(communication.reduce_scatter(terms, dim, axes), communication, primal)
+    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes, communication.options), communication, primal)
 
 
 def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:
