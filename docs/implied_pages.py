@@ -43,6 +43,7 @@ KEYWORDS = {
     ),
     "howto/slow_step": ("slow", "performance", "MFU", "profiler"),
     "howto/weight_decay": ("weight decay", "mask"),
+    "howto/flat_axis": ("all-reduce", "reduce-scatter", "one axis", "copies of gradients", "TPU slice"),
     "howto/small_leaves": ("packing", "latency", "number of collectives", "many small parameters"),
     "howto/within_hosts": ("between hosts", "slow network", "reshard_after_forward", "intra-node", "ZeRO++"),
     "howto/compilation_cache": ("compilation cache", "compile time", "recompile"),

@@ -29,15 +29,24 @@ def fill(app):
 
 
 def keep(app, exception):
-    """Replaces the kept reports by the reports that pages have read or written; only with ``KEEP_REPORTS=1``."""
+    """Replaces the kept reports by the reports that pages have read or written with ``KEEP_REPORTS=1``.
+
+    Without it, prints how many reports were compiled: kept reports become stale without any other sign.
+    """
     del app
-    if exception is not None or os.environ.get("KEEP_REPORTS") != "1":
+    if exception is not None:
         return
-    shutil.rmtree(KEPT)
-    KEPT.mkdir()
-    for report in CACHE.glob(f"*{SUFFIX}"):
-        if report.stat().st_mtime > 0:
+    used = [report for report in CACHE.glob(f"*{SUFFIX}") if report.stat().st_mtime > 0]
+    if os.environ.get("KEEP_REPORTS") == "1":
+        shutil.rmtree(KEPT)
+        KEPT.mkdir()
+        for report in used:
             shutil.copyfile(report, KEPT / report.name)
+    elif compiled := [report for report in used if not (KEPT / report.name).exists()]:
+        print(
+            f"{len(compiled)} compiler reports of pages are not in docs/reports, and were compiled."
+            " KEEP_REPORTS=1 make docs keeps them."
+        )
 
 
 def setup(app):

@@ -70,6 +70,11 @@ FEATURES = [
         r"\bPackSmall\b|\bPackedGathers\b|\bPacking\b|extensions\.(packed|packing)\b|\bpacking(_limit)?\b",
     ),
     Feature(
+        "gradients by all-reduce (AllReduceGradients)",
+        ("data_parallel/extensions/all_reduce.py",),
+        r"\bAllReduceGradients\b|extensions\.all_reduce\b",
+    ),
+    Feature(
         "blocks of 8 bits on the wire",
         ("data_parallel/wire/blocks.py", "data_parallel/wire/quantized.py"),
         r"\bBlocks\b|\bInBlocks\b|\bBLOCK_FORMATS\b|wire\.(blocks|quantized)\b",

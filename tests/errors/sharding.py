@@ -492,6 +492,15 @@ OPTIONS = [
     ("uneven", {"uneven": "cut"}, ValueError, wrapping, "uneven=… is none of", "uneven='cut'"),
     ("replicas", {"replicas": "dp"}, TypeError, wrapping, "replicas=…: pass Replicas", "pass Replicas('dp')"),
     ("packing", {"packing": True}, TypeError, wrapping, "packing=…: pass PackSmall", "packing=True: pass PackSmall"),
+    ("options", {"options": PackSmall()}, TypeError, wrapping, "options=…: pass a tuple", "pass a tuple of options"),
+    (
+        "options-class",
+        {"options": (PackSmall,)},
+        TypeError,
+        wrapping,
+        "options=…: pass a tuple",
+        "pass a tuple of options",
+    ),
     (
         "inter-host",
         {"inter_host_axes": "host"},

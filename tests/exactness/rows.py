@@ -23,6 +23,7 @@ from tests.exactness.case import ADAMW, DECAY, Case, Trained, decisions
 from tests.exactness.model import TWIN_FIELDS
 from tests.support import FLOAT32_ROUNDING
 from xlstm_jax.distributed import Offload, PackSmall, Replicas, muon, skip_nonfinite, with_ema
+from xlstm_jax.distributed.data_parallel import AllReduceGradients
 from xlstm_jax.distributed.data_parallel.extensions.packing import PACKED
 from xlstm_jax.distributed.optimizers import matrix_dimensions
 
@@ -150,6 +151,14 @@ ROWS = [
         {"wrapping": {"packing": PackSmall()}},
         some(lambda leaf: any(mark.startswith(PACKED) for mark in leaf.marks)),
         "2x4-no_vma",
+        GATHERED,
+        because=NOTHING_GATHERED,
+    ),
+    Row(
+        "gradients by all-reduce",
+        {"wrapping": {"options": (AllReduceGradients(),)}},
+        lambda run: not run.sent("reduce_scatter"),
+        "2x4-vma",
         GATHERED,
         because=NOTHING_GATHERED,
     ),

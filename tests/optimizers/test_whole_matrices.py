@@ -96,8 +96,8 @@ def whole(state):
 
 
 def test_owners_store_state_of_assigned_matrices_and_checkpoints_omit_empty_slots(tmp_path):
-    """Six kernels of 16 x 32 on four devices: two slots per device; the two empty slots are not saved."""
-    state = three_steps_of_shampoo()
+    """Six kernels of 16 x 32 on four devices: two slots per device; the two empty slots, marked here, are not saved."""
+    state = jax.tree.map(marked_after_six, three_steps_of_shampoo())
     left, _ = state.opt_state.inner_state[0].of_owners["16x32"]
     assert left.names == ("fsdp", None, None) and left.value.shape == (8, 16, 16) and left.true_shape[0] == 6
     assert left.value.sharding.spec == P("fsdp")
@@ -110,7 +110,14 @@ def test_owners_store_state_of_assigned_matrices_and_checkpoints_omit_empty_slot
         )
     of_other, _ = restored.opt_state.inner_state[0].of_owners["16x32"]
     np.testing.assert_array_equal(np.asarray(of_other.value)[:6], np.asarray(left.value)[:6])
+    assert not np.asarray(of_other.value)[6:].any()
+    assert np.asarray(left.value)[6:].all()  # guard: saved slots would not be zero
     assert len(of_other.value.sharding.device_set) == 8
+
+
+def marked_after_six(leaf):
+    """Marks rows 6 and 7 of a stack of eight matrices by 77, and returns other leaves unchanged."""
+    return leaf.at[6:].set(77) if leaf.ndim == 3 and leaf.shape[0] == 8 else leaf
 
 
 def test_dims_of_a_stored_array_come_into_the_order_of_the_value_and_back():

@@ -257,7 +257,8 @@ class BonsaiVision(nnx.Module):
         self.patch_embedding = nnx.Conv(3, WIDTH, (2, 2), strides=(2, 2), padding="valid", rngs=rngs)
         self.position_embedding = nnx.Embed(16, WIDTH, rngs=rngs)
         self.position_ids = jnp.expand_dims(jnp.arange(16), 0)
-        self.cls_token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
+        # No zeros: a LayerNorm of zeros multiplies gradients, and their rounding, by 1000.
+        self.cls_token = nnx.Param(nnx.initializers.normal(0.5)(rngs.params(), (1, 1, WIDTH)))
 
         @nnx.split_rngs(splits=LAYERS)
         @nnx.vmap(in_axes=0, out_axes=0)

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING
 
 from xlstm_jax.deferred import names_when_used
 from xlstm_jax.distributed.data_parallel import extensions  # noqa: F401  # registers them
+from xlstm_jax.distributed.data_parallel.extensions.all_reduce import AllReduceGradients
 from xlstm_jax.distributed.data_parallel.extensions.packed import PackSmall
 from xlstm_jax.distributed.data_parallel.extensions.replicas import Replicas
 from xlstm_jax.distributed.data_parallel.freezing import freeze_params
@@ -83,6 +84,7 @@ else:
 
 __all__ = [
     "BLOCK_INPUT",
+    "AllReduceGradients",
     "NnxModel",
     "PackSmall",
     "Replicas",

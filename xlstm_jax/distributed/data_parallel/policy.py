@@ -5,6 +5,7 @@ shapes, so that sharding and plans decide alike.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +54,7 @@ class ShardPolicy:
     trainable: bool = True
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES
     packing: Option | None = None
+    options: Sequence[Option] = ()
     communication: Communication = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,9 @@ class ShardPolicy:
             )
         if not isinstance(self.packing, Option | None):
             raise TypeError(f"packing={self.packing!r}: pass PackSmall(below=2**20), with a number of bytes, or None.")
-        options = () if self.packing is None else (self.packing,)
+        if not isinstance(self.options, tuple | list) or not all(isinstance(each, Option) for each in self.options):
+            raise TypeError(f"options={self.options!r}: pass a tuple of options, as (AllReduceGradients(),).")
+        options = (*([] if self.packing is None else [self.packing]), *self.options)
         travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, options)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
@@ -98,6 +102,7 @@ class ShardPolicy:
         # Normalised values replace the user's values, so that equal policies compare as equal: jit and vjp rules cache
         # by policy.
         fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
+        fields["options"] = tuple(self.options)
         fields |= {name: value for name, value in vars(travels).items() if name not in ("options", "of_layers")}
         for name, value in fields.items():
             object.__setattr__(self, name, value)

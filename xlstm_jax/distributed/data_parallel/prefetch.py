@@ -467,9 +467,10 @@ class _Scan:
         """
 
         def scattered(leaf: _Leaf, term: jax.Array) -> Any:
-            shard = collectives.reduce_scatter(term, leaf.route.dim, leaf.route.axes)
-            grad = gradient_of_shard(shard, leaf.route.communication, leaf.stacked)
-            return leaf.gradients(differentiated_once(grad, leaf.route.axes))
+            route = leaf.route
+            shard = collectives.reduce_scatter(term, route.dim, route.axes, route.communication.options)
+            grad = gradient_of_shard(shard, route.communication, leaf.stacked)
+            return leaf.gradients(differentiated_once(grad, route.axes))
 
         done = self._of_split(scattered, terms)
         pairs = zip(d_values, done, strict=True)

@@ -5,7 +5,7 @@ the gathered parameters, as a unit of ``linen_module`` does (``with_gathers``, `
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ def shard_module_params(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
     packing: Option | None = None,
+    options: Sequence[Option] = (),
 ) -> Target:
     """Keeps a module's parameters sharded: gathered just before the module runs, split after initialisation.
 
@@ -91,6 +92,7 @@ def shard_module_params(
         fewest bytes are sent; the order of the other axes rotates.
       packing: leaves of the module that share collectives: ``PackSmall(below=...)`` sends the leaves with fewer bytes
         together, with one collective for each axis. None: each leaf is sent alone.
+      options: further options of communication, such as ``AllReduceGradients()``.
     Raises:
       ValueError: an option has an invalid value, or names axes that do not fit ``axis_name``. When the module runs:
         some mesh axes are bound, but not ``axis_name`` (lists the bound axes); a parameter is not a shard; or the
@@ -117,6 +119,7 @@ def shard_module_params(
         trainable=trainable,
         inter_host_axes=inter_host_axes,
         packing=packing,
+        options=options,
     )
     if isinstance(target, nn.Module):
         cls, fields = class_and_fields(target, "shard_module_params({}, axis_name)")

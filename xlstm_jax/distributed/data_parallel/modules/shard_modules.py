@@ -4,7 +4,7 @@ How a Linen model runs then is in ``linen_module``; for NNX, ``nnx_model`` turns
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flax import linen as nn
@@ -49,6 +49,7 @@ def shard_modules(
     trainable: bool = True,
     inter_host_axes: AxisNames | tuple[()] = INTER_HOST_AXES,
     packing: Option | None = None,
+    options: Sequence[Option] = (),
 ) -> Model:
     """Shards submodules of a model from outside, like ``shard_module_params`` around the submodules in the source.
 
@@ -79,7 +80,7 @@ def shard_modules(
         the model runs, by the names of ``create_fsdp_mesh``: ``fsdp``, or each axis with a name that begins with
         ``fsdp_``.
       min_weight_size: leaves with fewer values stay replicated. None: 2**18, or 2**14 without ``where``.
-      gather_dtype, ..., packing: see ``shard_module_params``.
+      gather_dtype, ..., options: see ``shard_module_params``.
     Raises:
       ValueError: (in ``init``; immediately for an NNX model) no module was chosen; lists the modules of the model. Or a
         module of an NNX model was already chosen by an earlier call; or as ``shard_module_params``.
@@ -99,6 +100,7 @@ def shard_modules(
         trainable=trainable,
         inter_host_axes=inter_host_axes,
         packing=packing,
+        options=options,
     )
     if isinstance(model, ShardsItself) and not isinstance(model, type):
         return model.with_units(where, policy)

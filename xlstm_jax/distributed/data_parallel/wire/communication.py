@@ -61,6 +61,13 @@ from xlstm_jax.program_names import INTER_HOST_AXES
 class Option:
     """Base class of an option that an extension adds to ``Communication``; a frozen dataclass, by which jit caches."""
 
+    def reduce_scatter(self, terms: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array | None:
+        """Returns this device's shard of ``terms`` along ``dim``, summed over the devices of ``axes``; here ``None``.
+
+        ``None``: the option does not change the sum, and ``collectives.reduce_scatter`` computes it.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class Communication:
@@ -281,7 +288,7 @@ def _scattered(
     if cotangent.ndim == 2 and cotangent.dtype.itemsize < 4 and collectives.spread_axes(axes):
         cotangent = not_transposed_on_cpu(cotangent)
     terms = terms_to_scatter(cotangent, axes, communication, primal)
-    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes), communication, primal)
+    return gradient_of_shard(collectives.reduce_scatter(terms, dim, axes, communication.options), communication, primal)
 
 
 def shard_as_sent(x: jax.Array, communication: Communication) -> jax.Array:

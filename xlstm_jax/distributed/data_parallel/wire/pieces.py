@@ -96,7 +96,7 @@ class Pieces:
         """
         with jax.named_scope(GATHER_SCOPE):
             terms = terms_to_scatter(gradient, self.axes, self.communication, primal)
-            return collectives.reduce_scatter(terms, self.dim, self.axes)
+            return collectives.reduce_scatter(terms, self.dim, self.axes, self.communication.options)
 
     def without_padding(self, gradient: jax.Array) -> jax.Array:
         """Returns ``gradient``, of this device's shard, with zeros for the padding entries of dim ``piece_dim``.
