@@ -93,10 +93,22 @@ ON_V5E = {
     ),
 }
 ON_GPUS = {
-    "jit": ("jit, kernel", "jit, options, kernel", "jit, best options, kernel"),
+    "jit": (
+        "jit, kernel",
+        "jit, options, kernel",
+        "jit, best options, kernel",
+        "jit, best options, width, kernel",
+        "jit, best options, two dims, kernel",
+    ),
     "ours": tuple(
         f"{case}, kernel"
-        for case in ("ours", "ours, best options", "ours, combined", "ours, one axis", "ours, one axis, combined")
+        for case in (
+            "ours",
+            "ours, best options",
+            "ours, combined",
+            "ours, one axis",
+            "ours, one axis, combined",
+        )
     ),
 }
 COLORS = {"jit": ("#6f6f6f", "#c8c8c8"), "ours": ("#1f4e79", "#8fb4d9")}  # (line, bar)
