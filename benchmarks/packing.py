@@ -9,7 +9,7 @@ The step is the case "ours" of ``cases``: a mesh axis for each dim of the torus,
 
   gathers, scatters   collectives in the traced step, where each counts once for each call
   tracing             processor time of ``step.trace``
-  latency             all of these collectives at ``LAUNCH_S`` and ``HOP_S`` of ``forecast.hardware.packing``, one after
+  latency             all of these collectives at the latency of ``forecast.hardware.latency``, one after
                       the other and hidden behind nothing: a worst case by assumed figures, not a forecast
 """
 
@@ -27,7 +27,8 @@ from benchmarks.cases import CASES, SIZES, build, mesh_axes
 from xlstm_jax.distributed import PackSmall
 from xlstm_jax.equations import named_axes, nested_jaxprs
 from xlstm_jax.forecast import forecast, parse_topology
-from xlstm_jax.forecast.hardware.packing import HOP_S, LAUNCH_S, packing_limit
+from xlstm_jax.forecast.hardware.latency import torus_latency_s
+from xlstm_jax.forecast.hardware.packing import packing_limit
 from xlstm_jax.formatting import format_bytes, rich_table
 
 KINDS = ("all_gather", "reduce_scatter")
@@ -45,7 +46,9 @@ def row(size: Any, topology: str, below: int, compiled: bool) -> list[str]:
     seconds = time.process_time() - start
     found = [eqn for eqn in _called(traced.jaxpr.eqns) if eqn.primitive.name in KINDS]
     counts = Counter(eqn.primitive.name for eqn in found)
-    latency = sum(LAUNCH_S + HOP_S * (sizes[axis] // 2) for eqn in found for axis in named_axes(eqn))
+    latency = sum(
+        torus_latency_s(place.chip.name, "all-gather", sizes[axis] // 2) for eqn in found for axis in named_axes(eqn)
+    )
     cells = [str(below), *(str(counts[kind]) for kind in KINDS), f"{seconds:.1f} s", f"{1e3 * latency:.1f} ms"]
     if not compiled:
         return cells

@@ -50,6 +50,7 @@ from xlstm_jax.distributed.data_parallel.wire.communication import DEFAULT_COMMU
 from xlstm_jax.distributed.data_parallel.wire.running_loss import RUNNING_LOSS, RunningLoss
 from xlstm_jax.distributed.data_parallel.wire.wire import Unchanged
 from xlstm_jax.forecast.hardware import CHIPS, packing_limit
+from xlstm_jax.forecast.hardware.latency import TPU_LATENCY, Latency
 
 BATCH, TX, KEY = data(), optax.adamw(1e-2), jax.random.key(0)
 SENT = ("all_gather", "reduce_scatter")
@@ -358,6 +359,22 @@ def test_packing_limit_is_the_bytes_whose_copy_takes_as_long_as_the_latency():
     assert packing_limit(chip, sizes) == int(latency * chip.hbm_bandwidth / 2)
     assert packing_limit(chip, sizes, launch_s=0, hop_s=0) == 0
     assert packing_limit(chip, {"dp": 1}) == 0
+
+
+def test_packing_limit_has_the_latency_of_the_chip_unless_another_is_passed(monkeypatch):
+    chip, sizes = CHIPS["v5e"], {"fsdp": 8}
+    monkeypatch.setitem(TPU_LATENCY, "v5e", Latency(start_s=1e-6, hop_s=2e-6))
+    assert packing_limit(chip, sizes) == int(9e-6 * chip.hbm_bandwidth / 2)
+    assert packing_limit(chip, sizes, launch_s=3e-6) == int(11e-6 * chip.hbm_bandwidth / 2)
+    assert packing_limit(chip, sizes, hop_s=0) == int(1e-6 * chip.hbm_bandwidth / 2)
+
+
+def test_packing_limit_of_an_axis_over_several_dims_makes_the_hops_of_each():
+    chip = CHIPS["v5p"]
+    sizes = {"fsdp_xy": (4, 8), "fsdp_z": 4}
+    assert packing_limit(chip, sizes) == int(((5e-6 + 6e-6) + (5e-6 + 2e-6)) * chip.hbm_bandwidth / 2)
+    assert packing_limit(chip, {"fsdp": (4, 8)}) == 0  # over a single axis XLA combines collectives
+    assert packing_limit(chip, {"fsdp": (8,)}) == packing_limit(chip, {"fsdp": 8}) > 0
 
 
 def test_packing_limit_is_zero_on_gpus_whose_compiler_combines_collectives():

@@ -2,23 +2,27 @@
 
 A packed leaf of B bytes saves, in each pass, a separate collective on each axis:
 
-    saved    sum over axes of (launch + hops x hop)
+    saved    sum over axes of (start + hops x hop)
     cost     2 B / HBM bandwidth        the unsharded leaf is read and written once more
 
-A closed ring of n devices sends both ways, so that the last shard takes n // 2 hops. The latency of TPU collectives is
-not published. ``LAUNCH_S`` and ``HOP_S`` are assumptions, not measurements: pass measured times if you have any.
-Latency may be hidden behind matrix products; the limit compares exposed times.
+A closed ring of n devices sends both ways, so that the last shard takes n // 2 hops. Latencies are those of
+``latency``: assumptions, not measurements; pass measured times if you have any. Latency may be hidden behind matrix
+products; the limit compares exposed times.
 """
 
+import math
 from collections.abc import Mapping
 
 from xlstm_jax.forecast.hardware.chips import Chip
-
-LAUNCH_S, HOP_S = 5e-6, 1e-6  # assumptions for a collective on a TPU
+from xlstm_jax.forecast.hardware.latency import TPU_LATENCY
 
 
 def packing_limit(
-    chip: Chip, axis_sizes: Mapping[str, int], *, launch_s: float = LAUNCH_S, hop_s: float = HOP_S
+    chip: Chip,
+    axis_sizes: Mapping[str, int | tuple[int, ...]],
+    *,
+    launch_s: float | None = None,
+    hop_s: float | None = None,
 ) -> int:
     """Returns the bytes of a leaf below which packing takes less time than separate collectives for the leaf.
 
@@ -28,16 +32,27 @@ def packing_limit(
     >>> from xlstm_jax.forecast.hardware import CHIPS
     >>> packing_limit(CHIPS["v5e"], {"fsdp_x": 4, "fsdp_y": 4}), packing_limit(CHIPS["h100"], {"fsdp": 8})
     (5740000, 0)
+    >>> packing_limit(CHIPS["v5e"], {"fsdp": (16, 16)})  # one axis over two dims of the torus: XLA combines
+    0
 
     Args:
       chip: the device.
-      axis_sizes: the axes over which leaves are gathered, with their sizes, each a closed ring of links.
-      launch_s: seconds of a collective in addition to bytes and hops.
-      hop_s: seconds from a device to its neighbour.
+      axis_sizes: the axes over which leaves are gathered, each with its size if the axis is a closed ring of links, or
+        with the sizes of the dims of the torus that the axis spans, as (16, 16).
+      launch_s: seconds of a collective in addition to bytes and hops; None: as assumed in ``latency``.
+      hop_s: seconds from a device to its neighbour; None: as assumed in ``latency``.
     Returns:
-      Bytes. 0 for GPUs, where XLA already combines small collectives; 0 on a single device.
+      Bytes. 0 where XLA itself combines small collectives: on GPUs, and for a single axis that spans several dims of a
+      torus. 0 on a single device.
     """
     if not chip.torus_axes:
         return 0
-    saved = sum(launch_s + size // 2 * hop_s for size in axis_sizes.values() if size > 1)
+    dims = [sizes if isinstance(sizes, tuple) else (sizes,) for sizes in axis_sizes.values()]
+    spread = [sizes for sizes in dims if math.prod(sizes) > 1]
+    if len(spread) == 1 and len(spread[0]) > 1:
+        return 0
+    assumed = TPU_LATENCY[chip.name]
+    start = assumed.start_s if launch_s is None else launch_s
+    hop = assumed.hop_s if hop_s is None else hop_s
+    saved = sum(start + hop * sum(size // 2 for size in sizes) for sizes in spread)
     return int(saved * chip.hbm_bandwidth / 2)
