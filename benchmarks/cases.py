@@ -167,14 +167,10 @@ OF_KERNEL = (
     "ours, combined",
 )
 OF_KERNEL += ("ours, best options, within hosts", "ours, one axis", "ours, one axis, combined", "ours, ahead")
-OF_KERNEL += ("ours, options, one axis", "ours, width", "ours, options, width")
-OF_KERNEL += ("ours, width, one axis", "ours, options, width, one axis")
-ALL_REDUCED = (
-    "ours, options, one axis, all-reduce",
-    "ours, width, one axis, all-reduce",
-    "ours, options, width, one axis, all-reduce",
+OUR_LAYOUTS = tuple(
+    name for name, case in CASES.items() if case.algorithm == "ours" and (case.width or "all-reduce" in name)
 )
-OF_KERNEL += ALL_REDUCED
+OF_KERNEL += ("ours, options, one axis", *OUR_LAYOUTS)
 CASES |= {f"{name}, kernel": dataclasses.replace(CASES[name], kernel=True) for name in OF_KERNEL}
 
 # Four times the scratch memory (VMEM) that XLA gives a product by default; v5e has 128 MiB.
@@ -183,14 +179,12 @@ CASES |= {
     name.replace(case, f"{case}, more VMEM"): dataclasses.replace(CASES[name], xla_options=MORE_VMEM)
     for case in (
         *("jit", "jit, options", "jit, width", "jit, options, width"),
-        *("ours", "ours, options", "ours, options, one axis", "ours, width", "ours, options, width"),
-        *("ours, width, one axis", "ours, options, width, one axis", *ALL_REDUCED),
+        *("ours", "ours, options", "ours, options, one axis", *OUR_LAYOUTS),
     )
     for name in (case, f"{case}, kernel")
 }
 
-OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims", "ours, width", "ours, options, width")
-OTHER_LAYOUTS += ("ours, width, one axis", "ours, options, width, one axis", *ALL_REDUCED)
+OTHER_LAYOUTS = ("jit, width", "jit, options, width", "jit, options, two dims", *OUR_LAYOUTS)
 OF_HEADS = ("ours, head by pieces", "ours, options, chunked head", "ours, options, head by pieces")
 OF_PEERS = OF_HEADS + OTHER_LAYOUTS
 ON_TPUS = tuple(

@@ -93,7 +93,8 @@ class ShardPolicy:
             raise TypeError(f"packing={self.packing!r}: pass PackSmall(below=2**20), with a number of bytes, or None.")
         if not isinstance(self.options, tuple | list) or not all(isinstance(each, Option) for each in self.options):
             raise TypeError(f"options={self.options!r}: pass a tuple of options, as (AllReduceGradients(),).")
-        options = (*([] if self.packing is None else [self.packing]), *self.options)
+        given = tuple(self.options)
+        options = given if self.packing is None else (self.packing, *given)
         travels = Communication.of(self.gather_dtype, self.grad_scatter_dtype, self.replicas, inter_host_axes, options)
         if both := set(axes) & set(travels.copied_axes):
             raise ValueError(
@@ -102,7 +103,7 @@ class ShardPolicy:
         # Normalised values replace the user's values, so that equal policies compare as equal: jit and vjp rules cache
         # by policy.
         fields = {"min_weight_size": int(size), "communication": travels, "reshard_after_forward": dropped}
-        fields["options"] = tuple(self.options)
+        fields |= {"options": given}
         fields |= {name: value for name, value in vars(travels).items() if name not in ("options", "of_layers")}
         for name, value in fields.items():
             object.__setattr__(self, name, value)
